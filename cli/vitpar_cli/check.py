@@ -1,0 +1,124 @@
+"""`vitpar check`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitpar_cli import recipe_options as o
+from vitpar_cli.world import choose_device, resolve, run_in_world
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitpar.train.check import CheckResult
+
+TINY = "vit_nano_patch4_16"  # 8 blocks and 12 heads, so that most plans fit it
+ROWS_SHOWN = 8
+
+
+def check(
+    mesh: o.Mesh = None,
+    recipe: o.RecipeFile = None,
+    model: o.ModelName = None,
+    num_classes: Annotated[int, typer.Option("--num-classes", min=2, help="Classes of the model's head.")] = 10,
+    batch_size: o.BatchSize = None,
+    microbatches: o.Microbatches = None,
+    microbatch_size: o.MicrobatchSize = None,
+    schedule: o.Schedule = None,
+    virtual_stages: o.VirtualStages = None,
+    split: o.Split = None,
+    precision: o.Precision = None,
+    compile_blocks: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", help="Largest relative error allowed.  [default: by precision]")
+    ] = None,
+    device: o.DeviceName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Prove that a plan does not change the training.
+
+    Builds the model under the plan and in one process, and compares on the same seed and data: the loss, every
+    parameter's gradient and three SGD steps. Exits with 1 when an error is beyond the tolerance. Without --recipe or
+    --model it uses a tiny ViT.
+
+    Example: vitpar check --mesh pp2xtp2xdp2
+    """
+    from vitpar.strategy import parse
+
+    merged = o.merged_recipe(
+        recipe,
+        None if recipe else Path("unused"),  # no data is read
+        assignments,
+        parallel__mesh=mesh,
+        model__name=model or (None if recipe else TINY),
+        train__steps=1 if recipe is None else None,
+        parallel__microbatches=microbatches,
+        parallel__microbatch_size=microbatch_size,
+        parallel__schedule=schedule,
+        parallel__virtual_stages=virtual_stages,
+        parallel__split=o.parse_split(split),
+        train__precision=precision,
+        train__compile=compile_blocks or None,
+    )
+    kind = choose_device(device)
+    parts = resolve(parse(merged.parallel.mesh), kind)
+    size = batch_size or _batch_that_divides(
+        parts.strategy.data_parallel, parts.pipeline_degree * merged.parallel.virtual_stages
+    )
+    merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
+    config = merged.config(num_classes)
+    plan = merged.plan(config, lambda plan: resolve(plan, kind))
+
+    def work(device: "torch.device") -> int:
+        import torch.distributed as dist
+
+        from vitpar.train.check import check_plan
+
+        t = merged.train
+        settings: dict[str, Any] = {
+            "precision": t.precision,
+            "tolerance": tolerance,
+            "seed": t.seed,
+            "compile_blocks": t.compile,
+        }
+        result = check_plan(config, plan, batch_size=size, device=device, **settings)
+        if dist.get_rank() == 0:
+            typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
+        return 0 if result.passed else 1
+
+    run_in_world(plan, kind, work)
+
+
+def _batch_that_divides(data_parallel: int, stages: int) -> int:
+    """A small batch with two images in every micro-batch, enough micro-batches for the stages, and at least 16
+    images."""
+    size = data_parallel * 2 * (2 * stages if stages > 1 else 1)
+    return size * -(-16 // size)
+
+
+def _print(result: "CheckResult") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = f"{result.plan} against one process: {result.model}, batch {result.batch_size}, {result.precision}"
+    table = Table("quantity", "largest relative error", "magnitude", title=title, title_justify="left")
+    losses = list(zip(result.losses, result.reference_losses, strict=True))
+    for step, (got, expected) in enumerate(losses, start=1):
+        table.add_row(f"loss of step {step}", f"{abs(got - expected) / abs(expected):.1e}", f"{expected:.6f}")
+    for heading, group in (("gradient", result.gradients), ("after 3 steps", result.parameters)):
+        table.add_section()
+        worst = sorted(group, key=lambda c: -c.error)
+        for row in worst[:ROWS_SHOWN]:
+            table.add_row(f"{heading} {row.name}", f"{row.error:.1e}", f"{row.magnitude:.2e}")
+        if len(worst) > ROWS_SHOWN:
+            table.add_row(f"… {len(worst) - ROWS_SHOWN} more, all below", f"{worst[ROWS_SHOWN].error:.1e}", "")
+    console.print(table)
+    verdict = "[green]passed[/]" if result.passed else "[red]FAILED[/]"
+    console.print(
+        f"{verdict}: worst is {result.worst.name} with {result.worst.error:.1e}, allowed {result.tolerance:.0e}",
+        highlight=False,
+    )

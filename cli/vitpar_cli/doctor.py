@@ -1,0 +1,72 @@
+"""`vitpar doctor`: what this machine offers, and what is wrong with it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+COLOURS = {"error": "red", "warning": "yellow"}
+
+
+def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings as JSON.")) -> None:
+    """Check versions, devices and limits, and that two local ranks work together; exit with 1 if something is broken.
+
+    Example: vitpar doctor
+    """
+    from vitpar.doctor import collect, problems
+
+    report = collect()
+    found = problems(report)
+    if json_:
+        listed = [{"severity": severity, "message": message} for severity, message in found]
+        print(json.dumps(report | {"problems": listed}, indent=2))
+    else:
+        console = Console()
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(style="bold")
+        for name, value in _rows(report):
+            table.add_row(name, value)
+        console.print(table)
+        for severity, message in found:
+            console.print(f"[{COLOURS[severity]}]{severity}:[/] ", end="")
+            console.print(message, markup=False, highlight=False, soft_wrap=True)
+        if not found:
+            console.print("[green]no problems found[/]")
+    if any(severity == "error" for severity, _ in found):
+        raise typer.Exit(1)
+
+
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The report as lines of a name and a text."""
+    system, limits, world, local = (report[key] for key in ("system", "limits", "world", "local_world"))
+    yield "versions", ", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items())
+    yield "system", system["os"]
+    yield "cpu", f"{system['cores']} cores, {report['cpu_capability']}"
+    yield "memory", f"{_size(system['memory_bytes'])}, {_size(system['memory_available_bytes'])} of it free"
+    for index, device in enumerate(report["devices"]):
+        major, minor = device["compute_capability"]
+        yield f"gpu {index}", f"{device['name']}, {_size(device['memory_bytes'])}, compute capability {major}.{minor}"
+    if not report["devices"]:
+        yield "gpu", "none"
+    yield "backends", ", ".join(name for name in ("gloo", "nccl") if report["distributed"][name]) or "none"
+    yield "launcher", "none" if world is None else world.get("error") or _world(world)
+    yield "local ranks", f"2 ranks all-reduced in {local['seconds']} s" if local["ok"] else local["error"]
+    yield "limits", f"{_count(limits['open_files'])} open files, {_count(limits['user_processes'])} processes"
+    yield "shared memory", _size(limits["shared_memory_bytes"])
+    yield "C++ compiler", report["compiler"] or "none"
+
+
+def _world(world: dict[str, Any]) -> str:
+    return f"{world['launcher']}, rank {world['rank']} of {world['size']}"
+
+
+def _count(limit: int | None) -> str:
+    return "unlimited" if limit is None else str(limit)
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else decimal(count)

@@ -1,0 +1,75 @@
+"""`vitpar eval`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitpar_cli import recipe_options as o
+from vitpar_cli.world import choose_device, resolve, run_in_world
+
+if TYPE_CHECKING:
+    import torch
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", metavar="DIR", help="Saved weights, such as runs/…/checkpoints/step_450.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="Packed data.  [default: what it was trained on]")
+    ] = None,
+    split: Annotated[str, typer.Option("--data-split", help="Which part of the data: val or train.")] = "val",
+    mesh: o.Mesh = "dp1",
+    batch_size: o.BatchSize = None,
+    precision: o.Precision = None,
+    device: o.DeviceName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Evaluate saved weights on a whole data set, under any mesh, whatever mesh trained them.
+
+    Example: vitpar eval --checkpoint runs/20260102-…/checkpoints/step_450 --data data_shards/digits
+    """
+    from vitpar.data import ShardSet
+    from vitpar.errors import DataError
+    from vitpar.train.weights import RECIPE, read_config
+
+    config = read_config(checkpoint)
+    fixed = {"parallel.mesh": mesh, "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": "even"}
+    options = {**fixed, "data.path": data and str(data), "train.batch_size": batch_size, "train.precision": precision}
+    recipe = o.saved_recipe(checkpoint / RECIPE, options, assignments)
+    shards = ShardSet.open(Path(recipe.data.path), split)
+    if len(shards.classes) != config.num_classes:
+        raise DataError(
+            f"'{recipe.data.path}' has {len(shards.classes)} classes but the weights in '{checkpoint}' "
+            f"know {config.num_classes}: name the data they were trained on with --data"
+        )
+    kind = choose_device(device)
+    plan = recipe.plan(config, lambda plan: resolve(plan, kind))
+
+    def work(device: "torch.device") -> int:
+        import torch.distributed as dist
+
+        from vitpar.parallel import parallelize
+        from vitpar.train.evaluate import evaluate
+        from vitpar.train.input import Input
+        from vitpar.train.weights import load_weights
+
+        train = recipe.train
+        model = parallelize(config, plan, batch_size=train.batch_size, device=device, precision_name=train.precision)
+        load_weights(model, checkpoint)
+        result = evaluate(model, Input(recipe, model), shards)
+        if dist.get_rank() == 0:
+            if as_json:
+                typer.echo(json.dumps(asdict(result)))
+            else:
+                typer.echo(
+                    f"{result.samples} images of '{split}': top-1 {result.top1:.2%}, "
+                    f"top-5 {result.top5:.2%}, loss {result.loss:.4f}"
+                )
+        return 0
+
+    run_in_world(plan, kind, work)

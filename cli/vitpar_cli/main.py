@@ -1,0 +1,65 @@
+"""The command line: `vitpar`.
+
+Each command group is a file; this one puts them together and turns user errors into one sentence.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from vitpar.errors import UserError
+from vitpar_cli import check, data, doctor, evaluate, plan, train
+
+app = typer.Typer(
+    name="vitpar",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train Vision Transformers on any mesh of devices in pure PyTorch.",
+)
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("plan")(plan.plan)
+app.command("check")(check.check)
+app.add_typer(data.app, name="data")
+app.command("doctor")(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from vitpar import __version__
+
+        typer.echo(f"vitpar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of user errors too.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train Vision Transformers on any mesh of devices in pure PyTorch."""
+    if debug:
+        os.environ["VITPAR_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 something the user has to mend."""
+    from vitpar.launch import reporting
+
+    with reporting():
+        try:
+            app()
+        except UserError as error:
+            if "VITPAR_REPORTS" in os.environ or os.environ.get("VITPAR_DEBUG"):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Options that several commands share, and the recipe they make together."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vitpar.train.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option("--recipe", metavar="FILE", help="TOML recipe, such as experiments/digits.toml.  [default: digits]"),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="STRATEGY", help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2."),
+]
+DataDir = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder made by `vitpar data pack`.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="timm's name, such as vit_small_patch16_224.")
+]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Images of a step over all ranks.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a step.")]
+MicrobatchSize = Annotated[
+    int | None, typer.Option("--microbatch-size", min=1, help="Images of a micro-batch, instead.")
+]
+Schedule = Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved1f1b.")]
+VirtualStages = Annotated[
+    int | None, typer.Option("--virtual-stages", min=1, help="Stages a rank holds (interleaved1f1b).")
+]
+Split = Annotated[
+    str | None,
+    typer.Option("--split", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."),
+]
+Precision = Annotated[str | None, typer.Option("--precision", help="fp64, fp32 or bf16.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu or cuda.  [default: cuda where there is a GPU]")]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Any other recipe setting; may be repeated.")
+]
+
+
+def parse_split(text: str | None) -> str | list[int] | None:
+    """``5,7`` as numbers; names as they are."""
+    if text is not None and text.replace(",", "").isdigit():
+        return [int(part) for part in text.split(",") if part]
+    return text
+
+
+def merged_recipe(path: Path | None, data: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:
+    """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the options
+    put in."""
+    if path is None and data is None:
+        path = DEFAULT_RECIPE
+    given = {key.replace("__", "."): value for key, value in options.items()}
+    return read_recipe(path, {"data.path": None if data is None else str(data), **given}, assignments or ())
+
+
+def saved_recipe(path: Path, options: dict[str, Any], assignments: list[str] | None) -> Recipe:
+    """The recipe that a run saved, with `options` by dotted key and assignments put in."""
+    return read_recipe(path, options, assignments or ())

@@ -1,0 +1,84 @@
+"""How a command becomes a world of ranks: it joins the one a launcher made, or starts its own on this machine."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+from vitpar.errors import LaunchError, StrategyError
+from vitpar.strategy import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Literal["cpu", "cuda"]
+
+
+def choose_device(name: str | None) -> Device:
+    """The kind of device to compute on: the one named, else CUDA where there is a GPU. Raises LaunchError."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise LaunchError(f"unknown device '{name}': use cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LaunchError("device 'cuda' was asked for but this machine shows no CUDA GPU: use --device cpu")
+    return "cuda" if name == "cuda" else "cpu"
+
+
+def ranks_available(device: Device) -> int | None:
+    """Ranks of the world a launcher made, else the GPUs of this machine; None on a CPU, which holds any number."""
+    from vitpar.launch import find_world
+
+    world = find_world()
+    if world is not None:
+        return world.size
+    if device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def resolve(plan: Plan, device: Device) -> Plan:
+    """The plan with its open degree filled for the ranks there are.
+
+    A closed plan smaller than a machine's GPUs runs on some of them.
+    """
+    from vitpar.launch import find_world
+    from vitpar.launch.cores import cpu_cores
+
+    is_open = any(axis.degree is None for axis in plan.axes)
+    ranks = ranks_available(device)
+    if find_world() is not None or (is_open and ranks is not None):
+        assert ranks is not None
+        return plan.resolve(ranks)
+    if is_open:
+        return plan.resolve(cpu_cores())
+    if ranks is not None and plan.world_size > ranks:
+        raise StrategyError(
+            f"'{plan}' needs {plan.world_size} devices but this machine has {ranks}: "
+            f"use a smaller product of degrees, or --device cpu"
+        )
+    return plan
+
+
+def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int]) -> None:
+    """Run `work` on every rank of `plan` and exit with its code (the same on all ranks).
+
+    Without a launcher and with more than one rank, this process starts the ranks, each running the same command line,
+    and waits.
+    """
+    from vitpar.launch import ALONE, find_world, join, leave, spawn
+
+    world = find_world()
+    if world is None and plan.world_size > 1:
+        argv = ["-m", "vitpar_cli.main", *sys.argv[1:]]
+        raise typer.Exit(spawn(plan.world_size, argv, device=device, debug=bool(os.environ.get("VITPAR_DEBUG"))))
+    code = work(join(world or ALONE, device))
+    leave()
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,54 @@
+"""vitpar: train Vision Transformers on any mesh of devices in pure PyTorch.
+
+    import vitpar
+
+    config = vitpar.model_config("vit_small_patch16_224", num_classes=10)
+    plan = vitpar.validate(vitpar.parse("tp2xfsdp2"), config, batch_size=64)
+    model = vitpar.parallelize(config, plan, batch_size=64, device=torch.device("cpu"))   # inside a process group of 4
+    loss = model.forward_backward(images, labels)
+
+Importing vitpar does not import torch: what needs torch is loaded when it is first named.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vitpar.errors import UserError
+from vitpar.models import ViTConfig, model_config
+from vitpar.strategy import Plan, Strategy, parse, validate
+
+if TYPE_CHECKING:
+    from vitpar.models.vit import ViT
+    from vitpar.parallel import ParallelModel, parallelize
+    from vitpar.train.check import check_plan
+    from vitpar.train.trainer import Trainer
+
+__version__ = "0.1.0"
+_LAZY = {
+    "ViT": "vitpar.models.vit",
+    "ParallelModel": "vitpar.parallel",
+    "parallelize": "vitpar.parallel",
+    "check_plan": "vitpar.train.check",
+    "Trainer": "vitpar.train.trainer",
+}
+__all__ = [
+    "ParallelModel",
+    "Plan",
+    "Strategy",
+    "Trainer",
+    "UserError",
+    "ViT",
+    "ViTConfig",
+    "__version__",
+    "check_plan",
+    "model_config",
+    "parallelize",
+    "parse",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'vitpar' has no attribute '{name}'")

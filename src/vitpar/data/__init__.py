@@ -1,0 +1,33 @@
+"""Packed image data sets, and each rank's batches of them.
+
+>>> pack("digits", "data_shards/digits")
+>>> shards = ShardSet.open("data_shards/digits", "train")
+>>> loader = TrainLoader(shards, TrainTransform(size=8, flip=0.0), batch_size=128)
+>>> batch = next(iter(loader))
+"""
+
+from vitpar.data.decoding import IGNORED
+from vitpar.data.index import ShardSet, build_index
+from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
+from vitpar.data.order import batch_samples, permutation
+from vitpar.data.pack import pack
+from vitpar.data.survey import survey
+from vitpar.data.transforms import IMAGENET, EvalTransform, Normalize, TrainTransform
+
+__all__ = [
+    "IGNORED",
+    "IMAGENET",
+    "Batch",
+    "EvalBatch",
+    "EvalLoader",
+    "EvalTransform",
+    "Normalize",
+    "ShardSet",
+    "TrainLoader",
+    "TrainTransform",
+    "batch_samples",
+    "build_index",
+    "pack",
+    "permutation",
+    "survey",
+]

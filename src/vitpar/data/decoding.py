@@ -1,0 +1,135 @@
+"""Fills batches with pixels: reads, decodes and transforms samples in threads, and hands the batches over in order.
+
+Threads suffice because decoding and resizing run outside Python's global lock. Every sample has its own row of its
+batch's tensor and randomness of its own, so no result depends on which thread did it or when.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data.images import BadImage, decode
+from vitpar.data.index import ShardSet
+from vitpar.errors import DataError, RecipeError
+
+BadSample = Literal["fail", "skip"]
+IGNORED = -1
+"""The label of a row that counts for nothing: padding, or a sample that was skipped. Its image is zero."""
+
+_PREFETCH = 2  # batches in work beyond the one being waited for
+_TASK = 16  # rows a thread takes at a time: enough to hide the hand-over of tiny images, few enough to stop quickly
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """One batch to fill.
+
+    samples: int64 [local], IGNORED for padding. keys, labels: int64 [local]. images: uint8 [local, 3, size, size].
+    skipped: what was wrong with each sample that was skipped.
+    """
+
+    step: int
+    samples: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    images: Tensor | None = None
+    skipped: list[str] = field(default_factory=list)
+
+
+class Decoder:
+    """Fills jobs from `shards`.
+
+    apply: from the decoded uint8 [height, width, 3] and the sample's key to uint8 [3, size, size]. workers: threads,
+    0 to decode in the caller's own. bad_sample: what an image that cannot be decoded does: "fail" raises DataError,
+    "skip" leaves a zero image with label IGNORED, counts it in `skipped` and logs the first.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        apply: Callable[[NDArray[np.uint8], int], Tensor],
+        size: int,
+        *,
+        workers: int,
+        bad_sample: BadSample,
+    ) -> None:
+        if workers < 0:
+            raise RecipeError(f"{workers} decoding workers: give 0 to decode in the main thread, or a positive number")
+        if bad_sample not in ("fail", "skip"):
+            raise RecipeError(f"unknown way '{bad_sample}' to treat a bad sample: use fail or skip")
+        self.shards = shards
+        self.apply = apply
+        self.size = size
+        self.workers = workers
+        self.bad_sample = bad_sample
+        self.skipped = 0
+
+    def fill(self, jobs: Iterable[Job]) -> Generator[Job]:
+        """The jobs in order, filled; a skipped row has label IGNORED. Closing the iterator ends the threads."""
+        with closing(self._threaded(jobs) if self.workers else self._inline(jobs)) as filled:
+            for job in filled:
+                if job.skipped and not self.skipped:
+                    _log.warning("skipping %s; further ones are only counted", min(job.skipped))
+                self.skipped += len(job.skipped)
+                yield job
+
+    def _inline(self, jobs: Iterable[Job]) -> Generator[Job]:
+        for job in jobs:
+            self._allocate(job)
+            self._fill_rows(job, 0, len(job.samples))
+            yield job
+
+    def _threaded(self, jobs: Iterable[Job]) -> Generator[Job]:
+        waiting: deque[tuple[Job, list[Future[None]]]] = deque()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-decode")
+        try:
+            for job in jobs:
+                waiting.append((job, self._submit(pool, job)))
+                if len(waiting) > _PREFETCH:
+                    yield _finished(*waiting.popleft())
+            while waiting:
+                yield _finished(*waiting.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, job: Job) -> list[Future[None]]:
+        self._allocate(job)
+        rows = len(job.samples)
+        task = min(_TASK, -(-rows // self.workers))
+        return [pool.submit(self._fill_rows, job, row, min(row + task, rows)) for row in range(0, rows, task)]
+
+    def _allocate(self, job: Job) -> None:
+        job.images = torch.zeros(len(job.samples), 3, self.size, self.size, dtype=torch.uint8)
+
+    def _fill_rows(self, job: Job, start: int, stop: int) -> None:
+        assert job.images is not None
+        rows = job.images.numpy()
+        for row in range(start, stop):
+            sample = int(job.samples[row])
+            if sample == IGNORED:
+                continue
+            data = self.shards.read(sample)
+            try:
+                rows[row] = self.apply(decode(data), int(job.keys[row])).numpy()
+            except BadImage as error:
+                problem = f"sample '{self.shards.name(sample)}' of '{self.shards.folder}': {error}"
+                if self.bad_sample == "fail":
+                    raise DataError(f"{problem}; replace it, or skip bad samples") from error
+                job.labels[row] = IGNORED
+                job.skipped.append(problem)
+
+
+def _finished(job: Job, tasks: list[Future[None]]) -> Job:
+    for task in tasks:
+        task.result()
+    return job

@@ -1,0 +1,225 @@
+"""What this machine offers to vitpar (`collect`), and what is wrong with it (`problems`).
+
+`collect` only looks and `problems` only judges what was collected, so the report of another machine can be judged here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from vitpar.errors import LaunchError
+from vitpar.launch import find_world
+from vitpar.launch.cores import cpu_cores
+from vitpar.launch.local import run_world
+
+Severity = Literal["error", "warning"]
+Problem = tuple[Severity, str]
+
+MINIMUM = {  # as in the project's dependencies
+    **{"python": "3.11", "torch": "2.11", "einops": "0.8", "numpy": "1.26", "webdataset": "1.0", "pydantic": "2.9"},
+    **{"safetensors": "0.5", "rich": "13.7", "typer": "0.15", "pillow": "10.3", "simplejpeg": "1.8", "tomli-w": "1.1"},
+}
+GB = 10**9
+ENOUGH_SHARED_MEMORY = GB  # loader processes hand batches over through it; containers often get 64 MB
+ENOUGH_OPEN_FILES = 4096  # shards × loader processes, and a socket for every peer
+ENOUGH_PROCESSES = 1024
+ENOUGH_MEMORY = 2 * GB  # two ranks, before any model
+
+
+def collect() -> dict[str, Any]:
+    """Everything `problems` judges, as values that go into JSON. Takes seconds: two ranks are started to see them work.
+
+    versions: name -> version or None. system: OS, cores, memory in bytes. torch: why it cannot be imported, or None.
+    cpu_capability, devices, distributed: the vector instructions, GPUs and backends that torch has; nothing without it.
+    gpu_driver: whether an NVIDIA driver is loaded. world: what a launcher has described, or None.
+    limits: None = unlimited, or not told by this system. local_world: ok, seconds, error.
+    compiler: path of the C++ compiler that torch.compile needs on a CPU, or None.
+    """
+    return {
+        "versions": _versions(),
+        "system": _system(),
+        **_torch(),
+        "gpu_driver": Path("/proc/driver/nvidia/version").exists(),
+        "world": _world(),
+        "limits": _limits(),
+        "local_world": _local_world(),
+        "compiler": _compiler(),
+    }
+
+
+def problems(report: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong in a report of `collect`, each in one sentence with its fix.
+
+    Errors, with which vitpar will not work, come before warnings.
+    """
+    found = [
+        *_wrong_versions(report["versions"]),
+        *_wrong_world(report),
+        *_wrong_devices(report),
+        *_tight_limits(report),
+    ]
+    if report["compiler"] is None:
+        found.append(
+            ("warning", "no C++ compiler was found, so torch.compile fails on the CPU: install g++ or set CXX")
+        )
+    return sorted(found, key=lambda problem: problem[0])
+
+
+# Looking
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"vitpar": _version("vitpar"), "python": platform.python_version()}
+    return found | {name: _version(name) for name in MINIMUM if name != "python"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _system() -> dict[str, Any]:
+    meminfo = Path("/proc/meminfo")
+    memory = dict(re.findall(r"(\w+): +(\d+) kB", meminfo.read_text())) if meminfo.exists() else {}
+    return {
+        "os": platform.platform(),
+        "machine": platform.machine(),
+        "cores": cpu_cores(),
+        "memory_bytes": int(memory["MemTotal"]) * 1024 if memory else None,
+        "memory_available_bytes": int(memory["MemAvailable"]) * 1024 if memory else None,
+    }
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        nothing = {"gloo": False, "nccl": False, "cuda": None}
+        return {"torch": str(error), "cpu_capability": None, "devices": [], "distributed": nothing}
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    available = dist.is_available()
+    return {
+        "torch": None,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "devices": [
+            {"name": gpu.name, "memory_bytes": gpu.total_memory, "compute_capability": [gpu.major, gpu.minor]}
+            for gpu in gpus
+        ],
+        "distributed": {
+            "gloo": available and dist.is_gloo_available(),
+            "nccl": available and dist.is_nccl_available(),
+            "cuda": torch.version.cuda,
+        },
+    }
+
+
+def _world() -> dict[str, Any] | None:
+    try:
+        world = find_world()
+    except LaunchError as error:
+        return {"error": str(error)}
+    return asdict(world) if world else None
+
+
+def _limits() -> dict[str, int | None]:
+    def soft(limit: int) -> int | None:
+        value = resource.getrlimit(limit)[0]
+        return None if value == resource.RLIM_INFINITY else value
+
+    shared = Path("/dev/shm")
+    return {
+        "open_files": soft(resource.RLIMIT_NOFILE),
+        "user_processes": soft(resource.RLIMIT_NPROC),
+        "shared_memory_bytes": shutil.disk_usage(shared).total if shared.exists() else None,
+    }
+
+
+def _local_world() -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        outcome = run_world(2, ["-m", "vitpar.launch.probe"], device="cpu")
+        error = outcome.message or (f"the ranks ended with exit code {outcome.code}" if outcome.code else None)
+    except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
+        error = str(failure)
+    return {"ok": error is None, "seconds": round(time.monotonic() - start, 2), "error": error}
+
+
+def _compiler() -> str | None:
+    names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+# Judging
+
+
+def _wrong_versions(versions: Mapping[str, str | None]) -> Iterator[Problem]:
+    for name, minimum in MINIMUM.items():
+        have = versions[name]
+        fix = f"use Python {minimum} or newer" if name == "python" else f"pip install '{name}>={minimum}'"
+        if have is not None and _release(have) < _release(minimum):
+            yield "error", f"{name} is {have} but vitpar needs {minimum} or newer: {fix}"
+        elif have is None and name == "simplejpeg" and versions["pillow"]:
+            yield "warning", f"simplejpeg is missing, so the slower Pillow reads JPEGs: {fix}"
+        elif have is None:
+            yield "error", f"{name} is missing: {fix}"
+
+
+def _release(text: str) -> list[int]:
+    """`2.13.0+cpu` -> [2, 13, 0]."""
+    return [int(part) for part in re.findall(r"\d+", text.split("+")[0])]
+
+
+def _wrong_world(report: Mapping[str, Any]) -> Iterator[Problem]:
+    local, world = report["local_world"], report["world"]
+    if report["torch"] is not None:
+        if report["versions"]["torch"]:  # otherwise it is missing, and said to be
+            yield "error", f"torch is installed but cannot be imported ({report['torch']}): install it again"
+    elif not report["distributed"]["gloo"]:
+        yield "error", "this torch has no gloo backend, over which ranks meet: install torch from https://pytorch.org"
+    elif not local["ok"]:
+        yield "error", f"two local ranks could not add up a number: {local['error']}"
+    if world and "error" in world:
+        yield "error", world["error"]
+
+
+def _wrong_devices(report: Mapping[str, Any]) -> Iterator[Problem]:
+    devices, distributed = report["devices"], report["distributed"]
+    if devices and not distributed["nccl"]:
+        yield "error", f"{len(devices)} GPUs but a torch without NCCL: install torch from https://pytorch.org"
+    if report["gpu_driver"] and not devices:
+        cuda = distributed["cuda"]
+        why = f"the driver may be too old for its CUDA {cuda}" if cuda else "it is built for CPUs only"
+        fix = "install a torch that fits from https://pytorch.org, or mend CUDA_VISIBLE_DEVICES"
+        yield "warning", f"an NVIDIA driver is loaded but torch sees no GPU ({why}): {fix}"
+    for index, device in enumerate(devices):
+        major, minor = device["compute_capability"]
+        if major < 8:
+            fix = "train in float32, or float16 with care"
+            yield "warning", f"GPU {index} ({device['name']}, {major}.{minor}) is too old for fast bfloat16: {fix}"
+
+
+def _tight_limits(report: Mapping[str, Any]) -> Iterator[Problem]:
+    limits, available = report["limits"], report["system"]["memory_available_bytes"]
+    files, processes, shared = (limits[key] for key in ("open_files", "user_processes", "shared_memory_bytes"))
+    if files is not None and files < ENOUGH_OPEN_FILES:
+        yield "warning", f"only {files} files may be open at once: ulimit -n {ENOUGH_OPEN_FILES}"
+    if processes is not None and processes < ENOUGH_PROCESSES:
+        yield "warning", f"only {processes} processes may run at once: ulimit -u {ENOUGH_PROCESSES}"
+    if shared is not None and shared < ENOUGH_SHARED_MEMORY:
+        fix = "remount it larger (docker run --shm-size=8g)"
+        yield "warning", f"/dev/shm, through which loader processes hand over batches, has {shared / GB:.2g} GB: {fix}"
+    if available is not None and available < ENOUGH_MEMORY:
+        yield "warning", f"only {available / GB:.2g} GB of memory are free: end other programs or start fewer ranks"

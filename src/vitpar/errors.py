@@ -1,0 +1,37 @@
+"""What a user can get wrong. One sentence each: the offending value and the fix.
+
+The command line prints these without a traceback and exits with code 2; a broken invariant is an ``assert`` instead.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Base of every error that the user, not the program, has to mend."""
+
+
+class StrategyError(UserError):
+    """A strategy string or plan that is malformed, or that does not fit the model, the batch or the devices."""
+
+
+class RecipeError(UserError):
+    """A recipe with an unknown key, a wrong value or a setting that contradicts another."""
+
+
+class ModelError(UserError):
+    """An unknown model name or a model option that does not fit the others."""
+
+
+class DataError(UserError):
+    """A missing, empty or damaged data set, or a sample that cannot be used."""
+
+
+class LaunchError(UserError):
+    """A world of processes that cannot be formed from the environment found."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known word most like `word`, or an empty string when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,19 @@
+"""From one process to a world of ranks, and back.
+
+    world = find_world()                      # did torchrun, srun, mpirun or vitpar itself start us?
+    if world is None and workers > 1:         # no: start ranks here; each runs this program again and finds its world
+        return spawn(workers, ["-m", "my.module", *sys.argv[1:]], device="cpu")
+    device = join(world or ALONE, "cpu")
+    ...                                       # torch.distributed is ready, for a world of one as well
+    leave()
+
+with all of it inside `with reporting():`, which brings a rank's error to the process that started it. Importing this
+package does not import torch.
+"""
+
+from vitpar.launch.local import spawn
+from vitpar.launch.process_group import join, leave
+from vitpar.launch.report import report_failure, reporting
+from vitpar.launch.world import ALONE, World, expand_hosts, find_world
+
+__all__ = ["ALONE", "World", "expand_hosts", "find_world", "join", "leave", "report_failure", "reporting", "spawn"]

@@ -1,0 +1,293 @@
+"""The local launcher: starts the ranks of one machine, watches them, and tells the user what went wrong, once.
+
+    parent ── TCPStore on loopback (where the ranks meet), pipe (end-of-file = parent gone), folder of reports
+      ├── rank 0   own session, the user's stdout and stderr
+      ├── rank 1   own session, output to <folder>/rank1.log
+      └── …
+
+The first rank to fail ends all. Its peers then fail as well, with errors that only say that a connection was closed, so
+the root cause is looked for among all failures (`Failure.order`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Literal
+
+from vitpar.errors import LaunchError
+from vitpar.launch.cores import cpu_share
+from vitpar.launch.report import PARENT_PIPE, Report
+from vitpar.launch.world import LOOPBACK, REPORTS
+
+POLL = 0.02  # seconds between two looks at the workers
+CONFIRM = 0.1  # seconds after a failure in which an earlier one may still come to light
+SETTLE = 1.0  # the same, as long as all we know are symptoms: peers that lost a connection, exit codes without a report
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+TAIL = 20  # lines of a dead rank's log to show
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a world ended: the exit `code`, and the `message` for the user, empty where there is nothing to say."""
+
+    code: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failed worker `rank`: what it reported, or else how it ended. time: seconds since the epoch.
+
+    code: as in subprocess: the exit code, or minus the number of the signal that killed it; None while it still runs.
+    """
+
+    rank: int
+    time: float
+    report: Report | None
+    code: int | None
+
+    @property
+    def is_symptom(self) -> bool:
+        """Whether another rank's failure is the likely cause of this one."""
+        return self.report.peer_lost if self.report else self.code == -signal.SIGABRT
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sorts the root cause first: causes, aborts (NCCL's answer to a lost peer), lost peers; each by time."""
+        return (0 if not self.is_symptom else 2 if self.report else 1, self.time)
+
+
+def spawn(
+    num_workers: int,
+    argv: Sequence[str],
+    *,
+    device: Literal["cpu", "cuda"],
+    env: Mapping[str, str] | None = None,
+    debug: bool = False,
+) -> int:
+    """Runs `python <argv>` as `num_workers` ranks on this machine, and returns the exit code once all have ended.
+
+    argv: what follows the interpreter, for example `["-m", "package.module", "train"]`. env: variables to add to ours.
+    The program has to enter its `main` through `reporting()` and to `join` the world it finds.
+    0 = all went well; 2 = a UserError in a rank, shown as one sentence (debug: after its traceback); 1 = a rank crashed
+    or was killed; 130 and 143 = stopped by Ctrl-C and SIGTERM; else the exit code of the rank that ended with one.
+    Raises LaunchError when this machine cannot hold the ranks.
+    """
+    outcome = run_world(num_workers, argv, device=device, env=env, debug=debug)
+    if outcome.message:
+        if sys.stdout.isatty():
+            print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
+        print(outcome.message, file=sys.stderr, flush=True)
+    return outcome.code
+
+
+def run_world(
+    num_workers: int,
+    argv: Sequence[str],
+    *,
+    device: Literal["cpu", "cuda"],
+    env: Mapping[str, str] | None = None,
+    debug: bool = False,
+) -> Outcome:
+    """As `spawn`, but returns the message instead of printing it."""
+    _check_room(num_workers, device)
+    with tempfile.TemporaryDirectory(prefix="vitpar-") as folder, _StopSignals() as stop:
+        # We listen ourselves, on loopback only and on a port that is ours from now on; the store takes the socket over.
+        listener = socket.create_server((LOOPBACK, 0))
+        with _Workers(num_workers, argv, listener.getsockname()[1], Path(folder), env or {}) as workers:
+            from torch.distributed import TCPStore  # takes seconds, while the workers do the same
+
+            store = TCPStore(
+                *(LOOPBACK, listener.getsockname()[1]),
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(minutes=10),
+                master_listen_fd=listener.detach(),
+            )
+            outcome = _supervise(workers, stop, debug)
+        del store  # only now: without it the workers would fail too, noisily
+    return outcome
+
+
+def _check_room(num_workers: int, device: Literal["cpu", "cuda"]) -> None:
+    if num_workers < 1:
+        raise LaunchError(f"{num_workers} workers were asked for: start at least 1")
+    if device == "cuda":
+        from torch.cuda import device_count
+
+        if device_count() < num_workers:
+            raise LaunchError(
+                f"{num_workers} ranks need a GPU each but {device_count()} can be seen on this machine: "
+                f"start at most {device_count()} ranks here, or compute on the CPU"
+            )
+
+
+class _Workers:
+    """The worker processes: started on construction, gone with all their children when the block ends."""
+
+    def __init__(self, num_workers: int, argv: Sequence[str], port: int, folder: Path, env: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.deaths: dict[int, float] = {}  # rank -> when we first saw it dead
+        pipe, self.lifeline = os.pipe()
+        shared = {"OMP_NUM_THREADS": str(cpu_share(num_workers)), **os.environ, **env} | {
+            "WORLD_SIZE": str(num_workers),
+            "LOCAL_WORLD_SIZE": str(num_workers),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: the store is in the parent, rank 0 starts none
+            REPORTS: str(folder),
+            PARENT_PIPE: str(pipe),
+        }
+        try:
+            for rank in range(num_workers):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with self._output(rank) as output:
+                    self.processes.append(
+                        subprocess.Popen(
+                            [sys.executable, *argv],
+                            env=shared
+                            | own
+                            | ({"PYTHONUNBUFFERED": "1"} if rank else {}),  # a killed rank's log is whole
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                            pass_fds=(pipe,),
+                            start_new_session=True,  # out of reach of the terminal's Ctrl-C, and one group to kill
+                        )
+                    )
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.close(pipe)
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    @contextlib.contextmanager
+    def _output(self, rank: int) -> Iterator[int | None]:
+        """Where `rank` writes: None = where we write."""
+        if rank == 0:
+            yield None
+            return
+        with self.log(rank).open("wb") as file:
+            yield file.fileno()
+
+    def log(self, rank: int) -> Path:
+        """The file that holds the output of `rank`, which is not 0."""
+        return self.folder / f"rank{rank}.log"
+
+    def running(self) -> bool:
+        """Whether any worker is still alive."""
+        return any(process.poll() is None for process in self.processes)
+
+    def failures(self) -> list[Failure]:
+        """The workers that have reported an error or ended with a code other than 0 so far."""
+        found = []
+        for rank, process in enumerate(self.processes):
+            code = process.poll()
+            if code:
+                self.deaths.setdefault(rank, time.time() - POLL)
+            # The report counts, not the death: a worker may hang on its way out.
+            report = Report.read(self.folder, rank)
+            if report or code:
+                found.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
+        return found
+
+    def end(self) -> None:
+        """Ends all workers and their children: first politely, after GRACE seconds by force."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(POLL)
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        os.close(self.lifeline)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To every worker's group, also of a dead worker: its children may live on."""
+        for process in self.processes:
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # macOS: PermissionError for a group of zombies
+                os.killpg(process.pid, number)
+
+
+class _StopSignals:
+    """While the block runs, Ctrl-C and SIGTERM are noted in `received` instead of ending this process."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> _StopSignals:
+        self.former = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.former.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+
+
+def _supervise(workers: _Workers, stop: _StopSignals, debug: bool) -> Outcome:
+    """Waits until all workers are done, one has failed or the user wants to stop. Workers may still run on return."""
+    noticed: float | None = None
+    while stop.received is None:
+        running = workers.running()  # before the failures: once nobody runs, they are all there
+        failures = sorted(workers.failures(), key=lambda failure: failure.order)
+        if failures:
+            noticed = noticed or time.monotonic()
+            certain = not failures[0].is_symptom and (failures[0].report or (failures[0].code or 0) < 0)
+            if not running or time.monotonic() - noticed > (CONFIRM if certain else SETTLE):
+                return _explain(failures, workers, debug)
+        elif not running:
+            return Outcome(0)
+        time.sleep(POLL)
+    name = "Ctrl-C" if stop.received == signal.SIGINT else stop.received.name
+    return Outcome(128 + stop.received, f"stopped by {name}")
+
+
+def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome:
+    """The root cause, which is the first of `failures`, in words."""
+    root = failures[0]
+    if root.report:
+        if root.report.kind == "user":
+            return Outcome(2, f"{root.report.traceback if debug else ''}error: {root.report.headline}")
+        return Outcome(1, f"rank {root.rank} failed: {root.report.headline}\n{root.report.traceback.rstrip()}")
+    assert root.code is not None
+    if root.code < 0:
+        hint = " (out of memory?)" if root.code == -signal.SIGKILL else ""
+        name = signal.Signals(-root.code).name
+        return Outcome(1, f"rank {root.rank} was killed by {name}{hint}{_tail(root.rank, workers)}")
+    if [failure.code for failure in failures if not failure.report] == [root.code] * len(workers.processes):
+        return Outcome(root.code)  # all agree and nobody has an error to report: this is the program's own answer
+    return Outcome(root.code, f"rank {root.rank} ended with exit code {root.code}{_tail(root.rank, workers)}")
+
+
+def _tail(rank: int, workers: _Workers) -> str:
+    """The end of what `rank` has written, to be appended to a sentence about it. Rank 0 wrote where the user saw it."""
+    if rank == 0:
+        return ""
+    lines = workers.log(rank).read_text(errors="replace").splitlines()[-TAIL:]
+    return "".join(["; its last output:", *(f"\n  {line}" for line in lines)]) if lines else ""

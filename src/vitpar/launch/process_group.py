@@ -1,0 +1,104 @@
+"""Entering and leaving a world: torch.distributed, the GPU of this rank and its share of the cores."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from vitpar.errors import LaunchError
+from vitpar.launch.cores import cpu_share
+from vitpar.launch.report import watch_parent
+from vitpar.launch.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Literal["cpu", "cuda"]
+BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def join(world: World, device: Device, timeout: float = 600.0) -> torch.device:
+    """Makes this process `world.rank` of `world.size`, and returns the device it computes on.
+
+    Sets torch.distributed's environment variables and default process group, the current GPU, and the number of CPU
+    threads (unless OMP_NUM_THREADS says it). timeout: seconds to wait for other ranks, here and in every collective.
+    Raises LaunchError when this rank has no GPU or the ranks cannot meet.
+    """
+    watch_parent()
+
+    import torch
+    import torch.distributed as dist
+
+    own_device = _own_device(world, device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(_cpu_threads(world))
+    os.environ |= {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+    }
+    if world.single_machine:
+        _use_loopback()
+    try:
+        dist.init_process_group(
+            BACKENDS[device],
+            # A world of one needs no network, so no port can be taken and no firewall be in the way.
+            store=dist.HashStore() if world.size == 1 else None,
+            init_method=None if world.size == 1 else "env://",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout),
+            device_id=own_device if device == "cuda" else None,
+        )
+    except dist.DistError as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} could not meet the others at {world.master_addr}:{world.master_port} "
+            f"({str(error).splitlines()[0]}): check that all ranks started and reach that host, or set MASTER_ADDR and "
+            f"MASTER_PORT to another place"
+        ) from error
+    return own_device
+
+
+def leave() -> None:
+    """Ends the default process group, where there is one. After an error let the process die: peers may be gone."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _own_device(world: World, device: Device) -> torch.device:
+    """The device of this rank, made the current one."""
+    import torch
+
+    if device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    # SLURM and MPI can show each process only its own GPU, which then is number 0 for every rank.
+    index = 0 if count == 1 and world.launcher in ("slurm", "openmpi") else world.local_rank
+    if index >= count:
+        raise LaunchError(
+            f"rank {world.rank} needs GPU {index} but {count} can be seen on this machine: start at most {count} ranks "
+            f"here, or compute on the CPU"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _cpu_threads(world: World) -> int:
+    """This rank's share of the cores. SLURM may have bound us to our share already, so its word comes first."""
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(per_task) if world.launcher == "slurm" and per_task.isdecimal() else cpu_share(world.local_size)
+
+
+def _use_loopback() -> None:
+    """Lets gloo connect ranks of one machine over loopback: it would look up the host's name, which may not resolve."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,0 +1,138 @@
+"""A worker's line to the parent that started it: it reports the error that ended it, and ends when the parent does.
+
+A worker writes its error to a file of its own in the folder the parent named in VITPAR_REPORTS, and prints nothing. The
+parent picks the root cause among all (`local.py`), so that the user sees one error once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from vitpar.errors import UserError
+from vitpar.launch.world import REPORTS
+
+PARENT_PIPE = "VITPAR_PARENT_PIPE"  # file descriptor that reads end-of-file once the parent is gone
+
+# How losing a peer looks like: torch's own classes, and the RuntimeErrors in which gloo and NCCL wrap a socket's error.
+_PEER_LOST = ("DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionError")
+_PEER_LOST_TEXT = re.compile(r"gloo/transport|Connection (closed|reset|refused)|NCCL|Timed out waiting|Broken pipe")
+
+
+@dataclass(frozen=True)
+class Report:
+    """An error of one worker.
+
+    time: seconds since the epoch. kind: "user" for a UserError, "crash" for all else.
+    peer_lost: the error only says that another rank went away, so it is no root cause.
+    headline: `RuntimeError: text`, or the sentence of a UserError. traceback: all that comes before the headline.
+    """
+
+    rank: int
+    time: float
+    kind: Literal["user", "crash"]
+    peer_lost: bool
+    headline: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Report:
+        """The report of `error` as raised in worker `rank` now."""
+        formatted = traceback.TracebackException.from_exception(error)
+        headline = "".join(formatted.format_exception_only())
+        return cls(
+            rank=rank,
+            time=time.time(),
+            kind="user" if isinstance(error, UserError) else "crash",
+            peer_lost=_is_peer_lost(error),
+            headline=str(error) if isinstance(error, UserError) else headline.strip(),
+            traceback="".join(formatted.format()).removesuffix(headline),
+        )
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Report | None:
+        """What worker `rank` has reported in `folder`, or None."""
+        path = _path(folder, rank)
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+    def write(self, folder: Path) -> None:
+        """Puts the report into `folder` in one piece: it is never seen half-written."""
+        path = _path(folder, self.rank)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(path)
+
+
+def report_failure(error: BaseException) -> bool:
+    """Hands `error` to the parent, which will show it; False, doing nothing, in a process that vitpar did not start.
+
+    After True the caller has nothing to print and should exit with a code other than 0.
+    """
+    folder = os.environ.get(REPORTS)
+    if folder is None:
+        return False
+    # A folder that is gone means that the parent is gone, and nobody is left to tell.
+    with contextlib.suppress(FileNotFoundError):
+        Report.of(error, int(os.environ["RANK"])).write(Path(folder))
+    return True
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Wraps the whole program: in a worker that vitpar started, an error is reported and the process exits silently.
+
+    Exits with 2 after a UserError, else with 1. Anywhere else this does nothing and errors pass through.
+    """
+    if REPORTS not in os.environ:
+        yield
+        return
+    watch_parent()
+    faulthandler.enable()
+    try:
+        yield
+    except Exception as error:
+        report_failure(error)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+def watch_parent() -> None:
+    """In a worker that vitpar started: ends this process and its children once the parent is gone. Else nothing."""
+    pipe = os.environ.pop(PARENT_PIPE, None)  # popped: the descriptor means nothing to our own children
+    if pipe is None:
+        return
+
+    def wait_for_end() -> None:
+        os.read(int(pipe), 1)
+        shutil.rmtree(os.environ[REPORTS], ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait_for_end, name="watch-parent", daemon=True).start()
+
+
+def _is_peer_lost(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    classes = {cls.__name__ for cls in type(error).__mro__}
+    if not classes.isdisjoint(_PEER_LOST):
+        return True
+    # gloo's errors and NCCL's are plain RuntimeErrors, so only their text tells.
+    if type(error) is RuntimeError and _PEER_LOST_TEXT.search(str(error)):
+        return True
+    return _is_peer_lost(error.__cause__)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"

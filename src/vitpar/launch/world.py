@@ -1,0 +1,239 @@
+"""The world of processes the environment describes: which launcher started us, and as which rank of how many.
+
+| launcher | recognised by | where the ranks meet, unless MASTER_ADDR and MASTER_PORT say it |
+|---|---|---|
+| vitpar, torchrun | RANK, LOCAL_RANK | (they always say it) |
+| mpirun of OpenMPI | OMPI_COMM_WORLD_RANK | this machine (several: MASTER_ADDR needed), a port from the job's name |
+| srun of SLURM | a step of two or more tasks | the first host of the step, a port from the job's number |
+
+An MPI world may stand inside a SLURM job, and a torchrun world inside either, so they are tried from the innermost out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from vitpar.errors import LaunchError
+
+Launcher = Literal["none", "vitpar", "torchrun", "openmpi", "slurm"]
+
+REPORTS = "VITPAR_REPORTS"  # set in workers that vitpar started itself: the folder their errors go to
+LOOPBACK = "127.0.0.1"
+# Below the ports that kernels hand out by themselves (32768 and up on Linux), so that no client socket sits there.
+FIRST_PORT, NUM_PORTS = 20000, 12000
+# SLURM numbers the batch script, the interactive shell and its other helpers from here up: they are not steps of srun.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all: `rank` of `size`, and `local_rank` of `local_size` on this machine.
+
+    launcher: who started the processes. master_addr, master_port: where they meet (unused in a world of one).
+    Raises LaunchError when the numbers contradict each other.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: Launcher
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise LaunchError(
+                f"{self.launcher} gave rank {self.rank} in a world of {self.size}, where ranks go from 0 to "
+                f"{self.size - 1}: start all ranks with one launcher, or correct its variables"
+            )
+        if not 0 <= self.local_rank < self.local_size <= self.size:
+            raise LaunchError(
+                f"{self.launcher} gave local rank {self.local_rank} of {self.local_size} on this machine in a world of "
+                f"{self.size}, which cannot be: start all ranks with one launcher, or correct its variables"
+            )
+        if not 0 <= self.master_port < 65536:
+            raise LaunchError(f"MASTER_PORT is {self.master_port}: give a port from 1 to 65535")
+
+    @property
+    def single_machine(self) -> bool:
+        """Whether every rank runs on this machine."""
+        return self.local_size == self.size
+
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+"""The world of a process that nobody launched and that needs no other."""
+
+
+def find_world(environ: Mapping[str, str] | None = None) -> World | None:
+    """The world that `environ` (default: os.environ) describes, or None where no launcher has started us.
+
+    A SLURM job without `srun`, or a step of one task (`srun --pty bash`), is None: local workers may be started there.
+    Raises LaunchError when variables are missing or contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env or "LOCAL_RANK" in env:
+        return _from_torchrun(env)
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return _agreeing(_from_openmpi(env), env)
+    if _slurm_step(env) is not None and _slurm_tasks(env) > 1:
+        return _agreeing(_from_slurm(env), env)
+    if "WORLD_SIZE" in env:
+        raise LaunchError(
+            f"WORLD_SIZE is {env['WORLD_SIZE']} but RANK is not set: start the ranks with torchrun, srun or mpirun, "
+            f"or unset WORLD_SIZE"
+        )
+    return None
+
+
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    launcher: Launcher = "vitpar" if REPORTS in env else "torchrun"
+    return World(
+        rank=_integer(env, "RANK"),
+        size=_integer(env, "WORLD_SIZE"),
+        local_rank=_integer(env, "LOCAL_RANK"),
+        local_size=_integer(env, "LOCAL_WORLD_SIZE"),
+        launcher=launcher,
+        master_addr=_text(env, "MASTER_ADDR"),
+        master_port=_integer(env, "MASTER_PORT"),
+    )
+
+
+def _from_openmpi(env: Mapping[str, str]) -> World:
+    size, local_size = _integer(env, "OMPI_COMM_WORLD_SIZE"), _integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if size != local_size and not env.get("MASTER_ADDR"):
+        raise LaunchError(
+            f"mpirun started {size} ranks, {local_size} of them on this machine, and does not say where they meet: "
+            f"add `-x MASTER_ADDR=<host of rank 0>` to mpirun"
+        )
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    if not job and not env.get("MASTER_PORT"):
+        raise LaunchError("mpirun did not name its job, so no port can be chosen: add `-x MASTER_PORT=29500` to mpirun")
+    return World(
+        rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
+        size=size,
+        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=local_size,
+        launcher="openmpi",
+        master_addr=env.get("MASTER_ADDR") or LOOPBACK,
+        master_port=_port(env, zlib.crc32((job or "").encode())),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> World:
+    size = _slurm_tasks(env)
+    local_size = _slurm_tasks_here(env)
+    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST"))
+    step = _slurm_step(env)
+    assert step is not None
+    return World(
+        rank=_integer(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        local_size=local_size,
+        launcher="slurm",
+        master_addr=env.get("MASTER_ADDR") or (LOOPBACK if local_size == size else hosts[0]),
+        master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run side by side
+    )
+
+
+def _slurm_step(env: Mapping[str, str]) -> int | None:
+    """The number of the srun step we are a task of; None in a batch script, in a shell of salloc, or without SLURM."""
+    name = "SLURM_STEP_ID" if "SLURM_STEP_ID" in env else "SLURM_STEPID"
+    if name not in env:
+        return None
+    step = _integer(env, name)
+    return step if step < FIRST_SPECIAL_STEP else None
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> int:
+    """Tasks of the step. A step may be smaller than its job, so the step's own number comes first."""
+    return _integer(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+
+
+def _slurm_tasks_here(env: Mapping[str, str]) -> int:
+    """Tasks of the step on this machine, from a list by machine such as `4(x2),3`, else from the number asked for."""
+    listing = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if not listing:
+        return _integer(env, "SLURM_NTASKS_PER_NODE")
+    tasks: list[int] = []
+    for part in listing.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE is '{listing}', where '{part}' is not a count such as 4 or 4(x2): "
+                f"start the ranks with srun and leave its variables alone"
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    node = _integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0
+    if node >= len(tasks):
+        raise LaunchError(
+            f"SLURM_NODEID is {node} but SLURM_STEP_TASKS_PER_NODE '{listing}' lists {len(tasks)} machines: "
+            f"start the ranks with srun and leave its variables alone"
+        )
+    return tasks[node]
+
+
+def expand_hosts(listing: str) -> list[str]:
+    """The hosts of a SLURM node list in order: `n[01-03,7],b2` -> n01, n02, n03, n7, b2.
+
+    Raises LaunchError when the list is malformed.
+    """
+    malformed = LaunchError(
+        f"the SLURM node list '{listing}' is not of the form a[1-3,7],b2: set MASTER_ADDR to the host of rank 0 instead"
+    )
+    hosts: list[str] = []
+    for name in re.split(r",(?![^\[]*\])", listing):  # at the commas outside brackets
+        if not re.fullmatch(r"([^\[\],\s]+|\[[^\[\]\s]+\])+", name):
+            raise malformed
+        parts = re.findall(r"\[(.+?)\]|([^\[]+)", name)
+        choices = [_expand_numbers(numbers, malformed) if numbers else [text] for numbers, text in parts]
+        hosts += ["".join(choice) for choice in product(*choices)]
+    return hosts
+
+
+def _expand_numbers(listing: str, malformed: LaunchError) -> list[str]:
+    """`01-03,7` -> 01, 02, 03, 7: leading zeros are kept."""
+    numbers: list[str] = []
+    for part in listing.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise malformed
+        numbers += [str(n).zfill(len(match[1])) for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
+
+
+def _agreeing(world: World, env: Mapping[str, str]) -> World:
+    """`world`, after a WORLD_SIZE that the user exported beside the launcher's variables was found to be the same."""
+    if env.get("WORLD_SIZE", str(world.size)) != str(world.size):
+        raise LaunchError(
+            f"WORLD_SIZE is {env['WORLD_SIZE']} but {world.launcher} started {world.size} ranks: unset WORLD_SIZE"
+        )
+    return world
+
+
+def _port(env: Mapping[str, str], seed: int) -> int:
+    """MASTER_PORT where it is set, else a port that every rank of the job derives alike."""
+    return _integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else FIRST_PORT + seed % NUM_PORTS
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise LaunchError(
+            f"{name} is not set although other variables of a launcher are: start the ranks with torchrun, srun or "
+            f"mpirun, or set {name} for each of them"
+        )
+    return env[name]
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    text = _text(env, name)
+    if not text.isascii() or not text.isdecimal():
+        raise LaunchError(f"{name} is '{text}', which is not a whole number: unset it or correct it")
+    return int(text)

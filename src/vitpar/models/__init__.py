@@ -1,0 +1,5 @@
+"""Models by the layer contract. Importing this package loads no torch; ``vitpar.models.vit`` does."""
+
+from vitpar.models.config import FAMILIES, IGNORED, SHIPPED, ViTConfig, model_config
+
+__all__ = ["FAMILIES", "IGNORED", "SHIPPED", "ViTConfig", "model_config"]

@@ -1,0 +1,47 @@
+"""Random numbers that belong to a sample, not to a rank: a counter-based hash in plain tensor arithmetic.
+
+Every sample carries a 63-bit key made from (seed, epoch, sample index). Drop-path and dropout hash that key with the
+place in the model, so that the same sample drops the same things under any plan, on any device, and again when a
+checkpointed block is recomputed. The mixer is splitmix64's finaliser (Steele, Lea, Flood 2014), in wrapping int64
+arithmetic.
+"""
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number, likewise the next two
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 that turns neighbouring values into unrelated ones."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1  # the masks make >> a logical shift
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def keyed_uniform(keys: Tensor, place: int, shape: tuple[int, ...] = ()) -> Tensor:
+    """Uniform numbers in [0, 1), one tensor of `shape` for every key.
+
+    keys: int64 [batch]. place: which use of randomness this is; unlike places give unrelated numbers.
+    Returns float32 [batch, *shape], a function of (key, place, index) alone.
+    """
+    offset = (place * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped to 64 bits as tensor arithmetic does
+    x = _mix(keys + offset)
+    for size in shape:
+        x = _mix(x.unsqueeze(-1) + torch.arange(1, size + 1, device=keys.device) * _GOLDEN)
+    return (x & 0xFFFFFF).float() * 2.0**-24
+
+
+def drop(x: Tensor, keys: Tensor | None, place: int, rate: float, *, whole_sample: bool) -> Tensor:
+    """Zero parts of `x` with probability `rate` and scale the rest by 1 / (1 - rate).
+
+    x: [batch, tokens, features]. whole_sample: drop a sample's whole tensor (drop-path), else single elements
+    (dropout). Without keys (evaluation) or at rate 0 returns `x` itself.
+    """
+    if keys is None or rate == 0.0:
+        return x
+    shape = (1,) * (x.dim() - 1) if whole_sample else tuple(x.shape[1:])
+    keep = keyed_uniform(keys, place, shape) >= rate
+    return x * keep.to(x.dtype) / (1.0 - rate)

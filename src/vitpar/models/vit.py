@@ -1,0 +1,204 @@
+"""The Vision Transformer as an ordered mapping of named layers: stem, blocks.0 … blocks.L-1, head.
+
+Each layer takes and returns one tensor. A model may hold any consecutive part of the layers (a pipeline stage): a part
+it lacks is absent, and the names of the parameters it holds do not change. Beside each layer class stands, as data, how
+its parameters split under tensor parallelism (`TENSOR_PARALLEL`, module name -> split; the splits are defined in
+``vitpar.parallel.tensor``).
+"""
+
+from collections.abc import Collection
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from vitpar.models.config import ViTConfig
+from vitpar.models.keyed_random import drop
+
+EPS = 1e-6  # of every LayerNorm, as in the published models
+
+
+def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
+    """Fixed 2-D sine-cosine positions, float32 [rows·columns, width]; a quarter of the features each for sin/cos of y
+    and x.
+
+    Source: "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
+    """
+    y, x = torch.meshgrid(torch.arange(rows).double(), torch.arange(columns).double(), indexing="ij")
+    omega = 10000.0 ** (-torch.arange(width // 4).double() / (width // 4 - 1 or 1))
+    y, x = y.flatten()[:, None] * omega, x.flatten()[:, None] * omega
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
+
+
+class Stem(nn.Module):
+    """Images [batch, channels, height, width] -> tokens [batch, tokens, width]: patches through one Linear, tokens,
+    positions."""
+
+    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        c, d = config, config.width
+        self.patch_size, self.dropout = c.patch_size, c.dropout
+        self.grid = c.image_size // c.patch_size
+        self.proj = nn.Linear(c.channels * c.patch_size**2, d)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, d)) if c.pool == "cls" else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, d)) if c.distillation else None
+        self.reg_token = nn.Parameter(torch.empty(1, c.registers, d)) if c.registers else None
+        self.pos_embed = nn.Parameter(torch.empty(1, c.tokens, d)) if c.position == "learned" else None
+        if c.position == "sincos2d":
+            self.register_buffer("positions", torch.empty(1, c.patches, d), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Fill what is neither learned nor saved."""
+        if self.pos_embed is None:
+            self.positions.copy_(sincos_2d(self.grid, self.grid, self.positions.shape[-1])[None])
+
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
+        """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout)."""
+        p = self.patch_size
+        x = self.proj(rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p))
+        if self.pos_embed is None:
+            x = x + self.positions.to(x.dtype)
+        prefix = [
+            t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
+        ]
+        x = torch.cat([*prefix, x], dim=1) if prefix else x
+        if self.pos_embed is not None:
+            x = x + self.pos_embed
+        return drop(x, keys if self.training else None, 0, self.dropout, whole_sample=False)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention.
+
+    The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
+    """
+
+    def __init__(self, width: int, heads: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm = nn.LayerNorm(self.head_dim, eps=EPS) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=EPS) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> the same shape. Works on however many heads `qkv` gives here."""
+        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(rearrange(x, "b h s d -> b s (h d)"))
+
+
+class MLP(nn.Module):
+    """Linear, GELU, Linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> the same shape."""
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
+
+    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+        "attn.qkv": "column",
+        "attn.q_norm": "heads",
+        "attn.k_norm": "heads",
+        "attn.proj": "row",
+        "mlp.fc1": "column",
+        "mlp.fc2": "row",
+    }
+
+    def __init__(self, config: ViTConfig, index: int) -> None:
+        super().__init__()
+        c = config
+        self.norm1 = nn.LayerNorm(c.width, eps=EPS)
+        self.attn = Attention(c.width, c.heads, c.qk_norm)
+        self.norm2 = nn.LayerNorm(c.width, eps=EPS)
+        self.mlp = MLP(c.width, c.hidden)
+        self.gamma1 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
+        self.gamma2 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
+        self.dropout = c.dropout
+        self.drop_path = c.drop_path * index / max(1, c.depth - 1)
+        self.place = 1 + 4 * index  # of its random numbers; 0 is the stem's
+
+    def _branch(self, x: Tensor, gamma: Tensor | None, keys: Tensor | None, place: int) -> Tensor:
+        x = drop(x, keys, place, self.dropout, whole_sample=False)
+        x = x if gamma is None else x * gamma
+        return drop(x, keys, place + 1, self.drop_path, whole_sample=True)
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
+        keys = keys if self.training else None
+        x = x + self._branch(self.attn(self.norm1(x)), self.gamma1, keys, self.place)
+        return x + self._branch(self.mlp(self.norm2(x)), self.gamma2, keys, self.place + 2)
+
+
+class Head(nn.Module):
+    """Tokens [batch, tokens, width] -> logits [batch, classes]: norm, pooling, optional representation layer,
+    classifier."""
+
+    # Split over the input features, which tp always divides: the classes need not divide.
+    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {"fc": "row_replicated_input", "fc_dist": "row_replicated_input"}
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        c = config
+        features = c.representation_size or c.width
+        self.pool, self.prefix_tokens = c.pool, c.prefix_tokens
+        self.norm = nn.LayerNorm(c.width, eps=EPS)
+        self.representation = nn.Linear(c.width, features) if c.representation_size else None
+        self.fc = nn.Linear(features, c.num_classes)
+        self.fc_dist = nn.Linear(features, c.num_classes) if c.distillation else None
+
+    def _features(self, x: Tensor) -> Tensor:
+        return x if self.representation is None else torch.tanh(self.representation(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> [batch, classes]."""
+        if self.pool == "avg":
+            return self.fc(self._features(self.norm(x)[:, self.prefix_tokens :].mean(dim=1)))
+        if self.fc_dist is None:
+            return self.fc(self._features(self.norm(x[:, 0])))
+        x = self.norm(x[:, :2])
+        return (self.fc(self._features(x[:, 0])) + self.fc_dist(self._features(x[:, 1]))) / 2
+
+
+class ViT(nn.Module):
+    """A Vision Transformer, or the consecutive part of one that `layers` names.
+
+    config: the shape of the whole model. layers: names as in ``config.layer_names``; None for all.
+    """
+
+    def __init__(self, config: ViTConfig, layers: Collection[str] | None = None) -> None:
+        super().__init__()
+        held = set(config.layer_names if layers is None else layers)
+        assert held <= set(config.layer_names), f"unknown layers {held - set(config.layer_names)}"
+        self.config = config
+        self.stem = Stem(config) if "stem" in held else None
+        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.depth) if f"blocks.{i}" in held})
+        self.head = Head(config) if "head" in held else None
+
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers held here, by name, in order."""
+        named = {"stem": self.stem, **{f"blocks.{i}": block for i, block in self.blocks.items()}, "head": self.head}
+        return {name: layer for name, layer in named.items() if layer is not None}
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x: images, or tokens where the stem is elsewhere. Returns logits, or tokens where the head is elsewhere.
+
+        keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
+        """
+        if self.stem is not None:
+            x = self.stem(x, keys)
+        for block in self.blocks.values():
+            x = block(x, keys)
+        return x if self.head is None else self.head(x)

@@ -1,0 +1,112 @@
+"""How a batch is divided: global batch -> data-parallel parts -> micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vitpar.errors import StrategyError
+from vitpar.strategy.plan import Plan
+from vitpar.strategy.words import closest, count, divisors, either
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """global_batch = data_parallel × local_batch and local_batch = microbatches × microbatch_size, in images."""
+
+    global_batch: int
+    data_parallel: int
+    local_batch: int
+    microbatches: int
+    microbatch_size: int
+
+
+def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
+    """How `batch_size` images a step are divided under `plan`.
+
+    Raises StrategyError when the batch does not divide into the plan's data-parallel parts, or a part does not divide
+    into micro-batches that the schedule can run.
+    """
+    refuse_both_ways(plan)
+    parts = plan.strategy.data_parallel
+    if batch_size < 1:
+        raise StrategyError(f"the batch size is {batch_size}: use 1 or more")
+    local, rest = divmod(batch_size, parts)
+    if rest:
+        working = [n * parts for n in (local, local + 1) if n]
+        raise StrategyError(
+            f"a batch of {count(batch_size, 'image')} does not divide into the {parts} data-parallel parts "
+            f"of '{plan}': use {either(working)}"
+        )
+    microbatches = _microbatches(plan, batch_size, local)
+    return BatchArithmetic(batch_size, parts, local, microbatches, local // microbatches)
+
+
+def default_microbatches(plan: Plan, working: list[int]) -> int:
+    """The micro-batches of a plan that does not say: one without pp, else of `working` the nearest to twice pp.
+
+    Twice pp keeps the pipeline's idle share under a third without making the micro-batches small. Of two equally near
+    numbers the larger.
+    """
+    if plan.pipeline_degree == 1:
+        return 1
+    return min(working, key=lambda n: (abs(n - 2 * plan.pipeline_degree), -n))
+
+
+def schedule_objection(plan: Plan, microbatches: int) -> str | None:
+    """Why the plan's schedule cannot run that many micro-batches, None if it can.
+
+    The rules are those of torch 2.13 (torch/distributed/pipelining/schedules.py): Schedule1F1B wants as many as stages,
+    ScheduleInterleaved1F1B equal rounds of about pp, that is `microbatches` a multiple of `microbatches // pp`.
+    """
+    pp, stages = plan.pipeline_degree, plan.num_stages
+    if pp == 1:
+        return None
+    if plan.schedule == "1f1b" and microbatches < stages:
+        return f"schedule 1f1b over {stages} stages needs at least {stages} micro-batches, not {microbatches}"
+    if plan.schedule == "interleaved1f1b" and microbatches % max(1, microbatches // pp):
+        return (
+            f"schedule interleaved1f1b over pp{pp} cannot run {microbatches} micro-batches "
+            f"in {microbatches // pp} equal rounds"
+        )
+    return None
+
+
+def refuse_both_ways(plan: Plan) -> None:
+    """Raise StrategyError when the plan gives its micro-batches by number and by size."""
+    if plan.microbatches is not None and plan.microbatch_size is not None:
+        raise StrategyError(
+            f"both microbatches ({plan.microbatches}) and microbatch_size ({plan.microbatch_size}) are given: "
+            "give one of them"
+        )
+
+
+def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
+    """The number of micro-batches for `local` images per data-parallel part."""
+    working = [n for n in divisors(local) if not schedule_objection(plan, n)]
+    part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{plan}')"
+    if not working:
+        raise StrategyError(
+            f"schedule {plan.schedule} over {plan.num_stages} stages needs at least {plan.num_stages} micro-batches, "
+            f"more than the {part}: use a batch of {plan.num_stages * plan.strategy.data_parallel} or more, "
+            "fewer stages, or schedule gpipe"
+        )
+    if plan.microbatches is not None:
+        number = plan.microbatches
+        if local % number:
+            problem = f"{count(number, 'micro-batch')} cannot share the {part} equally"
+        else:
+            problem = schedule_objection(plan, number) or ""
+        fix = f"use {either(closest(working, number))}"
+    elif plan.microbatch_size is not None:
+        size = plan.microbatch_size
+        number = local // size
+        if local % size:
+            problem = f"micro-batches of {count(size, 'image')} do not divide the {part}"
+        else:
+            problem = schedule_objection(plan, number) or ""
+        fix = f"use a microbatch_size of {either(closest([local // n for n in working], size))}"
+    else:
+        return default_microbatches(plan, working)
+    if problem:
+        raise StrategyError(f"{problem}: {fix}")
+    return number

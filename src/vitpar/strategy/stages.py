@@ -1,0 +1,113 @@
+"""Which blocks a pipeline stage holds, and which stages a rank holds.
+
+Stages are contiguous runs of blocks, at least one each; the stem belongs to the first stage and the head to the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from vitpar.errors import StrategyError, nearest
+from vitpar.strategy.plan import SPLITS, Plan
+from vitpar.strategy.words import count
+
+
+def split_blocks(
+    num_blocks: int, num_stages: int, how: str | tuple[int, ...], costs: Sequence[float] | None = None
+) -> tuple[range, ...]:
+    """The block indices of each stage, in order.
+
+    how: "even" (sizes differ by one at most, the larger stages first), "balanced" (the costliest stage as cheap as can
+    be, and among those splits the one with the smallest sum of squared stage costs), or the blocks of each stage.
+    costs: for "balanced", one cost per layer in any unit, in the order stem, blocks, head (num_blocks + 2 values).
+
+    Raises StrategyError when there are more stages than blocks, when a split by hand does not fit, and when the costs
+    are missing or wrong.
+    """
+    assert num_stages >= 1, f"a pipeline has at least one stage, not {num_stages}"
+    if num_stages > num_blocks:
+        raise StrategyError(
+            f"{count(num_blocks, 'block')} cannot fill {num_stages} stages: use at most {count(num_blocks, 'stage')}"
+        )
+    if how == "even":
+        size, larger = divmod(num_blocks, num_stages)
+        sizes: Sequence[int] = [size + (stage < larger) for stage in range(num_stages)]
+    elif how == "balanced":
+        sizes = _balanced_sizes(num_blocks, num_stages, _checked_costs(costs, num_blocks))
+    elif isinstance(how, str):
+        raise StrategyError(
+            f"unknown split '{how}': use {', '.join(SPLITS)} or the blocks of each stage{nearest(how, SPLITS)}"
+        )
+    else:
+        sizes = _checked_sizes(how, num_blocks, num_stages)
+    return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
+
+
+def stages_of_rank(pp_rank: int, plan: Plan) -> tuple[int, ...]:
+    """The stages that rank `pp_rank` of the pp axis holds: stage s lives on rank s % pp (a loop over the ranks)."""
+    assert 0 <= pp_rank < plan.pipeline_degree, f"pp rank {pp_rank} is outside '{plan}'"
+    return tuple(range(pp_rank, plan.num_stages, plan.pipeline_degree))
+
+
+def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    shown = f"split {','.join(map(str, sizes)) or '()'}"
+    fix = f"give {count(num_stages, 'number')} with sum {num_blocks}"
+    if len(sizes) != num_stages:
+        raise StrategyError(f"{shown} is for {count(len(sizes), 'stage')} but the plan has {num_stages}: {fix}")
+    for stage, size in enumerate(sizes):
+        if size < 1:
+            raise StrategyError(f"{shown} gives {size} blocks to stage {stage}: give every stage at least 1")
+    if sum(sizes) != num_blocks:
+        raise StrategyError(f"{shown} deals {count(sum(sizes), 'block')} but the model has {num_blocks}: {fix}")
+    return sizes
+
+
+def _checked_costs(costs: Sequence[float] | None, num_blocks: int) -> Sequence[float]:
+    if costs is None:
+        raise StrategyError("split 'balanced' needs the cost of every layer: give the costs or use split 'even'")
+    if len(costs) != num_blocks + 2:
+        raise StrategyError(
+            f"split 'balanced' got {count(len(costs), 'cost')} for {count(num_blocks, 'block')}: "
+            f"give {num_blocks + 2}, one each for the stem, the blocks and the head"
+        )
+    for cost in costs:
+        if not (math.isfinite(cost) and cost >= 0):
+            raise StrategyError(f"split 'balanced' got a cost of {cost}: costs are finite and not negative")
+    return costs
+
+
+def _balanced_sizes(num_blocks: int, num_stages: int, costs: Sequence[float]) -> list[int]:
+    upto = list(accumulate(costs[1:-1], initial=0.0))
+
+    def stage_cost(start: int, end: int) -> float:
+        """Cost of the stage with blocks start..end-1, with the stem or head where it holds them."""
+        return upto[end] - upto[start] + (start == 0) * costs[0] + (end == num_blocks) * costs[-1]
+
+    worst, _ = _best_split(num_blocks, num_stages, lambda best, start, end: max(best, stage_cost(start, end)))
+
+    def squares(best: float, start: int, end: int) -> float:
+        cost = stage_cost(start, end)
+        return best + (cost / worst if worst else 0.0) ** 2 if cost <= worst else math.inf
+
+    return _best_split(num_blocks, num_stages, squares)[1]
+
+
+def _best_split(num_blocks: int, num_stages: int, fold: Callable[[float, int, int], float]) -> tuple[float, list[int]]:
+    """The smallest value over all splits, and the sizes of a split that has it.
+
+    fold(value, start, end): the value with one more stage, of the blocks start..end-1, given the value of the stages
+    before it. It grows with that value, so the best split is made of best splits.
+    """
+    none: tuple[float, list[int]] = (math.inf, [])
+    best = [(0.0, none[1])] + [none] * num_blocks
+    for stage in range(1, num_stages + 1):
+        longer = [none] * (num_blocks + 1)
+        for end in range(stage, num_blocks + 1):
+            for start in range(stage - 1, end):
+                value = fold(best[start][0], start, end)
+                if value < longer[end][0]:
+                    longer[end] = (value, [*best[start][1], end - start])
+        best = longer
+    return best[num_blocks]

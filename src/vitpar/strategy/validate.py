@@ -1,0 +1,109 @@
+"""Does a plan fit the model and the batch? Every refusal names the numbers and a fix, before any worker starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Protocol
+
+from vitpar.errors import StrategyError
+from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
+from vitpar.strategy.plan import Plan
+from vitpar.strategy.stages import split_blocks
+from vitpar.strategy.words import closest, count, divisors, either
+
+
+class ModelShape(Protocol):
+    """What a plan has to know of a model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def depth(self) -> int:
+        """Blocks."""
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a block."""
+
+    @property
+    def hidden(self) -> int:
+        """Hidden features of a block's MLP."""
+
+    @property
+    def width(self) -> int:
+        """Features of a token between the layers."""
+
+
+def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
+    """The plan with its micro-batches filled in, ready to run.
+
+    batch_size: global images a step. With None, checks that need it are left out, and so are micro-batches that follow
+    from it.
+    A microbatch_size is turned into microbatches, so validating the result again changes nothing.
+
+    Raises StrategyError when the plan has an open degree or does not fit the model, the batch or its own schedule.
+    """
+    _ = plan.world_size  # refuses an open degree
+    _check_tensor_parallel(plan, model)
+    _check_schedule(plan)
+    _check_stages(plan, model)
+    if batch_size is not None:
+        microbatches = batch_arithmetic(plan, batch_size).microbatches
+        return replace(plan, microbatches=microbatches, microbatch_size=None)
+    _check_microbatches(plan)
+    if plan.pp == 1 and plan.microbatch_size is None:
+        return replace(plan, microbatches=plan.microbatches or 1)
+    return plan
+
+
+def _check_tensor_parallel(plan: Plan, model: ModelShape) -> None:
+    tp = plan.strategy.degree("tp")
+    working = [f"tp{n}" for n in closest(divisors(math.gcd(model.heads, model.hidden))[1:], tp, most=4)]
+    for number, noun in ((model.heads, "head"), (model.hidden, "hidden feature")):
+        if number % tp:
+            fix = f"use {either(working)}" if working else "leave tp out"
+            raise StrategyError(f"tp{tp} does not divide the {count(number, noun)} of {model.name}: {fix}")
+
+
+def _check_schedule(plan: Plan) -> None:
+    interleaved = plan.schedule == "interleaved1f1b"
+    if interleaved and plan.pp == 1:
+        raise StrategyError(
+            f"schedule {plan.schedule} needs pp, which '{plan}' lacks: add an axis such as pp2, or use schedule 1f1b"
+        )
+    if interleaved and plan.virtual_stages == 1:
+        raise StrategyError(
+            f"schedule {plan.schedule} needs 2 or more virtual stages, not 1: "
+            "set virtual_stages to 2, or use schedule 1f1b"
+        )
+    if plan.virtual_stages > 1 and not interleaved:
+        raise StrategyError(
+            f"schedule {plan.schedule} holds 1 stage a rank, not {plan.virtual_stages}: "
+            "set virtual_stages to 1, or use schedule interleaved1f1b"
+        )
+
+
+def _check_stages(plan: Plan, model: ModelShape) -> None:
+    pp, virtual, stages = plan.pipeline_degree, plan.virtual_stages, plan.num_stages
+    if stages > model.depth:
+        made = f"pp{pp}" if virtual == 1 else f"pp{pp} with {count(virtual, 'virtual stage')}"
+        smaller = f"pp{model.depth // virtual}" + (f" with {virtual}" if virtual > 1 else "")
+        example = f", as in {smaller}" if model.depth // virtual > 1 else ""
+        raise StrategyError(
+            f"{made} makes {stages} stages but {model.name} has {count(model.depth, 'block')}: "
+            f"use at most {count(model.depth, 'stage')}{example}"
+        )
+    if not isinstance(plan.split, str):
+        split_blocks(model.depth, stages, plan.split)
+
+
+def _check_microbatches(plan: Plan) -> None:
+    """The checks on micro-batches that need no batch size."""
+    refuse_both_ways(plan)
+    if plan.microbatches is None:
+        return
+    if objection := schedule_objection(plan, plan.microbatches):
+        nearby = range(1, plan.microbatches + plan.num_stages + 1)
+        working = [n for n in nearby if not schedule_objection(plan, n)]
+        raise StrategyError(f"{objection}: use {either(closest(working, plan.microbatches))}")

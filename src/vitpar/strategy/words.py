@@ -1,0 +1,27 @@
+"""Pieces of the sentences that refuse a strategy: counts, alternatives and the values closest to a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `4 ranks`, `2 micro-batches`."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def either(options: Iterable[object]) -> str:
+    """`2`, `2 or 3`, `2, 3 or 6`."""
+    *others, last = map(str, options)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def closest(values: Iterable[int], wanted: int, most: int = 3) -> list[int]:
+    """Up to `most` of `values` that are nearest to `wanted`, in ascending order."""
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:most])
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor of `number` (1 or more), in ascending order."""
+    return [n for n in range(1, number + 1) if number % n == 0]

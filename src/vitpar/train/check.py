@@ -1,0 +1,220 @@
+"""The proof that a plan does not change the training: the plan against one process, on the same seed and data.
+
+Compared are the loss, every parameter's gradient, and the losses and parameters of a few SGD steps (SGD, because Adam
+and clipping hide a wrong gradient scale). Every rank compares its own shards, so a replica that differs is found too.
+Rank 0 alone runs the one-process model; its values are broadcast parameter by parameter.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.func import functional_call
+
+from vitpar.models.config import ViTConfig
+from vitpar.models.initial import initialise
+from vitpar.models.vit import ViT
+from vitpar.parallel import ParallelModel, parallelize
+from vitpar.parallel.precision import Precision
+from vitpar.strategy import Plan, batch_arithmetic, data_index
+from vitpar.train.optimizer import ShardedOptimizer, local
+from vitpar.train.recipe import Implementation, OptimizerSection
+
+STEPS = 3
+LEARNING_RATE = 0.05
+FLOOR = 1e-3
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.25}
+"""Largest relative error allowed, by precision.
+
+bfloat16 keeps 8 bits, and single elements of a gradient are sums that cancel.
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity under the plan against one process.
+
+    magnitude: the largest absolute value in it. error: the largest absolute difference over the magnitude, or over
+    FLOOR times the magnitude of the model's largest tensor where that is more (a gradient that is zero but for rounding
+    has no relative error).
+    """
+
+    name: str
+    error: float
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `check_plan` found. gradients: of the first step, one a parameter. parameters: after the last step."""
+
+    plan: str
+    model: str
+    precision: str
+    batch_size: int
+    tolerance: float
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    gradients: tuple[Comparison, ...]
+    parameters: tuple[Comparison, ...]
+
+    @property
+    def worst(self) -> Comparison:
+        """The quantity with the largest error, losses among them."""
+        pairs = enumerate(zip(self.losses, self.reference_losses, strict=True), start=1)
+        losses = [Comparison(f"loss of step {i}", abs(a - b) / abs(b), abs(b)) for i, (a, b) in pairs]
+        everything = [*self.gradients, *self.parameters, *losses]
+        return max(everything, key=lambda c: c.error if c.error == c.error else float("inf"))
+
+    @property
+    def passed(self) -> bool:
+        """Whether every error is within the tolerance (a NaN is not)."""
+        return self.worst.error <= self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for ``vitpar check --json``."""
+        return {**asdict(self), "worst": asdict(self.worst), "passed": self.passed}
+
+
+def check_plan(
+    config: ViTConfig,
+    plan: Plan,
+    *,
+    batch_size: int,
+    device: torch.device,
+    precision: str = "fp32",
+    tolerance: float | None = None,
+    seed: int = 0,
+    compile_blocks: bool = False,
+    optimizer: Implementation = "auto",
+) -> CheckResult:
+    """Compare `plan` with one process. Collective over the plan's ranks; equal results on every rank.
+
+    Every sample of the batch is another random image, so that a micro-batch or a slice taken twice shows.
+    """
+    model = parallelize(
+        config,
+        plan,
+        batch_size=batch_size,
+        device=device,
+        precision_name=precision,
+        seed=seed,
+        compile_blocks=compile_blocks,
+    )
+    images, labels, keys = _samples(config, batch_size, seed)
+    reference = None
+    if dist.get_rank() == 0:
+        reference = _one_process(config, images, labels, keys, model.precision, seed, device)
+
+    local_batch = batch_arithmetic(plan, batch_size).local_batch
+    start = data_index(plan, dist.get_rank()) * local_batch
+    rows = slice(start, start + local_batch)
+    settings = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0, implementation=optimizer)
+    updates = ShardedOptimizer(model.named_parameters(), settings)
+    losses: list[float] = []
+    gradients: tuple[Comparison, ...] = ()
+    for step in range(STEPS):
+        x = images[step][rows].to(device=device, dtype=model.precision.compute) if model.takes_images else None
+        part = model.forward_backward(x, labels[step][rows].to(device), keys[step][rows].to(device))
+        losses.append(_over_samples(part, model))
+        if step == 0:
+            gradients = _compare(
+                model,
+                {name: p.grad for name, p in model.named_parameters()},
+                reference.gradients if reference else None,
+            )
+        updates.step(LEARNING_RATE)
+    parameters = _compare(model, dict(model.named_parameters()), reference.parameters if reference else None)
+    expected = torch.tensor(reference.losses if reference else [0.0] * STEPS, dtype=torch.float64, device=device)
+    dist.broadcast(expected, 0)
+    limit = TOLERANCES[precision] if tolerance is None else tolerance
+    shown = (str(plan), config.name, precision, batch_size, limit)
+    return CheckResult(*shown, tuple(losses), tuple(expected.tolist()), gradients, parameters)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What one process computes: the loss of each step, the first gradients and the last parameters by name."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def _samples(config: ViTConfig, batch_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random images [steps, batch, channels, size, size], labels and keys [steps, batch]: the same on every rank."""
+    g = torch.Generator().manual_seed(seed)
+    images = torch.randn(STEPS, batch_size, config.channels, config.image_size, config.image_size, generator=g)
+    labels = torch.randint(0, config.num_classes, (STEPS, batch_size), generator=g)
+    return images, labels, torch.randint(0, 2**62, (STEPS, batch_size), generator=g)
+
+
+def _one_process(
+    config: ViTConfig, images: Tensor, labels: Tensor, keys: Tensor, numbers: Precision, seed: int, device: torch.device
+) -> _Reference:
+    """The same steps by the plain model: no mesh, no wrappers, one batch."""
+    model = ViT(config).to(device=device, dtype=numbers.parameters)
+    initialise(model, seed, config)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        inputs = (images[step].to(device, numbers.compute), keys[step].to(device) if config.stochastic else None)
+        computed = {name: p.to(numbers.compute) for name, p in model.named_parameters()}
+        logits = functional_call(model, computed, inputs).to(numbers.parameters)
+        loss = F.cross_entropy(logits, labels[step].to(device))
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                assert p.grad is not None, f"{name} has no gradient in one process"
+                if step == 0:
+                    gradients[name] = p.grad.clone()
+                p -= LEARNING_RATE * p.grad
+    return _Reference(losses, gradients, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def _over_samples(part: Tensor, model: ParallelModel) -> float:
+    """The loss of the global batch from each rank's part."""
+    total = part.double() / model.sample_replicas
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _compare(
+    model: ParallelModel, mine: dict[str, Tensor | None], reference: dict[str, Tensor] | None
+) -> tuple[Comparison, ...]:
+    """Every tensor of the whole model, by name, against `reference` (on rank 0): the largest error over all ranks'
+    shards.
+
+    mine: this rank's sharded tensors; None in place of a tensor that should be there counts as an infinite error.
+    """
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in ViT(model.config).named_parameters()}
+    errors, magnitudes = [], []
+    for name, shape in shapes.items():
+        whole = torch.empty(shape, dtype=torch.float64, device=model.device)
+        if reference is not None:
+            whole.copy_(reference[name])
+        dist.broadcast(whole, 0)
+        magnitudes.append(whole.abs().max())
+        errors.append(_largest_difference(mine[name], whole) if name in mine else torch.zeros_like(magnitudes[-1]))
+    error, magnitude = torch.stack(errors).nan_to_num(nan=torch.inf), torch.stack(magnitudes)
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    relative = error / magnitude.clamp(min=FLOOR * magnitude.max().item())
+    rows = zip(shapes, relative.tolist(), magnitude.tolist(), strict=True)
+    return tuple(Comparison(*row) for row in rows)
+
+
+def _largest_difference(tensor: Tensor | None, whole: Tensor) -> Tensor:
+    """max |tensor - its part of whole| over this rank's shard, 0-dim float64."""
+    if tensor is None:
+        return torch.full((), torch.inf, dtype=torch.float64, device=whole.device)
+    if isinstance(tensor, DTensor):
+        # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
+        whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    difference = (local(tensor.detach()).double() - whole).abs()
+    return difference.max() if difference.numel() else difference.new_zeros(())

@@ -1,0 +1,44 @@
+"""An exponential moving average of the parameters, kept shard by shard like the parameters themselves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vitpar.parallel import ParallelModel
+from vitpar.train.optimizer import local
+
+
+class EMA:
+    """``average = decay · average + (1 - decay) · parameter`` after every step.
+
+    The average starts as the initial parameters. `averaged` puts it in their place for a while, for evaluation and
+    saving.
+    """
+
+    def __init__(self, model: ParallelModel, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._shards = {name: local(p.detach()) for name, p in model.named_parameters()}
+        self.average = {name: shard.clone() for name, shard in self._shards.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the present parameters into the average."""
+        torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self._decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the averaged parameters inside the ``with``, with its own again after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, shard in self._shards.items():
+            kept = shard.clone()
+            shard.copy_(self.average[name])
+            self.average[name].copy_(kept)
+        self._model.parameters_changed()

@@ -1,0 +1,55 @@
+"""Evaluation over a whole data set: exact under any plan and with an uneven tail."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitpar.data import ShardSet
+from vitpar.models import IGNORED
+from vitpar.parallel import ParallelModel
+from vitpar.train.input import Input
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result over `samples` images: mean cross-entropy (no label smoothing) and the fractions right at rank 1 and
+    within 5."""
+
+    samples: int
+    loss: float
+    top1: float
+    top5: float
+
+
+@torch.no_grad()
+def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluation:
+    """Run `model` over all of `shards` and count. Collective; equal results on every rank."""
+    sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
+    # Ranks along tp compute the same logits; one of them counts.
+    counts = model.gives_logits and model.mesh["tp"].get_local_rank() == 0
+    for batch in source.eval_batches(shards):
+        labels = source.labels(batch)
+        logits = model.predict(source.images(batch), len(labels))
+        if counts:
+            assert logits is not None
+            sums += _count(logits, labels)
+    model.parameters_changed()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    samples, loss, top1, top5 = sums.tolist()
+    assert samples > 0, "evaluation saw no sample"
+    return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples)
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    """[samples, summed loss, top-1 hits, top-5 hits] of one batch, float64.
+
+    logits: [batch, classes], labels: [batch].
+    """
+    loss = F.cross_entropy(logits.double(), labels, ignore_index=IGNORED, reduction="sum")
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # no label is IGNORED's -1, so padding never hits
+    hits = best == labels[:, None]
+    return torch.stack([(labels != IGNORED).sum(), loss, hits[:, 0].sum(), hits.sum()]).double()

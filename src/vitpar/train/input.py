@@ -1,0 +1,71 @@
+"""From packed images to what a step takes: this rank's batches, its normalised images and its labels, as the recipe
+says."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from vitpar.data import Batch, EvalBatch, EvalLoader, EvalTransform, Normalize, ShardSet, TrainLoader, TrainTransform
+from vitpar.parallel import ParallelModel
+from vitpar.strategy import data_index
+from vitpar.train.recipe import Recipe
+
+
+def open_data(recipe: Recipe) -> tuple[ShardSet, ShardSet]:
+    """The training and validation sets of a recipe. Raises DataError."""
+    path = Path(recipe.data.path)
+    return ShardSet.open(path, "train"), ShardSet.open(path, "val")
+
+
+class Input:
+    """Input of one rank of `model`.
+
+    Only ranks that hold the stem decode images; the others read labels from the index.
+    """
+
+    def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
+        self._recipe, self._model = recipe, model
+        self._normalize = Normalize(recipe.data.mean, recipe.data.std)
+
+    def train_batches(self, shards: ShardSet) -> TrainLoader:
+        """This rank's slice of every global batch, without end."""
+        d, size = self._recipe.data, self._model.config.image_size
+        transform = TrainTransform(size, scale=d.crop_scale, ratio=d.crop_ratio, flip=d.flip)
+        return TrainLoader(shards, transform, seed=self._recipe.train.seed, **self._slice())
+
+    def eval_batches(self, shards: ShardSet) -> EvalLoader:
+        """This rank's part of the whole set, in batches of the training shape; the tail is padded with IGNORED
+        labels."""
+        return EvalLoader(
+            shards, EvalTransform(self._model.config.image_size, crop_pct=self._recipe.data.crop_pct), **self._slice()
+        )
+
+    def _slice(self) -> dict:
+        plan = self._model.plan
+        return {
+            "batch_size": self._model.batch_size,
+            "data_index": data_index(plan, dist.get_rank()),
+            "data_parallel": plan.strategy.data_parallel,
+            "workers": self._recipe.data.workers,
+            "pixels": self._model.takes_images,
+            "bad_sample": self._recipe.data.bad_sample,
+        }
+
+    def images(self, batch: Batch | EvalBatch) -> Tensor | None:
+        """Normalised images on the device in the compute precision, [local, 3, size, size], or None where there are
+        none."""
+        if batch.images is None:
+            return None
+        return self._normalize(batch.images.to(self._model.device, non_blocking=True), self._model.precision.compute)
+
+    def labels(self, batch: Batch | EvalBatch) -> Tensor:
+        """Labels on the device, int64 [local], IGNORED where there is no usable image.
+
+        Which images are unusable is known where they are decoded; the other pipeline ranks are told.
+        """
+        labels = batch.labels.to(self._model.device)
+        pipe = self._model.mesh["pp"]
+        if self._recipe.data.bad_sample == "skip" and pipe.size() > 1:
+            dist.broadcast(labels, group=pipe.get_group(), group_src=0)
+        return labels

@@ -1,0 +1,21 @@
+"""The learning rate of every step."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CosineWithWarmup:
+    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine down to `min_lr` at `total_steps`."""
+
+    peak: float
+    total_steps: int
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """The rate of update number `step`, counted from 1."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.min_lr + (self.peak - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,115 @@
+"""The rows of metrics.jsonl: collected without waiting for the device, completed once per log interval."""
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitpar.data import Batch
+from vitpar.models.config import ViTConfig
+from vitpar.parallel import ParallelModel
+from vitpar.train.recipe import Recipe
+
+# Dense matrix rate of one device in FLOP/s by name and precision, from the makers' data sheets.
+PEAK_FLOPS = {
+    ("H200", "bf16"): 989e12,
+    ("H100", "bf16"): 989e12,
+    ("A100", "bf16"): 312e12,
+}
+WARM_UP_STEPS = 1
+"""Steps left out of the mean rate: the first allocates, connects and compiles."""
+
+
+class StepLog:
+    """Rows of ``{"kind": "train", ...}``, one a step.
+
+    The clock runs from `resume_clock` and stands still from `flush` until the next `resume_clock` or `add`, so
+    evaluation and saving are not counted. Times of a step are means over its log interval.
+    """
+
+    def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel) -> None:
+        self._recipe, self._config, self._model = recipe, config, model
+        self._pending: list[tuple[int, Batch, Tensor, Tensor, float, float]] = []
+        self._begun = self._waiting = time.perf_counter()
+        self._data_seconds = 0.0
+        self._steps = 0
+        self._seconds = 0.0
+
+    def resume_clock(self) -> None:
+        """Start the interval here; what happened since the last flush was no training."""
+        self._begun = self._waiting = time.perf_counter()
+
+    def data_ready(self) -> None:
+        """The batch of the coming step has arrived: the time since the last step was spent waiting for it."""
+        self._data_seconds = time.perf_counter() - self._waiting
+
+    def add(self, number: int, batch: Batch, loss: Tensor, norm: Tensor, lr: float) -> None:
+        """Update `number` is done, or on its way on the device."""
+        self._pending.append((number, batch, loss, norm, lr, self._data_seconds))
+        self._waiting = time.perf_counter()
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The rows since the last flush, with the losses of the global batches. Collective."""
+        if not self._pending:
+            return []
+        losses = torch.stack([loss for _, _, loss, *_ in self._pending]).double() / self._model.sample_replicas
+        if dist.get_world_size() > 1:
+            dist.all_reduce(losses)
+        norms = torch.stack([norm for *_, norm, _, _ in self._pending]).tolist()
+        totals = losses.tolist()  # waits for the device, so the clock below is honest
+        now = time.perf_counter()
+        seconds = (now - self._begun) / len(self._pending)
+        counted = sum(number > WARM_UP_STEPS for number, *_ in self._pending)
+        self._steps += counted
+        self._seconds += seconds * counted
+        self._begun = self._waiting = now
+        rows = [
+            {
+                "kind": "train",
+                "step": number,
+                "epoch": round(batch.epoch, 6),
+                "samples": batch.samples,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": norm,
+                "step_ms": round(seconds * 1e3, 3),
+                "data_ms": round(data * 1e3, 3),
+                "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
+                "mfu": self._mfu(seconds),
+                "memory_bytes": memory_bytes(self._model.device),
+            }
+            for (number, batch, _, _, lr, data), loss, norm in zip(self._pending, totals, norms, strict=True)
+        ]
+        self._pending.clear()
+        return rows
+
+    @property
+    def mean_rate(self) -> float | None:
+        """Global images a second over all steps after warm-up, None where there were none."""
+        return self._recipe.train.batch_size * self._steps / self._seconds if self._seconds else None
+
+    def _mfu(self, seconds: float) -> float | None:
+        """Model FLOPs over what the devices could do at their peak, None where the peak is not known."""
+        if self._model.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self._model.device)
+        peaks = [
+            rate for (chip, kind), rate in PEAK_FLOPS.items() if chip in name and kind == self._recipe.train.precision
+        ]
+        if not peaks:
+            return None
+        return round(
+            self._config.flops * self._recipe.train.batch_size / seconds / (peaks[0] * dist.get_world_size()), 4
+        )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of this rank so far: allocated on its GPU, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,246 @@
+"""Recipes: model, data, optimizer, training and parallel settings, read from TOML and checked before anything starts.
+
+A recipe file names only what differs from the defaults here. Values come, later ones winning, from the file, from
+command-line options and from ``--set section.key=value``. The merged recipe is written into the run folder.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vitpar.errors import RecipeError, nearest
+from vitpar.models.config import ViTConfig, model_config
+from vitpar.strategy import Plan, parse, validate
+
+Implementation = Literal["auto", "foreach", "fused", "for-loop"]
+"""Which of torch's optimizer implementations; auto is fused."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    """Which model: timm's name, and what differs from it (None: as the name says)."""
+
+    name: str = "vit_small_patch16_224"
+    image_size: int | None = None
+    patch_size: int | None = None
+    width: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    hidden: int | None = None
+    pool: Literal["cls", "avg"] | None = None
+    registers: int | None = None
+    distillation: bool | None = None
+    representation_size: int | None = None
+    position: Literal["learned", "sincos2d"] | None = None
+    qk_norm: bool | None = None
+    layer_scale: float | None = None
+    drop_path: float | None = None
+    dropout: float | None = None
+
+
+class DataSection(_Section):
+    """Which data (a folder that ``vitpar data pack`` made) and how images are prepared."""
+
+    path: str
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = Field(0.5, ge=0, le=1)
+    crop_pct: float = Field(0.875, gt=0, le=1)
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    workers: int = Field(2, ge=0)
+    bad_sample: Literal["fail", "skip"] = "fail"
+
+
+class OptimizerSection(_Section):
+    """AdamW or SGD. Weight decay leaves out biases, norms, positions, tokens and layer scales."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    implementation: Implementation = "auto"
+
+
+class LRScheduleSection(_Section):
+    """Linear warm-up from 0, then cosine to `min_lr`. Give the warm-up in steps or in epochs."""
+
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_epochs: float | None = Field(None, ge=0)
+    min_lr: float = Field(0.0, ge=0)
+
+
+class TrainSection(_Section):
+    """Length, batch and numerics of the training."""
+
+    batch_size: int = Field(128, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    steps: int | None = Field(None, ge=1)
+    seed: int = 0
+    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    clip_grad_norm: float | None = Field(1.0, gt=0)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    compile: bool = False
+    eval_every: int | None = Field(None, ge=1)
+    log_every: int = Field(10, ge=1)
+
+
+class ParallelSection(_Section):
+    """The plan: strategy string, schedule, micro-batches (by count or by size) and how blocks are dealt to stages."""
+
+    mesh: str = "dp1"
+    schedule: str = "1f1b"
+    virtual_stages: int = Field(1, ge=1)
+    microbatches: int | None = Field(None, ge=1)
+    microbatch_size: int | None = Field(None, ge=1)
+    split: str | tuple[int, ...] = "even"
+
+
+class Recipe(_Section):
+    """One experiment, all settings in place."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection
+    optimizer: OptimizerSection = OptimizerSection()
+    lr_schedule: LRScheduleSection = LRScheduleSection()
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
+
+    def config(self, num_classes: int) -> ViTConfig:
+        """The model's shape for data of `num_classes` classes. Raises ModelError."""
+        fields = self.model.model_dump(exclude_none=True)
+        return model_config(fields.pop("name"), num_classes=num_classes, **fields)
+
+    def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+        """The plan, validated against the model and the batch. Raises StrategyError.
+
+        resolve: fills the open degree, if the strategy leaves one, for the ranks there are.
+        """
+        fields = self.parallel.model_dump()
+        return validate(resolve(replace(parse(fields.pop("mesh")), **fields)), config, self.train.batch_size)
+
+    def total_steps(self, samples: int) -> int:
+        """Optimizer steps of the run over a training set of `samples`: what covers the epochs asked for."""
+        if self.train.steps is not None:
+            return self.train.steps
+        assert self.train.epochs is not None
+        return math.ceil(self.train.epochs * samples / self.train.batch_size)
+
+    def warmup_steps(self, samples: int) -> int:
+        """Steps of linear warm-up."""
+        if self.lr_schedule.warmup_steps is not None:
+            return self.lr_schedule.warmup_steps
+        return round((self.lr_schedule.warmup_epochs or 0) * samples / self.train.batch_size)
+
+    def to_toml(self) -> str:
+        """The whole recipe, defaults included, as a file that `read_recipe` takes."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True, mode="json"))
+
+
+# Two ways to say one thing: a later source that gives one of them replaces the other.
+_ALTERNATIVES = (
+    ("train", "epochs", "steps"),
+    ("lr_schedule", "warmup_epochs", "warmup_steps"),
+    ("parallel", "microbatches", "microbatch_size"),
+)
+DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
+"""What runs when neither a recipe nor data is named."""
+
+
+def read_recipe(path: Path | None, options: Mapping[str, Any] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+    """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
+    assignments.
+
+    Options whose value is None are left out. Raises RecipeError naming the key, its value and what would be right.
+    """
+    values = _read_toml(path) if path is not None else {}
+    _check_alternatives(values)
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"'{assignment}' sets nothing: write --set section.key=value, as in --set train.seed=1")
+        given[key.strip()] = _parse_value(text.strip())
+    for key, value in given.items():
+        section, dot, name = key.partition(".")
+        if not dot or not isinstance(values.setdefault(section, {}), dict):
+            raise RecipeError(f"'{key}' names no setting: use section.key, as in train.seed")
+        for group, first, second in _ALTERNATIVES:
+            if section == group and name in (first, second):
+                values[section].pop(second if name == first else first, None)
+        values[section][name] = value
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_sentence(error)) from None
+    if recipe.train.epochs is None and recipe.train.steps is None:
+        raise RecipeError("the recipe says neither train.epochs nor train.steps: give --epochs N or --steps N")
+    return recipe
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecipeError(
+            f"there is no recipe '{path}': recipes are TOML files such as experiments/digits.toml"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the recipe '{path}' cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"the recipe '{path}' is not valid TOML: {error}") from None
+
+
+def _check_alternatives(values: dict[str, Any]) -> None:
+    for group, first, second in _ALTERNATIVES:
+        section = values.get(group, {})
+        if isinstance(section, dict) and first in section and second in section:
+            raise RecipeError(f"the recipe gives both {group}.{first} and {group}.{second}: keep one")
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value where `text` is one, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first complaint of pydantic as one sentence with the key, the value and the fix."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown recipe key '{key}'{_nearest_key(key)}"
+    if first["type"] == "missing":
+        hint = ": name a folder made by 'vitpar data pack' with --data DIR" if key.startswith("data") else ""
+        return f"the recipe lacks '{'data.path' if key == 'data' else key}'{hint}"
+    return f"recipe key '{key}' is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _nearest_key(key: str) -> str:
+    keys: dict[str, None] = {}
+    for section, field in Recipe.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        keys |= {f"{section}.{name}": None for name in field.annotation.model_fields} | {section: None}
+    near = nearest(key, keys)
+    section, _, name = key.partition(".")
+    if not near and name:  # the right name in the wrong section
+        near = nearest(name, {k.partition(".")[2]: None for k in keys})
+        owners = [k for k in keys if near and f"'{k.partition('.')[2]}'" in near]
+        near = f" (did you mean '{owners[0]}'?)" if owners else ""
+    return near or f": sections are {', '.join(Recipe.model_fields)}"

@@ -1,0 +1,92 @@
+"""A run's folder, which tells its whole story.
+
+runs/<date>-<model>-<strategy>/
+    recipe.toml      every setting, merged      plan.json       the plan
+    env.json         versions, hardware, git commit, command
+    log.txt          what was printed           metrics.jsonl   one object a line
+    checkpoints/step_<n>/
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitpar.errors import RecipeError
+from vitpar.strategy import Plan, write_plan
+from vitpar.train.recipe import Recipe
+
+
+def check_run_folder(path: Path | None) -> None:
+    """Refuse a folder that another run used or that cannot be one. Raises RecipeError."""
+    if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RecipeError(
+            f"the run folder '{path}' exists and is not empty: name another one with --run-dir, or remove it"
+        )
+
+
+class RunFolder:
+    """Writes the files of one run; only the rank that owns it (rank 0) has one."""
+
+    def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, command: Sequence[str]) -> None:
+        check_run_folder(path)
+        self.path = path or _fresh(Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{plan}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "recipe.toml").write_text(recipe.to_toml())
+        write_plan(self.path / "plan.json", plan)
+        (self.path / "env.json").write_text(json.dumps(_environment(command), indent=1))
+        self._metrics = (self.path / "metrics.jsonl").open("a")
+        self._log = (self.path / "log.txt").open("a")
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Append one object to metrics.jsonl."""
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+
+    def log(self, text: str) -> None:
+        """Append to log.txt with the time of day."""
+        self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._log.flush()
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the weights of `step` go."""
+        return self.path / "checkpoints" / f"step_{step}"
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._log.close()
+
+
+def _fresh(parent: Path, name: str) -> Path:
+    """``parent/name``, with a number behind it if that exists."""
+    path, number = parent / name, 2
+    while path.exists():
+        path, number = parent / f"{name}-{number}", number + 1
+    return path
+
+
+def _environment(command: Sequence[str]) -> dict[str, Any]:
+    """Versions, hardware, git commit and command."""
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "command": list(command),
+        "git_commit": git.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }

@@ -1,0 +1,160 @@
+"""The training loop: the same for every plan."""
+
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitpar.data import Batch
+from vitpar.parallel import ParallelModel, parallelize
+from vitpar.strategy import Plan
+from vitpar.train.ema import EMA
+from vitpar.train.evaluate import Evaluation, evaluate
+from vitpar.train.events import Reporter, RunHeader
+from vitpar.train.gradient_norm import clip_, global_norm
+from vitpar.train.input import Input, open_data
+from vitpar.train.lr_schedule import CosineWithWarmup
+from vitpar.train.metrics import StepLog
+from vitpar.train.optimizer import ShardedOptimizer, local
+from vitpar.train.recipe import Recipe
+from vitpar.train.run_folder import RunFolder
+from vitpar.train.weights import save_weights
+
+
+class Trainer:
+    """One run of a recipe under a plan. All ranks make it and call `run` together.
+
+    plan: validated, its degrees known, its world the one torch.distributed was started with.
+    reporter: shows the run; only rank 0 uses it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        device: torch.device,
+        *,
+        reporter: Reporter,
+        run_dir: Path | None,
+        command: Sequence[str] = (),
+    ) -> None:
+        self.recipe, self.plan, self.device, self.reporter = recipe, plan, device, reporter
+        train = recipe.train
+        self.train_set, self.val_set = open_data(recipe)
+        self.config = recipe.config(len(self.train_set.classes))
+        self.model = parallelize(
+            self.config,
+            plan,
+            batch_size=train.batch_size,
+            device=device,
+            precision_name=train.precision,
+            seed=train.seed,
+            label_smoothing=train.label_smoothing,
+            compile_blocks=train.compile,
+        )
+        self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer)
+        self.ema = EMA(self.model, train.ema_decay) if train.ema_decay else None
+        self.total_steps = recipe.total_steps(len(self.train_set))
+        self.lr = CosineWithWarmup(
+            recipe.optimizer.lr, self.total_steps, recipe.warmup_steps(len(self.train_set)), recipe.lr_schedule.min_lr
+        )
+        self.input = Input(recipe, self.model)
+        self.rank = dist.get_rank()
+        self.folder = RunFolder(run_dir, recipe, plan, command) if self.rank == 0 else None
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank)."""
+        train = self.recipe.train
+        eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
+        self._start()
+        log = StepLog(self.recipe, self.config, self.model)
+        last: Evaluation | None = None
+        log.resume_clock()
+        with closing(iter(self.input.train_batches(self.train_set))) as batches:
+            for number, batch in enumerate(islice(batches, self.total_steps), start=1):
+                log.data_ready()
+                log.add(number, batch, *self.step(number, batch))
+                due = number == self.total_steps or number % eval_every == 0
+                if due or number % train.log_every == 0 or number == 1:
+                    self._record(log.flush())
+                if due:
+                    last = self.evaluate(number)
+                    log.resume_clock()
+        assert last is not None
+        return self._finish(last, log)
+
+    def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float]:
+        """Update `number`, from 1.
+
+        Returns this rank's part of the loss, the gradients' norm before clipping, the learning rate.
+        """
+        loss = self.model.forward_backward(
+            self.input.images(batch), self.input.labels(batch), batch.keys.to(self.device)
+        )
+        gradients = self.optimizer.gradients()
+        norm = global_norm(gradients, self.model)
+        if self.recipe.train.clip_grad_norm:
+            clip_(gradients, norm, self.recipe.train.clip_grad_norm)
+        lr = self.lr(number)
+        self.optimizer.step(lr)
+        if self.ema:
+            self.ema.update()
+        return loss, norm, lr
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
+        with self.ema.averaged() if self.ema else nullcontext():
+            result = evaluate(self.model, self.input, self.val_set)
+        if self.folder:
+            row = {"kind": "eval", "step": step, **asdict(result)}
+            self.folder.metric(row)
+            self.reporter.evaluated(row)
+        return result
+
+    def _start(self) -> None:
+        parameters, state = state_size(self.model, self.recipe)
+        if self.folder:
+            sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
+            self.reporter.started(RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes))
+
+    def _record(self, rows: list[dict[str, Any]]) -> None:
+        if self.folder and rows:
+            for row in rows:
+                self.folder.metric(row)
+            self.reporter.stepped(rows[-1])
+
+    def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
+        folder = [str(self.folder.checkpoint(self.total_steps))] if self.folder else [""]
+        dist.broadcast_object_list(folder, 0)
+        with self.ema.averaged() if self.ema else nullcontext():
+            save_weights(self.model, Path(folder[0]), self.recipe)
+        summary = {**asdict(last), "steps": self.total_steps, "images_per_second": log.mean_rate, "weights": folder[0]}
+        if self.folder:
+            self.reporter.finished(summary)
+            self.folder.close()
+        return summary
+
+
+def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
+    """Parameters of the whole model, and bytes of parameters, gradients, optimizer state and average on the fullest
+    rank."""
+    copies = (
+        2
+        + {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}[recipe.optimizer.name]
+        + bool(recipe.train.ema_decay)
+    )
+    mine = [
+        (p.numel() / model.replicas(p), local(p).numel() * p.element_size() * copies)
+        for _, p in model.named_parameters()
+    ]
+    whole = torch.tensor([sum(share for share, _ in mine)], dtype=torch.float64, device=model.device)
+    fullest = torch.tensor([float(sum(size for _, size in mine))], dtype=torch.float64, device=model.device)
+    dist.all_reduce(whole)
+    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    return round(whole.item()), int(fullest.item())

@@ -1,0 +1,99 @@
+"""Final weights as safetensors, one file for each pipeline rank, in the layout that Hugging Face's sharded models use.
+
+    <folder>/
+        model-00001-of-00002.safetensors     whole parameters of pipeline rank 0, under their names in the whole model
+        model-00002-of-00002.safetensors
+        model.safetensors.index.json         which file holds which parameter
+        config.json                          the model's shape (ViTConfig)
+        recipe.toml                          how it was trained, and so how its images are prepared
+
+The folder is written under a temporary name and renamed when complete, so a folder of the right name is whole. Any plan
+reads what any other plan wrote: parameters are found by name and cut to the local shard.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from vitpar.errors import DataError
+from vitpar.models.config import ViTConfig
+from vitpar.models.initial import copy_whole_
+from vitpar.parallel import ParallelModel
+from vitpar.train.recipe import Recipe
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+RECIPE = "recipe.toml"
+
+
+@torch.no_grad()
+def save_weights(model: ParallelModel, folder: Path, recipe: Recipe) -> None:
+    """Write the whole parameters of `model` to `folder`, replacing it. Collective over all ranks."""
+    partial = folder.with_name(folder.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    pipe = model.mesh["pp"]
+    name = f"model-{pipe.get_local_rank() + 1:05d}-of-{pipe.size():05d}.safetensors"
+    leader = all(model.mesh[axis].get_local_rank() == 0 for axis in ("dp", "fsdp", "tp"))
+    whole = {}
+    for parameter_name, parameter in model.named_parameters():
+        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if leader:
+            whole[parameter_name] = value.detach().cpu().contiguous()
+    if leader:
+        save_file(whole, partial / name)
+    files: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(files, dict.fromkeys(whole, name))
+    if dist.get_rank() == 0:
+        weight_map = {key: file for part in files for key, file in part.items()}
+        (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        (partial / CONFIG).write_text(json.dumps(asdict(model.config), indent=1))
+        (partial / RECIPE).write_text(recipe.to_toml())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    dist.barrier()
+
+
+def read_config(folder: Path) -> ViTConfig:
+    """The model's shape of saved weights. Raises DataError when `folder` holds none."""
+    try:
+        return ViTConfig(**json.loads((folder / CONFIG).read_text()))
+    except FileNotFoundError:
+        raise DataError(
+            f"'{folder}' holds no weights ({CONFIG} is missing): give a folder such as runs/…/checkpoints/step_450"
+        ) from None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
+
+
+@torch.no_grad()
+def load_weights(model: ParallelModel, folder: Path) -> None:
+    """Fill `model` from `folder`, whatever plan wrote it. Raises DataError for missing files, names or other shapes."""
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        for name, parameter in model.named_parameters():
+            if name not in weight_map:
+                raise DataError(f"'{folder}' lacks the parameter {name}: it was saved from another model")
+            file = Path(weight_map[name]).name  # never a path outside the folder
+            with safe_open(folder / file, framework="pt") as weights:
+                whole = weights.get_tensor(name)
+            if whole.shape != parameter.shape:
+                raise DataError(
+                    f"{name} in '{folder}' has shape {list(whole.shape)} where the model has {list(parameter.shape)}"
+                )
+            copy_whole_(parameter, whole)
+    except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
+        raise DataError(f"the weights in '{folder}' cannot be read: {error}") from None
+    model.parameters_changed()

@@ -1,0 +1,388 @@
+"""Worlds of processes: found in a launcher's environment, or started here, and ended with one error and no orphans."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vitpar.errors import LaunchError
+from vitpar.launch import ALONE, World, expand_hosts, find_world, join, leave, report_failure, spawn
+
+# What the ranks of the tests run. Only the ways that need torch.distributed import torch, which takes seconds.
+PROGRAM = '''
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from vitpar.errors import UserError
+from vitpar.launch import find_world, join, leave, reporting
+
+def stuck():
+    """Hangs, deaf to SIGTERM, with a child of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(sys.argv[2], f"pids{world.rank}.part").write_text(f"{os.getpid()} {child.pid}")
+    Path(sys.argv[2], f"pids{world.rank}.part").rename(Path(sys.argv[2], f"pids{world.rank}"))
+    time.sleep(600)
+
+def reduced():
+    import torch, torch.distributed as dist
+    total = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(total)
+    return total.item()
+
+def fail():
+    """Ends badly, once rank 0 is stuck."""
+    while world.size > 1 and not Path(sys.argv[2], "pids0").exists():
+        time.sleep(0.01)
+    if way == "crash":
+        raise RuntimeError("the answer is not 42")
+    if way == "user":
+        raise UserError("batch 7 does not divide by 2: use batch 8")
+    if way == "lost":
+        raise ConnectionError("Connection closed by peer")
+    print("loading layer 3")
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+
+with reporting():
+    world = find_world()
+    way, last = sys.argv[1], world.rank == world.size - 1
+    if way == "sum":
+        import torch
+        print("device", join(world, "cpu", timeout=60), flush=True)
+        line = f"{world.launcher} {world.rank}/{world.size} {reduced()} {os.environ['OMP_NUM_THREADS']}"
+        Path(sys.argv[2], f"sum{world.rank}").write_text(line)
+        leave()
+    elif way == "collective":
+        join(world, "cpu", timeout=60)
+        reduced()
+        if last and sys.argv[3] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if last:
+            try:
+                raise RuntimeError("the true cause")
+            finally:
+                leave()  # the peers lose their connection before the error is known
+                time.sleep(0.3)
+        reduced()
+    elif way == "meeting":
+        if last:
+            raise RuntimeError("not coming")
+        join(world, "cpu", timeout=60)
+    elif way == "stuck" or not last:
+        stuck()
+    else:
+        fail()
+'''
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own environment has no world, and joins in this process leave nothing behind."""
+    launchers = re.compile(r"(SLURM|OMPI|PMIX|MASTER)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|OMP_NUM_THREADS")
+    for name in filter(launchers.fullmatch, list(os.environ)):
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    """The arguments that run PROGRAM, which still lacks its own."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return [str(path)]
+
+
+def parent(num_workers: int, *argv: str) -> subprocess.Popen[str]:
+    """A process of its own that spawns `num_workers` ranks."""
+    code = f"import sys; from vitpar.launch import spawn; sys.exit(spawn({num_workers}, sys.argv[1:], device='cpu'))"
+    return subprocess.Popen([sys.executable, "-c", code, *argv], stderr=subprocess.PIPE, text=True)
+
+
+def stuck_pids(folder: Path, ranks: int) -> list[int]:
+    """The processes of `ranks` stuck ranks and their children, once all are there."""
+    files = [folder / f"pids{rank}" for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() for file in files))
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition) -> None:
+    """Waits for what has to happen soon; a hang is a failure."""
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited 30 seconds in vain")
+
+
+# Worlds started here
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_spawned_ranks_reduce_and_share_the_cores(size: int, program: list[str], tmp_path: Path, capfd) -> None:
+    assert spawn(size, [*program, "sum", str(tmp_path)], device="cpu") == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    total = size * (size + 1) / 2
+    for rank in range(size):
+        assert (tmp_path / f"sum{rank}").read_text() == f"vitpar {rank}/{size} {total} {threads}"
+    assert capfd.readouterr().out == "device cpu\n", "rank 0 writes to the terminal, the others do not"
+
+
+def test_threads_that_the_user_chose_stay(program: list[str], tmp_path: Path) -> None:
+    assert spawn(1, [*program, "sum", str(tmp_path)], device="cpu", env={"OMP_NUM_THREADS": "7"}) == 0
+    assert (tmp_path / "sum0").read_text() == "vitpar 0/1 1.0 7"
+
+
+def test_killed_rank_is_the_cause_and_its_peers_are_not(program: list[str], capfd) -> None:
+    assert spawn(2, [*program, "collective", "-", "kill"], device="cpu") == 1
+    assert capfd.readouterr().err == "rank 1 was killed by SIGKILL (out of memory?)\n"
+
+
+def test_cause_wins_over_a_peer_that_lost_its_connection_earlier(program: list[str], capfd) -> None:
+    assert spawn(2, [*program, "collective", "-", "raise"], device="cpu") == 1
+    error = capfd.readouterr().err
+    assert error.startswith("rank 1 failed: RuntimeError: the true cause\nTraceback (most recent call last):\n")
+    assert error.count("the true cause") == 2, "once in the headline, once in the line of source"
+    assert "Connection closed" not in error
+
+
+def test_rank_that_fails_before_the_others_meet_it(program: list[str], capfd) -> None:
+    assert spawn(2, [*program, "meeting"], device="cpu") == 1
+    assert capfd.readouterr().err.startswith("rank 1 failed: RuntimeError: not coming\n")
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "message"),
+    [
+        (
+            "crash",
+            1,
+            r"rank 1 failed: RuntimeError: the answer is not 42\nTraceback .*\n    raise RuntimeError\(.*\)\n",
+        ),
+        ("user", 2, r"error: batch 7 does not divide by 2: use batch 8\n"),
+        ("killed", 1, r"rank 1 was killed by SIGKILL \(out of memory\?\); its last output:\n  loading layer 3\n"),
+        ("exit", 3, r"rank 1 ended with exit code 3; its last output:\n  loading layer 3\n"),
+        ("lost", 1, r"rank 1 failed: ConnectionError: Connection closed by peer\nTraceback .*"),
+    ],
+)
+def test_a_failure_ends_all_and_is_shown_once(
+    way: str, code: int, message: str, program: list[str], tmp_path: Path, capfd
+) -> None:
+    assert spawn(2, [*program, way, str(tmp_path)], device="cpu") == code
+    assert re.fullmatch(message, capfd.readouterr().err, re.DOTALL)
+    pids = stuck_pids(tmp_path, 1)
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_rank_0_reports_like_the_others(program: list[str], capfd) -> None:
+    assert spawn(1, [*program, "user"], device="cpu") == 2
+    assert capfd.readouterr().err == "error: batch 7 does not divide by 2: use batch 8\n"
+    assert spawn(1, [*program, "user"], device="cpu", debug=True) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("Traceback") and error.endswith("\nerror: batch 7 does not divide by 2: use batch 8\n")
+
+
+def test_exit_code_on_which_all_agree_is_passed_on_silently(capfd) -> None:
+    assert spawn(2, ["-c", "raise SystemExit(5)"], device="cpu") == 5
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "stopped by Ctrl-C\n"), (signal.SIGTERM, 143, "stopped by SIGTERM\n")],
+)
+def test_stopping_the_parent_stops_all(
+    number: signal.Signals, code: int, line: str, program: list[str], tmp_path: Path
+) -> None:
+    process = parent(2, *program, "stuck", str(tmp_path))
+    pids = stuck_pids(tmp_path, 2)
+    process.send_signal(number)
+    assert process.communicate()[1] == line
+    assert process.returncode == code
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> None:
+    process = parent(2, *program, "stuck", str(tmp_path))
+    pids = stuck_pids(tmp_path, 2)
+    reports = Path(f"/proc/{pids[0]}/environ").read_text().split("VITPAR_REPORTS=")[1].split("\0")[0]
+    assert Path(reports).exists()
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not Path(reports).exists())
+
+
+def test_nothing_is_reported_where_no_parent_listens() -> None:
+    assert report_failure(ValueError("mine")) is False
+
+
+def test_worlds_that_this_machine_cannot_hold() -> None:
+    with pytest.raises(LaunchError, match="0 workers were asked for: start at least 1"):
+        spawn(0, [], device="cpu")
+    with pytest.raises(LaunchError, match=r"999 ranks need a GPU each but .* can be seen"):
+        spawn(999, [], device="cuda")
+
+
+# Joining
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    """Puts back what `join` changes in this process."""
+    import torch
+
+    environ, threads = dict(os.environ), torch.get_num_threads()
+    yield
+    leave()
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_world_of_one_needs_no_network() -> None:
+    import torch
+    import torch.distributed as dist
+
+    assert join(ALONE, "cpu") == torch.device("cpu")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 1.0 and dist.get_world_size() == 1
+    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+    leave()
+    assert not dist.is_initialized()
+    leave()
+
+
+@pytest.mark.usefixtures("_restored")
+def test_rank_that_cannot_join() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match="rank 0 needs GPU 0 but 0 can be seen"):
+            join(ALONE, "cuda")
+    nobody_there = World(1, 2, 1, 2, "torchrun", "127.0.0.1", 1)
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 could not meet the others at 127\.0\.0\.1:1 .* MASTER_PORT"):
+        join(nobody_there, "cpu", timeout=0.5)
+
+
+def test_torchrun_starts_a_world_that_we_join(program: list[str], tmp_path: Path) -> None:
+    argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *program, "sum", str(tmp_path)]
+    subprocess.run([sys.executable, *argv], check=True, capture_output=True)
+    assert [(tmp_path / f"sum{rank}").read_text() for rank in range(2)] == [f"torchrun {r}/2 3.0 1" for r in range(2)]
+
+
+# Worlds found
+
+TORCHRUN = {
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "node01", "MASTER_PORT": "29500"},
+}
+SLURM = {
+    **{"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "11", "SLURM_STEP_NUM_TASKS": "11"},
+    **{"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"},
+    **{"SLURM_STEP_NODELIST": "node[07-09]", "SLURM_JOB_NODELIST": "node[01-09]"},
+}
+OPENMPI = {
+    **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-node01-77@1"},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+}
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("env", "world"),
+    [
+        (TORCHRUN, World(5, 8, 1, 4, "torchrun", "node01", 29500)),
+        (TORCHRUN | {"VITPAR_REPORTS": "/tmp/x"}, World(5, 8, 1, 4, "vitpar", "node01", 29500)),
+        (TORCHRUN | SLURM | OPENMPI, World(5, 8, 1, 4, "torchrun", "node01", 29500)),
+        (SLURM, World(9, 11, 1, 3, "slurm", "node07", 20000 + (123456 + 2 * 1009) % 12000)),
+        (SLURM | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(9, 11, 1, 3, "slurm", "ib7", 4000)),
+        (OPENMPI | SLURM | {"MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
+    ],
+)
+def test_world_of_each_launcher(env: dict[str, str], world: World) -> None:
+    assert find_world(env) == world
+
+
+def test_ranks_of_an_mpi_job_derive_one_port() -> None:
+    ports = {find_world(OPENMPI | {"OMPI_COMM_WORLD_RANK": str(r)}).master_port for r in range(4)}
+    assert len(ports) == 1 and 20000 <= ports.pop() < 32000
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"},
+        without(SLURM, "SLURM_STEP_ID"),  # a batch script
+        SLURM | {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # the interactive step of salloc
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in a larger job
+    ],
+)
+def test_no_world(env: dict[str, str]) -> None:
+    assert find_world(env) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set although"),
+        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set although"),
+        (without(TORCHRUN, "RANK"), "RANK is not set although"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number: unset it or correct it"),
+        (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
+        (
+            TORCHRUN | {"LOCAL_RANK": "4"},
+            "torchrun gave local rank 4 of 4 on this machine in a world of 8, which cannot be",
+        ),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000: give a port from 1 to 65535"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
+        (SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but slurm started 11 ranks: unset WORLD_SIZE"),
+        (SLURM | {"SLURM_STEP_NODELIST": "node[7-"}, r"'node\[7-' is not of the form .* set MASTER_ADDR"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, r"'4\(y2\)' is not a count"),
+        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but .* lists 3 machines"),
+        (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set although"),
+        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
+        (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
+    ],
+)
+def test_world_that_contradicts_itself(env: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        find_world(env)
+
+
+@pytest.mark.parametrize(
+    ("listing", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("node[01-03,7],b2", ["node01", "node02", "node03", "node7", "b2"]),
+        ("a[08-11]-ib", ["a08-ib", "a09-ib", "a10-ib", "a11-ib"]),
+        ("r[1-2]n[3,4],x.y-z", ["r1n3", "r1n4", "r2n3", "r2n4", "x.y-z"]),
+    ],
+)
+def test_slurm_node_lists(listing: str, hosts: list[str]) -> None:
+    assert expand_hosts(listing) == hosts
+
+
+@pytest.mark.parametrize("listing", ["", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b"])
+def test_malformed_slurm_node_lists(listing: str) -> None:
+    with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0"):
+        expand_hosts(listing)

@@ -1,0 +1,197 @@
+"""Plans as JSON: the layout, the round trip, and refusals that name the key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitpar.errors import StrategyError
+from vitpar.strategy import ROLES, SCHEDULES, Axis, Plan, Strategy, plan_from_json, plan_to_json, read_plan, write_plan
+
+TEXT = """\
+{
+  "vitpar_plan": 1,
+  "pp": 2,
+  "pp_index": 1,
+  "layers": [
+    {"layers": "*", "axes": [["tp", 2], ["dp", null]], "checkpoint": "full"}
+  ],
+  "schedule": "gpipe",
+  "virtual_stages": 1,
+  "microbatches": 4,
+  "microbatch_size": null,
+  "split": [7, 5]
+}
+"""
+PLAN = Plan(
+    layers=(("*", Strategy((Axis("tp", 2), Axis("dp", None)), "full")),),
+    pp=2,
+    pp_index=1,
+    schedule="gpipe",
+    microbatches=4,
+    split=(7, 5),
+)
+COUNTS = st.integers(1, 99)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    roles = draw(st.lists(st.sampled_from([role for role in ROLES if role != "pp"]), unique=True))
+    axes = tuple(Axis(role, draw(st.none() | st.integers(2, 64))) for role in roles)
+    pp = draw(st.none() | st.integers(1, 16))
+    return Plan(
+        layers=(("*", Strategy(axes, draw(st.sampled_from([None, "full"])))),),
+        pp=pp,
+        pp_index=0 if pp == 1 else draw(st.integers(0, len(axes))),
+        schedule=draw(st.sampled_from(SCHEDULES)),
+        virtual_stages=draw(COUNTS),
+        microbatches=draw(st.none() | COUNTS),
+        microbatch_size=draw(st.none() | COUNTS),
+        split=draw(st.sampled_from(["even", "balanced"]) | st.lists(COUNTS).map(tuple)),
+    )
+
+
+@given(plans())
+def test_json_round_trip(plan: Plan) -> None:
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
+
+
+def test_file_is_readable_and_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an older plan")
+    write_plan(path, PLAN)
+    assert path.read_text() == TEXT
+    assert read_plan(path) == PLAN
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_keys_left_out_take_the_defaults() -> None:
+    assert plan_from_json({"vitpar_plan": 1, "layers": [{"layers": "*", "axes": []}]}) == Plan()
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an older plan")
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(StrategyError, match=r"^cannot write the plan .*plan\.json: No space left on device$"):
+        write_plan(path, PLAN)
+    assert path.read_text() == "an older plan"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_write_into_what_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("absent", "file"):
+        with pytest.raises(StrategyError, match=r"^cannot write the plan .*: (No such file or|Not a) directory$"):
+            write_plan(tmp_path / folder / "plan.json", PLAN)
+
+
+KEYS = "keys are vitpar_plan, pp, pp_index, layers, schedule, virtual_stages, microbatches, microbatch_size, split"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatchs": 4}, f"unknown key 'microbatchs' in the plan: {KEYS} (did you mean 'microbatches'?)"),
+        ({"vitpar_plan": 2}, "'vitpar_plan' is 2: this vitpar reads plans of format 1"),
+        ({"vitpar_plan": None}, "'vitpar_plan' in the plan is null: give a whole number"),
+        ({"pp": "2"}, "'pp' in the plan is \"2\": give a whole number or null"),
+        ({"pp": True}, "'pp' in the plan is true: give a whole number or null"),
+        ({"pp": 2.0}, "'pp' in the plan is 2.0: give a whole number or null"),
+        ({"pp_index": 3}, "pp_index is 3 but pp has 2 axes to stand behind: use 0 to 2"),
+        ({"schedule": 1}, "'schedule' in the plan is 1: give text"),
+        (
+            {"schedule": "gpip"},
+            "unknown schedule 'gpip': schedules are gpipe, 1f1b, interleaved1f1b (did you mean 'gpipe'?)",
+        ),
+        ({"virtual_stages": None}, "'virtual_stages' in the plan is null: give a whole number"),
+        ({"virtual_stages": 0}, "virtual_stages is 0: use 1 or more"),
+        ({"microbatches": [4]}, "'microbatches' in the plan is [4]: give a whole number or null"),
+        (
+            {"microbatch_size": "a" * 99},
+            f"'microbatch_size' in the plan is \"{'a' * 56}...: give a whole number or null",
+        ),
+        ({"split": [6, "6"]}, "'split' in the plan is [6, \"6\"]: give text or a list of whole numbers"),
+        ({"layers": {}}, "'layers' in the plan is {}: give a list of objects"),
+        ({"layers": ["dp2"]}, "'layers' in the plan is [\"dp2\"]: give a list of objects"),
+        (
+            {"layers": []},
+            "vitpar does not run layerwise plans yet (layers none): give all layers one strategy, as in pp2xfsdp4",
+        ),
+    ],
+)
+def test_refusals_name_the_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        plan_from_json(plan_to_json(PLAN) | change)
+    assert str(caught.value) == message
+
+
+AXES = 'a list of [role, degree] pairs, as in [["tp", 2]]'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"axis": []}, "unknown key 'axis' in layers[0]: keys are layers, axes, checkpoint (did you mean 'axes'?)"),
+        ({"axes": "dp2"}, f"'axes' in layers[0] is \"dp2\": give {AXES}"),
+        ({"axes": [["dp"]]}, f"'axes' in layers[0] is [[\"dp\"]]: give {AXES}"),
+        ({"axes": [["dp", "2"]]}, f'\'axes\' in layers[0] is [["dp", "2"]]: give {AXES}'),
+        ({"axes": [["ddp", 2]]}, "layers[0]: unknown role 'ddp': roles are pp, dp, fsdp, tp (did you mean 'dp'?)"),
+        ({"axes": [["dp", -1]]}, "layers[0]: the degree of 'dp' is -1: use 1 or more"),
+        ({"axes": [["dp", 1]]}, "layers[0]: 'dp1' stands in a strategy: leave out axes of degree 1"),
+        ({"checkpoint": True}, "'checkpoint' in layers[0] is true: give text or null"),
+        ({"checkpoint": "some"}, "layers[0]: unknown checkpoint policy 'some': policies are full"),
+        (
+            {"checkpoint": "selective"},
+            "layers[0]: vitpar does not run +ckpt.selective yet: use +ckpt, which recomputes whole blocks",
+        ),
+        (
+            {"layers": "0-3"},
+            "vitpar does not run layerwise plans yet (layers 0-3): give all layers one strategy, as in pp2xfsdp4",
+        ),
+    ],
+)
+def test_refusals_name_the_layer(change: dict[str, Any], message: str) -> None:
+    data = plan_to_json(PLAN)
+    data["layers"][0] |= change
+    with pytest.raises(StrategyError) as caught:
+        plan_from_json(data)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "the plan has no key 'vitpar_plan': add it, the value is a whole number"),
+        ('{"vitpar_plan": 1}', "the plan has no key 'layers': add it, the value is a list of objects"),
+        ("[]", f"the plan is []: give an object with the {KEYS.replace('keys are', 'keys')}"),
+        ('{"pp": 1, "pp": 2}', "key 'pp' stands twice: give it once"),
+    ],
+)
+def test_file_that_is_not_a_plan(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(StrategyError) as caught:
+        read_plan(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pp": ', b"\xff\xfe", b"[" * 100_000])
+def test_file_that_is_not_json(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(StrategyError) as caught:
+        read_plan(path)
+    assert str(caught.value).startswith(f"{path} is not JSON: ")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"^cannot read the plan .*plan\.json: No such file or directory$"):
+        read_plan(tmp_path / "plan.json")

@@ -1,0 +1,119 @@
+"""Dealing blocks to stages and stages to ranks."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitpar.errors import StrategyError
+from vitpar.strategy import parse, split_blocks, stages_of_rank
+
+
+def sizes(stages: tuple[range, ...]) -> list[int]:
+    return [len(blocks) for blocks in stages]
+
+
+def stage_costs(cuts: list[int], costs: list[float]) -> list[float]:
+    """Cost of each stage when it begins and ends at neighbouring `cuts`; costs are stem, blocks, head."""
+    blocks = [sum(costs[1 + start : 1 + end]) for start, end in pairwise(cuts)]
+    blocks[0] += costs[0]
+    blocks[-1] += costs[-1]
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_stages", "expected"),
+    [(12, 4, [3, 3, 3, 3]), (10, 4, [3, 3, 2, 2]), (5, 5, [1, 1, 1, 1, 1]), (7, 1, [7])],
+)
+def test_even(num_blocks: int, num_stages: int, expected: list[int]) -> None:
+    assert sizes(split_blocks(num_blocks, num_stages, "even")) == expected
+
+
+def test_stages_are_contiguous() -> None:
+    assert split_blocks(5, 2, "even") == (range(0, 3), range(3, 5))
+    assert split_blocks(5, 3, (1, 3, 1)) == (range(0, 1), range(1, 4), range(4, 5))
+
+
+@given(st.data())
+def test_balanced_is_the_best_of_all_splits(data: st.DataObject) -> None:
+    """First the costliest stage as cheap as can be, then the smallest sum of squares. Whole costs make this exact."""
+    num_blocks = data.draw(st.integers(1, 9))
+    num_stages = data.draw(st.integers(1, num_blocks))
+    costs = data.draw(st.lists(st.integers(0, 9), min_size=num_blocks + 2, max_size=num_blocks + 2))
+
+    def score(cuts: list[int]) -> tuple[float, float]:
+        stages = stage_costs(cuts, costs)
+        return max(stages), sum(cost * cost for cost in stages)
+
+    every_split = [[0, *inner, num_blocks] for inner in combinations(range(1, num_blocks), num_stages - 1)]
+    chosen = split_blocks(num_blocks, num_stages, "balanced", costs)
+    cuts = [0, *(blocks.stop for blocks in chosen)]
+    assert cuts in every_split
+    assert score(cuts) == min(map(score, every_split))
+
+
+def test_balanced_weighs_stem_and_head() -> None:
+    assert sizes(split_blocks(8, 2, "balanced", [0, *[1] * 8, 0])) == [4, 4]
+    assert sizes(split_blocks(8, 2, "balanced", [4, *[1] * 8, 0])) == [2, 6]
+    assert sizes(split_blocks(8, 2, "balanced", [0, *[1] * 8, 100])) == [7, 1]
+
+
+def test_balanced_is_even_where_costs_are_equal_or_zero() -> None:
+    assert sorted(sizes(split_blocks(10, 4, "balanced", [0, *[0.1] * 10, 0]))) == [2, 2, 3, 3]
+    assert sum(sizes(split_blocks(4, 2, "balanced", [0.0] * 6))) == 4
+    assert sizes(split_blocks(4, 2, "balanced", [1e200] * 6)) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_stages", "how", "costs", "message"),
+    [
+        (5, 8, "even", None, "5 blocks cannot fill 8 stages: use at most 5 stages"),
+        (1, 2, (1, 0), None, "1 block cannot fill 2 stages: use at most 1 stage"),
+        (12, 4, (4, 4, 4), None, "split 4,4,4 is for 3 stages but the plan has 4: give 4 numbers with sum 12"),
+        (12, 2, (6, 5), None, "split 6,5 deals 11 blocks but the model has 12: give 2 numbers with sum 12"),
+        (12, 3, (6, 0, 6), None, "split 6,0,6 gives 0 blocks to stage 1: give every stage at least 1"),
+        (12, 2, (13, -1), None, "split 13,-1 gives -1 blocks to stage 1: give every stage at least 1"),
+        (12, 1, (), None, "split () is for 0 stages but the plan has 1: give 1 number with sum 12"),
+        (
+            4,
+            2,
+            "balance",
+            None,
+            "unknown split 'balance': use even, balanced or the blocks of each stage (did you mean 'balanced'?)",
+        ),
+        (
+            4,
+            2,
+            "balanced",
+            None,
+            "split 'balanced' needs the cost of every layer: give the costs or use split 'even'",
+        ),
+        (
+            4,
+            2,
+            "balanced",
+            [1.0] * 4,
+            "split 'balanced' got 4 costs for 4 blocks: give 6, one each for the stem, the blocks and the head",
+        ),
+        (
+            1,
+            1,
+            "balanced",
+            [1, float("nan"), 1],
+            "split 'balanced' got a cost of nan: costs are finite and not negative",
+        ),
+        (1, 1, "balanced", [1, -1, 1], "split 'balanced' got a cost of -1: costs are finite and not negative"),
+    ],
+)
+def test_refusals(num_blocks: int, num_stages: int, how, costs, message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        split_blocks(num_blocks, num_stages, how, costs)
+    assert str(caught.value) == message
+
+
+def test_stages_loop_over_the_ranks() -> None:
+    plan = replace(parse("dp2xpp3"), schedule="interleaved1f1b", virtual_stages=2)
+    assert [stages_of_rank(rank, plan) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert stages_of_rank(0, parse("dp4")) == (0,)

@@ -1,0 +1,269 @@
+"""Plans against a model and a batch: what is filled in, what is refused, and the rules of torch's schedules."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitpar.errors import StrategyError
+from vitpar.strategy import BatchArithmetic, Plan, batch_arithmetic, parse, validate
+from vitpar.strategy.batch import schedule_objection
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str = "vit"
+    depth: int = 8
+    heads: int = 12
+    hidden: int = 768
+    width: int = 192
+
+
+SMALL = Shape("vit_small_patch16_224", depth=12, heads=6, hidden=1536, width=384)
+
+
+def plan_of(text: str, **fields: Any) -> Plan:
+    return replace(parse(text), **fields)
+
+
+def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
+    return plan_of(text, schedule="interleaved1f1b", virtual_stages=virtual_stages, **fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch_size", "expected"),
+    [
+        (parse("tp2xdp2"), 32, BatchArithmetic(32, 2, 16, 1, 16)),
+        (parse("dp2xfsdp4"), 32, BatchArithmetic(32, 8, 4, 1, 4)),
+        (plan_of("dp2", microbatches=4), 32, BatchArithmetic(32, 2, 16, 4, 4)),
+        (plan_of("dp2", microbatch_size=8), 32, BatchArithmetic(32, 2, 16, 2, 8)),
+        # with pp the nearest working number to twice the pipeline degree
+        (parse("pp2xtp2xdp2"), 32, BatchArithmetic(32, 2, 16, 4, 4)),
+        (parse("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
+        (parse("pp4"), 12, BatchArithmetic(12, 1, 12, 6, 2)),
+        (parse("pp4"), 30, BatchArithmetic(30, 1, 30, 10, 3)),
+        (parse("pp4"), 4, BatchArithmetic(4, 1, 4, 4, 1)),
+        (parse("pp2"), 254, BatchArithmetic(254, 1, 254, 2, 127)),
+        (parse("pp2"), 7, BatchArithmetic(7, 1, 7, 7, 1)),
+        (plan_of("pp4", schedule="gpipe"), 2, BatchArithmetic(2, 1, 2, 2, 1)),
+        (interleaved("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
+        (interleaved("pp2"), 7, BatchArithmetic(7, 1, 7, 1, 7)),
+    ],
+)
+def test_batch_arithmetic(plan: Plan, batch_size: int, expected: BatchArithmetic) -> None:
+    assert batch_arithmetic(plan, batch_size) == expected
+    filled = validate(plan, Shape(), batch_size)
+    assert filled == replace(plan, microbatches=expected.microbatches, microbatch_size=None)
+    assert validate(filled, Shape(), batch_size) == filled
+    assert batch_arithmetic(filled, batch_size) == expected
+
+
+@given(
+    st.sampled_from(["pp2", "pp3xdp2", "pp4xfsdp2", "dp3"]),
+    st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2)]),
+    st.integers(1, 200),
+)
+def test_default_always_works_or_is_refused(text: str, schedule: tuple[str, int], batch_size: int) -> None:
+    plan = plan_of(text, schedule=schedule[0], virtual_stages=schedule[1])
+    try:
+        parts = batch_arithmetic(plan, batch_size)
+    except StrategyError:
+        local, rest = divmod(batch_size, plan.strategy.data_parallel)
+        assert rest or (plan.schedule == "1f1b" and local < plan.num_stages)
+    else:
+        assert parts.data_parallel * parts.microbatches * parts.microbatch_size == batch_size
+        assert schedule_objection(plan, parts.microbatches) is None
+
+
+def test_without_a_batch_what_depends_on_it_stays_open() -> None:
+    assert validate(parse("dp2"), Shape(), None).microbatches == 1
+    assert validate(parse("pp2"), Shape(), None).microbatches is None
+    assert validate(plan_of("pp2", microbatches=6), Shape(), None).microbatches == 6
+    sized = plan_of("dp2", microbatch_size=4)
+    assert validate(sized, Shape(), None) == sized
+
+
+@pytest.mark.parametrize("split", ["even", "balanced", (2, 6)])
+def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
+    assert validate(plan_of("pp2", split=split), Shape(), 8).split == split
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape", "message"),
+    [
+        (
+            parse("tp4xdp2"),
+            SMALL,
+            "tp4 does not divide the 6 heads of vit_small_patch16_224: use tp2, tp3 or tp6",
+        ),
+        (parse("tp2"), Shape(heads=1), "tp2 does not divide the 1 head of vit: leave tp out"),
+        (parse("tp2"), Shape(heads=3, hidden=6), "tp2 does not divide the 3 heads of vit: use tp3"),
+        (
+            parse("tp3"),
+            Shape(heads=12, hidden=512),
+            "tp3 does not divide the 512 hidden features of vit: use tp2 or tp4",
+        ),
+        (parse("tp2xdp"), Shape(), "the degree of 'dp' is open: give it a number or resolve it for a world size"),
+        (parse("pp9"), Shape(), "pp9 makes 9 stages but vit has 8 blocks: use at most 8 stages, as in pp8"),
+        (
+            interleaved("pp4"),
+            Shape(depth=5),
+            "pp4 with 2 virtual stages makes 8 stages but vit has 5 blocks: use at most 5 stages, as in pp2 with 2",
+        ),
+        (
+            interleaved("pp2", 3),
+            Shape(depth=5),
+            "pp2 with 3 virtual stages makes 6 stages but vit has 5 blocks: use at most 5 stages",
+        ),
+        (
+            plan_of("pp2", split=(4, 5)),
+            Shape(),
+            "split 4,5 deals 9 blocks but the model has 8: give 2 numbers with sum 8",
+        ),
+        (
+            plan_of("dp2", split=(4, 4)),
+            Shape(),
+            "split 4,4 is for 2 stages but the plan has 1: give 1 number with sum 8",
+        ),
+        (
+            interleaved("dp4"),
+            Shape(),
+            "schedule interleaved1f1b needs pp, which 'dp4' lacks: add an axis such as pp2, or use schedule 1f1b",
+        ),
+        (
+            interleaved("pp2", 1),
+            Shape(),
+            "schedule interleaved1f1b needs 2 or more virtual stages, not 1: set virtual_stages to 2, "
+            "or use schedule 1f1b",
+        ),
+        (
+            plan_of("pp2", schedule="gpipe", virtual_stages=2),
+            Shape(),
+            "schedule gpipe holds 1 stage a rank, not 2: set virtual_stages to 1, or use schedule interleaved1f1b",
+        ),
+        (
+            plan_of("dp2", microbatches=2, microbatch_size=4),
+            Shape(),
+            "both microbatches (2) and microbatch_size (4) are given: give one of them",
+        ),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [None, 36])
+def test_plans_that_do_not_fit(plan: Plan, shape: Shape, message: str, batch_size: int | None) -> None:
+    with pytest.raises(StrategyError) as caught:
+        validate(plan, shape, batch_size)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch_size", "message"),
+    [
+        (parse("dp2"), 0, "the batch size is 0: use 1 or more"),
+        (
+            parse("dp4xfsdp2"),
+            100,
+            "a batch of 100 images does not divide into the 8 data-parallel parts of 'dp4xfsdp2': use 96 or 104",
+        ),
+        (
+            parse("dp4"),
+            1,
+            "a batch of 1 image does not divide into the 4 data-parallel parts of 'dp4': use 4",
+        ),
+        (
+            plan_of("dp2", microbatches=12),
+            64,
+            "12 micro-batches cannot share the 32 images of a data-parallel part (batch 64 over 'dp2') equally: "
+            "use 4, 8 or 16",
+        ),
+        (
+            plan_of("dp2", microbatch_size=5),
+            64,
+            "micro-batches of 5 images do not divide the 32 images of a data-parallel part (batch 64 over 'dp2'): "
+            "use a microbatch_size of 2, 4 or 8",
+        ),
+        (
+            plan_of("dp2", microbatch_size=64),
+            64,
+            "micro-batches of 64 images do not divide the 32 images of a data-parallel part (batch 64 over 'dp2'): "
+            "use a microbatch_size of 8, 16 or 32",
+        ),
+        (
+            parse("pp4xdp2"),
+            4,
+            "schedule 1f1b over 4 stages needs at least 4 micro-batches, more than the 2 images of a data-parallel "
+            "part (batch 4 over 'pp4xdp2'): use a batch of 8 or more, fewer stages, or schedule gpipe",
+        ),
+        (
+            plan_of("pp4", microbatches=2),
+            16,
+            "schedule 1f1b over 4 stages needs at least 4 micro-batches, not 2: use 4, 8 or 16",
+        ),
+        (
+            plan_of("pp4", microbatch_size=8),
+            16,
+            "schedule 1f1b over 4 stages needs at least 4 micro-batches, not 2: use a microbatch_size of 1, 2 or 4",
+        ),
+        (
+            interleaved("pp4", microbatches=9),
+            36,
+            "schedule interleaved1f1b over pp4 cannot run 9 micro-batches in 2 equal rounds: use 4, 6 or 12",
+        ),
+    ],
+)
+def test_batches_that_do_not_fit(plan: Plan, batch_size: int, message: str) -> None:
+    for check in (lambda: batch_arithmetic(plan, batch_size), lambda: validate(plan, Shape(), batch_size)):
+        with pytest.raises(StrategyError) as caught:
+            check()
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            plan_of("pp4", microbatches=2),
+            "schedule 1f1b over 4 stages needs at least 4 micro-batches, not 2: use 4, 5 or 6",
+        ),
+        (
+            interleaved("pp4", microbatches=9),
+            "schedule interleaved1f1b over pp4 cannot run 9 micro-batches in 2 equal rounds: use 7, 8 or 10",
+        ),
+    ],
+)
+def test_microbatches_that_no_batch_would_mend(plan: Plan, message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        validate(plan, Shape(), None)
+    assert str(caught.value) == message
+
+
+def test_schedule_rules_are_those_of_torch() -> None:
+    """torch's own constructors accept exactly the numbers of micro-batches that we accept."""
+    import torch
+    from torch.distributed import pipelining
+
+    def stage(index: int, plan: Plan) -> Any:
+        place = {"stage_index": index, "num_stages": plan.num_stages, "is_first": index == 0, "is_last": False}
+        group = {"group": None, "group_size": plan.pp, "group_rank": index % (plan.pp or 1)}
+        return SimpleNamespace(**place, **group, submod=torch.nn.Identity(), device="cpu", has_backward=True)
+
+    def torch_accepts(plan: Plan, microbatches: int) -> bool:
+        try:
+            if plan.schedule == "gpipe":
+                pipelining.ScheduleGPipe(stage(0, plan), microbatches)
+            elif plan.schedule == "1f1b":
+                pipelining.Schedule1F1B(stage(0, plan), microbatches)
+            else:
+                stages = [stage(index, plan) for index in range(0, plan.num_stages, plan.pp or 1)]
+                pipelining.ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda *_: None)
+        except ValueError:
+            return False
+        return True
+
+    for pp in (2, 3, 4):
+        for plan in (plan_of(f"pp{pp}", schedule="gpipe"), parse(f"pp{pp}"), interleaved(f"pp{pp}")):
+            for microbatches in range(1, 14):
+                accepted = schedule_objection(plan, microbatches) is None
+                assert accepted == torch_accepts(plan, microbatches), (str(plan), plan.schedule, microbatches)

@@ -1,0 +1,54 @@
+"""Sources of tiny images for the tests of the data package."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def encoded(number: int, kind: str = "PNG", size: tuple[int, int] = (12, 10)) -> bytes:
+    """Image `number`, of random pixels, as the bytes of a file; size: (width, height)."""
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def write_classes(folder: Path, per_class: int, first: int = 0) -> dict[bytes, int]:
+    """`folder`/<class>/<n>.jpg or .png; returns the label of every image by its bytes."""
+    labels = {}
+    for label, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for i in range(per_class):
+            data = encoded(first, "JPEG" if i % 2 else "PNG")
+            (folder / name / f"{i}{'.JPEG' if i % 2 else '.png'}").write_bytes(data)
+            labels[data] = label
+            first += 1
+    return labels
+
+
+def write_tree(folder: Path, train: int = 7, val: int = 3) -> dict[bytes, int]:
+    """train/ and val/ of class folders; returns the label of every image by its bytes."""
+    return write_classes(folder / "train", train) | write_classes(folder / "val", val, first=1000)
+
+
+def write_zips(folder: Path, train: int = 6, val: int = 3, *, classes: bool = True) -> dict[bytes, int]:
+    """train.zip, val.zip and their maps; returns the label of every image by its bytes."""
+    folder.mkdir(parents=True)
+    labels = {}
+    for split, count, first in (("train", train, 0), ("val", val, 1000)):
+        lines = []
+        with zipfile.ZipFile(folder / f"{split}.zip", "w") as archive:
+            for i in range(count):
+                data = encoded(first + i)
+                archive.writestr(f"{CLASSES[i % 3]}/{i}.png", data)
+                lines.append(f"{CLASSES[i % 3]}/{i}.png\t{i % 3}\n")
+                labels[data] = i % 3
+        (folder / f"{split}_map.txt").write_text("".join(lines))
+    if classes:
+        (folder / "classes.txt").write_text("\n".join(CLASSES) + "\n")
+    return labels

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ from vitpar.launch import find_world, join, leave, reporting
 def stuck():
     """Hangs, deaf to SIGTERM, with a child of its own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     Path(sys.argv[2], f"pids{world.rank}.part").write_text(f"{os.getpid()} {child.pid}")
     Path(sys.argv[2], f"pids{world.rank}.part").rename(Path(sys.argv[2], f"pids{world.rank}"))
-    time.sleep(600)
+    time.sleep(120)
 
 def reduced():
     import torch, torch.distributed as dist
@@ -221,7 +222,7 @@ def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> 
     reports = Path(f"/proc/{pids[0]}/environ").read_text().split("VITPAR_REPORTS=")[1].split("\0")[0]
     assert Path(reports).exists()
     process.kill()
-    process.communicate()
+    process.wait()  # not communicate(): an orphan would hold the pipe open
     wait_until(lambda: not any(alive(pid) for pid in pids))
     wait_until(lambda: not Path(reports).exists())
 
@@ -258,7 +259,9 @@ def test_a_world_of_one_needs_no_network() -> None:
     import torch
     import torch.distributed as dist
 
-    assert join(ALONE, "cpu") == torch.device("cpu")
+    torch.set_num_threads(1)
+    unreachable = replace(ALONE, master_addr="192.0.2.1")  # reserved for documentation
+    assert join(unreachable, "cpu", timeout=5) == torch.device("cpu")
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 1.0 and dist.get_world_size() == 1

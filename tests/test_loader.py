@@ -11,7 +11,6 @@ import torch
 
 from tiny_images import write_tree
 from vitpar.data import (
-    IGNORED,
     EvalLoader,
     EvalTransform,
     ShardSet,
@@ -23,6 +22,7 @@ from vitpar.data import (
 )
 from vitpar.data.randomness import sample_keys
 from vitpar.errors import DataError, RecipeError
+from vitpar.models import IGNORED
 
 TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
 

@@ -32,7 +32,7 @@ def check(
     precision: o.Precision = None,
     compile_blocks: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
     tolerance: Annotated[
-        float | None, typer.Option("--tolerance", help="Largest relative error allowed.  [default: by precision]")
+        float | None, typer.Option("--tolerance", help="Largest relative error allowed.  \\[default: by precision]")
     ] = None,
     device: o.DeviceName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -19,7 +19,7 @@ def evaluate(
         Path, typer.Option("--checkpoint", metavar="DIR", help="Saved weights, such as runs/…/checkpoints/step_450.")
     ],
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="DIR", help="Packed data.  [default: what it was trained on]")
+        Path | None, typer.Option("--data", metavar="DIR", help="Packed data.  \\[default: what it was trained on]")
     ] = None,
     split: Annotated[str, typer.Option("--data-split", help="Which part of the data: val or train.")] = "val",
     mesh: o.Mesh = "dp1",
@@ -35,6 +35,7 @@ def evaluate(
     """
     from vitpar.data import ShardSet
     from vitpar.errors import DataError
+    from vitpar.strategy.words import count
     from vitpar.train.weights import RECIPE, read_config
 
     config = read_config(checkpoint)
@@ -63,6 +64,9 @@ def evaluate(
         load_weights(model, checkpoint)
         result = evaluate(model, Input(recipe, model), shards)
         if dist.get_rank() == 0:
+            if result.samples < len(shards):
+                skipped = count(len(shards) - result.samples, "image")
+                typer.echo(f"warning: {skipped} that cannot be read skipped", err=True)
             if as_json:
                 typer.echo(json.dumps(asdict(result)))
             else:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def plan(
     strategy: Annotated[
         str | None,
-        typer.Argument(metavar="STRATEGY", help="Roles and degrees, such as pp2xtp2xdp2.  [default: the recipe's]"),
+        typer.Argument(metavar="STRATEGY", help="Roles and degrees, such as pp2xtp2xdp2.  \\[default: the recipe's]"),
     ] = None,
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
@@ -39,7 +39,9 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
     assignments: o.Assignments = None,
 ) -> None:
-    """Show what a strategy makes of a model: ranks, stages, memory, batch and communication. Needs no devices and no data.
+    """Show what a strategy makes of a model: ranks, stages, memory, batch and communication.
+
+    It needs no devices and no data.
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
     """
@@ -61,7 +63,7 @@ def plan(
     made = merged.plan(config, lambda plan: _resolve(plan, world_size))
     from vitpar.parallel.summary import summarize
     from vitpar.strategy import write_plan
-    from vitpar.train.state import state_bytes
+    from vitpar.train.state import state_bytes, state_words
 
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged))
     if out is not None:
@@ -69,7 +71,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_to_json(config, made, summary)))
     else:
-        _print(config, made, summary, f"{merged.optimizer.name}, {merged.train.precision}")
+        _print(config, made, summary, state_words(merged))
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
@@ -100,26 +102,26 @@ def _to_json(config: "ViTConfig", plan: "Plan", summary: "PlanSummary") -> dict[
     }
 
 
-def _print(config: "ViTConfig", plan: "Plan", summary: "PlanSummary", numbers: str) -> None:
+def _print(config: "ViTConfig", plan: "Plan", summary: "PlanSummary", state: str) -> None:
+    """state: what the memory column counts."""
     from rich.console import Console
 
     from vitpar.strategy.words import count
-    from vitpar_cli.plan_words import batch_words, millions
+    from vitpar_cli.plan_words import batch_words, millions, pipeline_words
     from vitpar_cli.rank_grid import draw_ranks
 
     console = Console(highlight=False)
-    console.print(
-        f"[bold]{config.name}[/], {millions(summary.parameters)} parameters, {count(config.num_classes, 'class')}, "
-        f"under [bold]{plan}[/] on {count(plan.world_size, 'rank')}\n"
-    )
+    console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
+    classes = f"{config.num_classes:,} class{'es' * (config.num_classes > 1)}"
+    console.print(f"{millions(summary.parameters)} parameters, {classes}, {count(plan.world_size, 'rank')}\n")
     console.print(draw_ranks(plan, console.width), no_wrap=True)
     console.print()
     console.print(_stages(plan, summary))
-    console.print(f"[dim]a rank's parameters, gradients and optimizer state ({numbers}); activations come on top[/]\n")
+    console.print(f"[dim]per rank; memory: {state}; no activations[/]\n")
     facts = _two_columns()
     facts.add_row("batch", batch_words(summary.batch))
     if plan.pipeline_degree > 1:
-        facts.add_row("pipeline", f"{plan.schedule}, in theory {summary.idle_share:.1%} of the time idle")
+        facts.add_row("pipeline", pipeline_words(plan, summary.idle_share))
     for axis in summary.axes:
         facts.add_row(f"{axis.role}{axis.degree}", axis.communication)
     if plan.strategy.checkpoint:
@@ -142,19 +144,19 @@ def _stages(plan: "Plan", summary: "PlanSummary") -> "Table":
     from rich.filesize import decimal
     from rich.table import Table
 
-    from vitpar_cli.plan_words import layer_words, millions
+    from vitpar_cli.plan_words import layer_words, millions, percent
     from vitpar_cli.rank_grid import row_name
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("layers")
-    for heading in ("FLOPs", "parameters/rank", "memory/rank"):
+    for heading in ("FLOPs", "parameters", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     for part in summary.pipeline:
         table.add_row(
             row_name(plan, part.pp),
-            " | ".join(layer_words(names) for names in part.layers),
-            f"{part.flops_share * 100:.1f} %",
+            layer_words(part.layers),
+            percent(part.flops_share),
             millions(part.parameters),
             decimal(part.state_bytes),
         )

@@ -1,12 +1,12 @@
 """The rank grid: which rank stands where in the mesh, drawn with characters.
 
-                dp 0          dp 1
-             tp 0  tp 1    tp 0  tp 1
-           ┌────────────┬────────────┐
-    stage 0│  0     2   │  1     3   │      a row is a place on the pp axis
-           ├────────────┼────────────┤      a box works on one part of the batch
-    stage 1│  4     6   │  5     7   │      the ranks of a box split each layer
-           └────────────┴────────────┘
+             dp 0         dp 1
+          tp 0  tp 1   tp 0  tp 1
+        ┌────────────┬────────────┐
+stage 0 │  0     2   │  1     3   │      a row is a place on the pp axis
+        ├────────────┼────────────┤      a box works on one part of the batch
+stage 1 │  4     6   │  5     7   │      the ranks of a box split each layer
+        └────────────┴────────────┘
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.text import Text
 from vitpar.strategy import Plan, Role, coordinates, rank_grid, stages_of_rank
 
 MOST_RANKS = 64
-MOST_ROWS = 16
+MOST_LINES = 32
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")  # of the parts of the batch, in turn
 
 
@@ -31,9 +31,9 @@ def draw_ranks(plan: Plan, width: int) -> Text:
         # Data-parallel parts stand side by side, or below each other where that is too wide.
         choices: tuple[tuple[Role, ...], ...] = (("pp",), ("pp", "dp"), ("pp", "dp", "fsdp"))
         for down in choices:
-            rows = _grid(plan, down)
-            if max(row.cell_len for row in rows) <= width and len(rows) <= 2 * MOST_ROWS:
-                return Text("\n").join(rows)
+            lines = _grid(plan, down)
+            if max(line.cell_len for line in lines) <= width and len(lines) <= MOST_LINES:
+                return Text("\n").join(lines)
     return Text("\n").join(Text(line) for line in _groups(plan, width))
 
 
@@ -46,11 +46,12 @@ def row_name(plan: Plan, pp: int) -> str:
 
 
 def _grid(plan: Plan, down: tuple[Role, ...]) -> list[Text]:
-    """The lines of the picture. down: the axes whose ranks stand below each other; tp and the rest stand side by side."""
+    """The lines of the picture. down: the axes whose ranks stand below each other, the others' stand side by side."""
     degree: dict[Role, int] = {"pp": plan.pipeline_degree}
-    degree |= {role: plan.strategy.degree(role) for role in ("dp", "fsdp", "tp")}
+    data: tuple[Role, ...] = ("dp", "fsdp")
+    degree |= {role: plan.strategy.degree(role) for role in (*data, "tp")}
     ranks = {tuple(place[role] for role in degree): rank for rank, place in enumerate(rank_grid(plan))}
-    across = [role for role in ("dp", "fsdp") if role not in down]
+    across = [role for role in data if role not in down]
     rows = [dict(zip(down, index, strict=True)) for index in product(*(range(degree[role]) for role in down))]
     boxes = [dict(zip(across, index, strict=True)) for index in product(*(range(degree[role]) for role in across))]
 
@@ -78,7 +79,7 @@ def _grid(plan: Plan, down: tuple[Role, ...]) -> list[Text]:
             lines.append(line("├", "┼", "┤"))
         text = Text(f"{name:<{len(margin)}} ").append("│", "dim")
         for box in boxes:
-            place = {**row, **box}
+            place = row | box
             colour = COLOURS[(place["dp"] * degree["fsdp"] + place["fsdp"]) % len(COLOURS)]
             here = (ranks[place["pp"], place["dp"], place["fsdp"], tp] for tp in range(degree["tp"]))
             text.append("".join(f" {rank:^{cell}} " for rank in here).center(inside), colour).append("│", "dim")

@@ -9,7 +9,7 @@ from vitpar.train.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
 RecipeFile = Annotated[
     Path | None,
-    typer.Option("--recipe", metavar="FILE", help="TOML recipe, such as experiments/digits.toml.  [default: digits]"),
+    typer.Option("--recipe", metavar="FILE", help="TOML recipe, such as experiments/digits.toml.  \\[default: digits]"),
 ]
 Mesh = Annotated[
     str | None,
@@ -33,7 +33,9 @@ Split = Annotated[
     typer.Option("--split", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."),
 ]
 Precision = Annotated[str | None, typer.Option("--precision", help="fp64, fp32 or bf16.")]
-DeviceName = Annotated[str | None, typer.Option("--device", help="cpu or cuda.  [default: cuda where there is a GPU]")]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="cpu or cuda.  \\[default: cuda where there is a GPU]")
+]
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Any other recipe setting; may be repeated.")
 ]

@@ -6,7 +6,6 @@
 >>> batch = next(iter(loader))
 """
 
-from vitpar.data.decoding import IGNORED
 from vitpar.data.index import ShardSet, build_index
 from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
 from vitpar.data.order import batch_samples, permutation
@@ -15,7 +14,6 @@ from vitpar.data.survey import survey
 from vitpar.data.transforms import IMAGENET, EvalTransform, Normalize, TrainTransform
 
 __all__ = [
-    "IGNORED",
     "IMAGENET",
     "Batch",
     "EvalBatch",

@@ -20,10 +20,9 @@ from torch import Tensor
 from vitpar.data.images import BadImage, decode
 from vitpar.data.index import ShardSet
 from vitpar.errors import DataError, RecipeError
+from vitpar.models import IGNORED
 
 BadSample = Literal["fail", "skip"]
-IGNORED = -1
-"""The label of a row that counts for nothing: padding, or a sample that was skipped. Its image is zero."""
 
 _PREFETCH = 2  # batches in work beyond the one being waited for
 _TASK = 16  # rows a thread takes at a time: enough to hide the hand-over of tiny images, few enough to stop quickly

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitpar.data.decoding import IGNORED, BadSample, Decoder, Job
+from vitpar.data.decoding import BadSample, Decoder, Job
 from vitpar.data.index import ShardSet
 from vitpar.data.order import batch_samples
 from vitpar.data.randomness import Draws, sample_keys
 from vitpar.data.transforms import EvalTransform, TrainTransform
 from vitpar.errors import DataError
+from vitpar.models import IGNORED
 
 
 @dataclass(frozen=True)

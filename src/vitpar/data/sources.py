@@ -221,9 +221,9 @@ def _carve_val(source: Source, fraction: float, seed: int) -> Source:
     counts = np.bincount(train.labels, minlength=len(source.classes))
     total = math.ceil(fraction * len(train.labels) - 1e-9)
     exact = counts * fraction
-    taken = np.minimum(np.floor(exact).astype(int), np.maximum(counts - 1, 0))  # every class keeps an image to train on
-    for label in np.argsort(np.floor(exact) - exact, kind="stable"):  # largest remainder first
-        if taken.sum() < total and taken[label] < counts[label] - 1:
+    taken = np.floor(exact).astype(int)
+    for label in np.argsort(taken - exact, kind="stable"):  # the largest remainder first
+        if taken.sum() < total and taken[label] < counts[label] - 1:  # every class keeps an image to train on
             taken[label] += 1
     if not taken.any():
         raise DataError(

@@ -27,6 +27,18 @@ def _lecun_normal(t: Tensor, g: Generator, c: ViTConfig) -> Tensor:
     return nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=g)
 
 
+def _xavier_uniform(parts: int = 1) -> Rule:
+    """As for `parts` matrices of their own that stand in one (queries, keys and values)."""
+    return lambda t, g, c: nn.init.uniform_(
+        t, *_symmetric(math.sqrt(6 / (t.shape[0] // parts + t.shape[1]))), generator=g
+    )
+
+
+def _symmetric(bound: float) -> tuple[float, float]:
+    return -bound, bound
+
+
+# As the original ViT (arXiv 2010.11929), but for the classifier, which starts small instead of at zero.
 RULES: tuple[tuple[str, Rule], ...] = (
     ("*norm*.weight", lambda t, g, c: t.fill_(1.0)),
     ("*.bias", lambda t, g, c: t.zero_()),
@@ -34,7 +46,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("*_token", lambda t, g, c: t.normal_(std=0.02, generator=g)),
     ("stem.pos_embed", _trunc_normal(0.02)),
     ("stem.proj.weight", _lecun_normal),
-    ("*.weight", _trunc_normal(0.02)),
+    ("blocks.*.attn.qkv.weight", _xavier_uniform(parts=3)),
+    ("blocks.*.weight", _xavier_uniform()),
+    ("head.representation.weight", _lecun_normal),
+    ("head.*.weight", _trunc_normal(0.02)),
 )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.models.vit import ViT
@@ -141,8 +142,9 @@ class ParallelModel:
     def replicas(self, tensor: Tensor) -> int:
         """How many ranks of the world hold the same part of this parameter or gradient."""
         shards = 1
-        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-            shards *= size if not placement.is_replicate() else 1
+        if isinstance(tensor, DTensor):
+            for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+                shards *= size if not placement.is_replicate() else 1
         return dist.get_world_size() // self.mesh["pp"].size() // shards
 
     @property

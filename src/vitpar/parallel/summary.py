@@ -1,7 +1,7 @@
 """What a plan makes of a model, by arithmetic alone: needs no devices, no data and no process group.
 
-The numbers come from the same tables that the runtime reads: `stage_layers`, the layer classes' `TENSOR_PARALLEL` and the plan's
-axes, on parameters of the meta device.
+The numbers come from the same tables that the runtime reads: `stage_layers`, the layer classes' `TENSOR_PARALLEL` and
+the plan's axes, on parameters of the meta device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class PipelineRank:
     """What the ranks at one place of the pp axis hold.
 
     stages: their numbers, several under an interleaved schedule. layers: the names of each of these stages' layers.
-    flops_share: the part of the model's FLOPs computed here, 0 to 1. parameters: elements that the fullest of these ranks keeps.
-    state_bytes: what it keeps for them: parameters, gradients and optimizer state, no activations and no gathered copies.
+    flops_share: the part of the model's FLOPs computed here, 0 to 1. parameters: elements on the fullest rank here.
+    state_bytes: what it keeps for them (parameters, gradients, optimizer state; no activations, no gathered copies).
     """
 
     pp: int
@@ -90,8 +90,9 @@ def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_paramete
 def idle_share(plan: Plan, microbatches: int) -> float:
     """The part of a step that a pipeline rank waits, 0 to 1, were all stages equally long and communication free.
 
-    With p ranks, v stages on each and m micro-batches it is (p - 1) / (v·m + p - 1). Source: "Efficient Large-Scale Language Model
-    Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, whose ratio is of idle to ideal time.
+    With p ranks, v stages on each and m micro-batches it is (p - 1) / (v·m + p - 1). Source: "Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, whose ratio is of
+    idle to ideal time.
     """
     waiting = plan.pipeline_degree - 1
     return waiting / (plan.virtual_stages * microbatches + waiting)
@@ -148,7 +149,7 @@ def _elements(layer: nn.Module, plan: Plan, place: Mapping[Role, int]) -> int:
 
 
 def _tensor_parallel_dim(split: str | None, dims: int) -> int | None:
-    """Which dim of a parameter with `dims` dims is split over tp (the table of ``vitpar.parallel.tensor``), None for none."""
+    """Which dim of a parameter with `dims` dims is split over tp (table in ``vitpar.parallel.tensor``), or None."""
     match split:
         case None | "heads":
             return None
@@ -160,6 +161,6 @@ def _tensor_parallel_dim(split: str | None, dims: int) -> int | None:
 
 
 def chunk_length(length: int, parts: int, index: int) -> int:
-    """The length of part `index` of `parts`, as torch.chunk deals them: full ones first, the last ones may be short or empty."""
+    """The length of part `index` of `parts`, as torch.chunk deals them: full ones first, the last may be empty."""
     full = -(-length // parts)
     return max(0, min(full, length - index * full))

@@ -1,40 +1,85 @@
-"""1-D tensor parallelism: the splits that layers declare, as PyTorch's parallel styles.
+"""1-D tensor parallelism: the splits that layers declare, as styles for ``parallelize_module``.
 
-| split                  | weight   | input             | output                      |
-|------------------------|----------|-------------------|-----------------------------|
-| column                 | Shard(0) | replicated        | features sharded            |
-| row                    | Shard(1) | features sharded  | replicated (one all-reduce) |
-| row_replicated_input   | Shard(1) | replicated        | replicated (one all-reduce) |
-| heads                  | whole    | heads sharded     | heads sharded               |
+| split                | weight    | input            | output                                |
+|----------------------|-----------|------------------|---------------------------------------|
+| column               | Shard(0)  | replicated       | features sharded                      |
+| row                  | Shard(1)  | features sharded | replicated (one all-reduce)           |
+| row_replicated_input | Shard(1)  | replicated       | replicated (one all-reduce)           |
+| heads                | Replicate | heads sharded    | heads sharded                         |
 
-Parameters that no split names stay whole on every tp rank; their inputs are replicated, so their gradients are equal
-there.
+Parameters are DTensors, so that sharding, gradients and checkpoints know their layout; the arithmetic runs on local
+tensors between two explicit redistributions, because dispatching every operation on DTensors costs more host time than
+small layers compute. Parameters that no split names stay whole on every tp rank: their inputs are replicated, so their
+gradients are equal there.
 """
 
-from torch import nn
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
-def _style(split: str) -> ParallelStyle:
-    match split:
-        case "column":
-            return ColwiseParallel()
-        case "row":
-            return RowwiseParallel()
-        case "row_replicated_input":
-            return RowwiseParallel(input_layouts=Replicate())
-        case "heads":
-            # A norm over [batch, heads, tokens, head_dim] with dim 1 sharded: whole weights, gradients summed over tp.
-            return SequenceParallel(sequence_dim=1, use_local_output=True)
-    raise AssertionError(f"unknown split {split}")
+def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A replicated activation into a sharded region: forward nothing, backward the gradients are summed over `mesh`."""
+    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+
+
+def _slice_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A replicated activation to the local slice of its features; backward the gradient's slices are gathered."""
+    whole = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    return whole.redistribute(placements=(Shard(x.dim() - 1),)).to_local()
+
+
+def _leave(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Partial sums to the replicated whole: forward an all-reduce over `mesh`, backward nothing."""
+    return DTensor.from_local(x, mesh, (Partial(),), run_check=False).redistribute(placements=(Replicate(),)).to_local()
+
+
+def _column(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    return F.linear(_enter(x, mesh), module.weight.to_local(), module.bias.to_local())
+
+
+def _row(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    # The bias after the sum, or it would be added once per rank.
+    return _leave(F.linear(x, module.weight.to_local()), mesh) + module.bias.to_local()
+
+
+def _row_replicated_input(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    return _row(module, mesh, _slice_features(x, mesh))
+
+
+def _heads(module: nn.LayerNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    # Each rank sees only its own heads: its gradient of the shared weight is a partial sum (upstream: titan#1805).
+    weight = module.weight.to_local(grad_placements=(Partial(),))
+    bias = module.bias.to_local(grad_placements=(Partial(),))
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+class Split(ParallelStyle):
+    """A split by name: where the weight and bias go, and the forward on local tensors between them."""
+
+    def __init__(self, weight: Placement, bias: Placement, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._placements, self._forward = {"weight": weight, "bias": bias}, forward
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self._placements.items():
+            whole = getattr(module, name)
+            setattr(module, name, nn.Parameter(distribute_tensor(whole, device_mesh, (placement,), src_data_rank=None)))
+        module.forward = partial(self._forward, module, device_mesh)
+        return module
+
+
+SPLITS = {
+    "column": Split(Shard(0), Shard(0), _column),
+    "row": Split(Shard(1), Replicate(), _row),
+    "row_replicated_input": Split(Shard(1), Replicate(), _row_replicated_input),
+    "heads": Split(Replicate(), Replicate(), _heads),
+}
 
 
 def apply_tensor_parallel(layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -44,10 +89,6 @@ def apply_tensor_parallel(layer: nn.Module, mesh: DeviceMesh) -> None:
         owner, _, attribute = name.rpartition(".")
         module = getattr(layer.get_submodule(owner), attribute)
         if module is not None and not isinstance(module, nn.Identity):
-            plan[name] = _style(split)
+            plan[name] = SPLITS[split]
     if plan:
         parallelize_module(layer, mesh, plan)
-    for name, split in layer.TENSOR_PARALLEL.items():
-        if split == "row_replicated_input" and name in plan:
-            # It may end a stage, whose output must be no view of a DTensor.
-            layer.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())

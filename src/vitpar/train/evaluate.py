@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitpar.data import ShardSet
+from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.train.input import Input
@@ -26,7 +27,10 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluation:
-    """Run `model` over all of `shards` and count. Collective; equal results on every rank."""
+    """Run `model` over all of `shards` and count. Collective; equal results on every rank.
+
+    Raises DataError when bad samples are skipped and all of them are bad.
+    """
     sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
     # Ranks along tp compute the same logits; one of them counts.
     counts = model.gives_logits and model.mesh["tp"].get_local_rank() == 0
@@ -40,7 +44,8 @@ def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluatio
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
     samples, loss, top1, top5 = sums.tolist()
-    assert samples > 0, "evaluation saw no sample"
+    if not samples:
+        raise DataError(f"none of the {len(shards)} images of '{shards.folder}' could be read: pack the data set again")
     return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples)
 
 

@@ -182,6 +182,8 @@ def read_recipe(path: Path | None, options: Mapping[str, Any] | None = None, ass
         for group, first, second in _ALTERNATIVES:
             if section == group and name in (first, second):
                 values[section].pop(second if name == first else first, None)
+        if key == "model.name":
+            values["model"] = {}  # another model: the sizes that the file gives belong to its own
         values[section][name] = value
     try:
         recipe = Recipe.model_validate(values)

@@ -3,7 +3,7 @@
 runs/<date>-<model>-<strategy>/
     recipe.toml      every setting, merged      plan.json       the plan
     env.json         versions, hardware, git commit, command
-    log.txt          what was printed           metrics.jsonl   one object a line
+    log.txt          what happened when         metrics.jsonl   one object a line
     checkpoints/step_<n>/
 """
 

@@ -5,7 +5,22 @@ from vitpar.train.recipe import Recipe
 
 
 def state_bytes(recipe: Recipe) -> int:
-    """Bytes for each element: the parameter, its gradient, the optimizer's moments and the running average, where there are such."""
-    moments = {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}[recipe.optimizer.name]
-    copies = 2 + moments + bool(recipe.train.ema_decay)
+    """Bytes kept for each element of a rank's parameters: the copies that `state_words` names."""
+    copies = 2 + _moments(recipe) + bool(recipe.train.ema_decay)
     return copies * PRECISIONS[recipe.train.precision].parameters.itemsize
+
+
+def state_words(recipe: Recipe) -> str:
+    """What these bytes hold: `parameters, gradients, adamw state in float32`."""
+    kinds = ["parameters", "gradients"]
+    if _moments(recipe):
+        kinds.append(f"{recipe.optimizer.name} state")
+    if recipe.train.ema_decay:
+        kinds.append("running average")
+    number = str(PRECISIONS[recipe.train.precision].parameters).removeprefix("torch.")
+    return f"{', '.join(kinds)} in {number}"
+
+
+def _moments(recipe: Recipe) -> int:
+    """Numbers the optimizer remembers for each element."""
+    return {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}[recipe.optimizer.name]

@@ -14,16 +14,19 @@ from torch import Tensor
 from vitpar.data import Batch
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.strategy import Plan
+from vitpar.strategy.words import count
 from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.input import Input, open_data
+from vitpar.train.log_file import Logged
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
 from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.recipe import Recipe
 from vitpar.train.run_folder import RunFolder
+from vitpar.train.state import state_bytes
 from vitpar.train.weights import save_weights
 
 
@@ -31,7 +34,7 @@ class Trainer:
     """One run of a recipe under a plan. All ranks make it and call `run` together.
 
     plan: validated, its degrees known, its world the one torch.distributed was started with.
-    reporter: shows the run; only rank 0 uses it.
+    reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Trainer:
         run_dir: Path | None,
         command: Sequence[str] = (),
     ) -> None:
-        self.recipe, self.plan, self.device, self.reporter = recipe, plan, device, reporter
+        self.recipe, self.plan, self.device = recipe, plan, device
         train = recipe.train
         self.train_set, self.val_set = open_data(recipe)
         self.config = recipe.config(len(self.train_set.classes))
@@ -67,6 +70,7 @@ class Trainer:
         self.input = Input(recipe, self.model)
         self.rank = dist.get_rank()
         self.folder = RunFolder(run_dir, recipe, plan, command) if self.rank == 0 else None
+        self.reporter = Logged(self.folder, reporter) if self.folder else reporter
 
     def run(self) -> dict[str, Any]:
         """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank)."""
@@ -76,7 +80,8 @@ class Trainer:
         log = StepLog(self.recipe, self.config, self.model)
         last: Evaluation | None = None
         log.resume_clock()
-        with closing(iter(self.input.train_batches(self.train_set))) as batches:
+        loader = self.input.train_batches(self.train_set)
+        with closing(iter(loader)) as batches:
             for number, batch in enumerate(islice(batches, self.total_steps), start=1):
                 log.data_ready()
                 log.add(number, batch, *self.step(number, batch))
@@ -87,6 +92,7 @@ class Trainer:
                     last = self.evaluate(number)
                     log.resume_clock()
         assert last is not None
+        self._report_skipped(loader.skipped)
         return self._finish(last, log)
 
     def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float]:
@@ -115,7 +121,17 @@ class Trainer:
             row = {"kind": "eval", "step": step, **asdict(result)}
             self.folder.metric(row)
             self.reporter.evaluated(row)
+            if skipped := len(self.val_set) - result.samples:
+                self.reporter.note(f"{count(skipped, 'validation image')} that cannot be read skipped")
         return result
+
+    def _report_skipped(self, mine: int) -> None:
+        """Say how often the training skipped a bad image. mine: what this rank's loader skipped."""
+        counted = mine if self.model.mesh["tp"].get_local_rank() == 0 else 0  # ranks along tp read the same images
+        skipped = torch.tensor(counted, device=self.device)
+        dist.all_reduce(skipped)
+        if self.folder and skipped:
+            self.reporter.note(f"training images that cannot be read skipped {count(int(skipped), 'time')}")
 
     def _start(self) -> None:
         parameters, state = state_size(self.model, self.recipe)
@@ -142,19 +158,12 @@ class Trainer:
 
 
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
-    """Parameters of the whole model, and bytes of parameters, gradients, optimizer state and average on the fullest
-    rank."""
-    copies = (
-        2
-        + {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}[recipe.optimizer.name]
-        + bool(recipe.train.ema_decay)
+    """Parameters of the whole model, and the bytes that the fullest rank keeps for its share (`state_bytes`)."""
+    named = [p for _, p in model.named_parameters()]
+    whole = torch.tensor(
+        [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
     )
-    mine = [
-        (p.numel() / model.replicas(p), local(p).numel() * p.element_size() * copies)
-        for _, p in model.named_parameters()
-    ]
-    whole = torch.tensor([sum(share for share, _ in mine)], dtype=torch.float64, device=model.device)
-    fullest = torch.tensor([float(sum(size for _, size in mine))], dtype=torch.float64, device=model.device)
+    fullest = torch.tensor([float(sum(local(p).numel() for p in named))], dtype=torch.float64, device=model.device)
     dist.all_reduce(whole)
     dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    return round(whole.item()), int(fullest.item())
+    return round(whole.item()), int(fullest.item()) * state_bytes(recipe)

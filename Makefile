@@ -1,0 +1,41 @@
+# Everything a fresh machine with Python and make needs: `make demo` trains, `make test` tests; both set up by themselves.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help setup demo test test-full lint bench clean
+.DEFAULT_GOAL := help
+
+help:            ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY)  ## Make a virtual environment with vitpar in it, at the tested versions
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+data_shards/digits/dataset.json: | $(READY)
+	$(BIN)/vitpar data pack digits data_shards/digits
+
+demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8 processes, pipeline x tensor x data parallel
+	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml --device cpu
+
+test: $(READY)   ## The tests
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-full: $(READY)  ## The tests, slow ones too
+	$(BIN)/python -m pytest
+
+lint: $(READY)   ## Style and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(READY)  ## Step time and memory beside hand-written PyTorch, as ratios from one run
+	$(BIN)/python experiments/bench_cpu.py
+
+clean:           ## Remove the virtual environment and caches, no data and no runs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

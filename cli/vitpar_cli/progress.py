@@ -1,0 +1,181 @@
+"""How `vitpar train` shows a run: a header, progress, evaluations and the result.
+
+On a terminal progress is one live line; elsewhere it is a plain line now and then, without control characters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from vitpar.strategy import batch_arithmetic
+from vitpar.strategy.words import count
+from vitpar.train.events import RunHeader
+from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
+from vitpar_cli.rank_grid import draw_ranks
+
+CADENCE = 10.0  # seconds between two plain lines at least
+BAR = 40  # columns of the bar at most
+PLAIN_WIDTH = 100  # of the header where there is no terminal
+
+
+class ConsoleReporter:
+    """A `vitpar.train.events.Reporter` that prints to the console. clock: seconds from any start, never backwards."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or _console()
+        self._clock = clock
+        self._live: _LiveLine | None = None
+        self._printed = float("-inf")
+
+    def started(self, header: RunHeader) -> None:
+        """Print what will run."""
+        self._header, self._begun = header, self._clock()
+        self._first: tuple[int, float] | None = None
+        if self._console.is_terminal:
+            rows = _rows(header, self._console.width - 16)
+            self._console.print(Panel(_table(rows), title="vitpar train", box=box.ROUNDED, expand=False))
+            self._live = _LiveLine(self._console, header.steps)
+            atexit.register(self._live.stop)
+        else:
+            for name, value in _rows(header, PLAIN_WIDTH - 11):
+                for number, line in enumerate(str(value).split("\n")):
+                    self._print(f"{'' if number else name:<11}{line}")
+
+    def stepped(self, row: dict[str, Any]) -> None:
+        """Show the step of `row`, on a terminal always, else at the first, the last and when CADENCE has passed."""
+        step, now = row["step"], self._clock()
+        self._first = self._first or (step, now)
+        line = (
+            f"{step:,}/{self._header.steps:,}  loss {row['loss']:.4f}  {_rate(row['images_per_second'])}"
+            f"  step {_ms(row['step_ms'])}  data {_ms(row['data_ms'])}  ETA {self._eta(step, now)}"
+        )
+        if self._live:
+            self._live.show(step, line)
+        elif now - self._printed >= CADENCE or step == self._header.steps:
+            self._printed = now
+            self._print(f"step {line}")
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        """Print the result."""
+        self._print(f"step {row['step']:,}  {_result(row)}", style="bold")
+
+    def note(self, text: str) -> None:
+        """Print a warning."""
+        self._print(f"warning: {text}", style="yellow")
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """Print the result, where the weights are and how to evaluate them."""
+        if self._live:
+            self._live.stop()
+            atexit.unregister(self._live.stop)
+        rate = summary["images_per_second"]
+        average = f", {_rate(rate)} on average" if rate else ""
+        arguments = ["--checkpoint", summary["weights"], "--data", self._header.recipe.data.path]
+        self._print(f"done       {_duration(self._clock() - self._begun)}{average}", style="bold green")
+        self._print(f"result     {_result(summary)}", style="bold green")
+        self._print(f"weights    {summary['weights']}")
+        self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
+
+    def _print(self, text: str, style: str = "") -> None:
+        """A line of its own, above the live line, never wrapped by us so that it can be copied and searched."""
+        self._console.print(Text(text, style), soft_wrap=True, highlight=False)
+
+    def _eta(self, step: int, now: float) -> str:
+        """Time to the end if it goes on as since the first step shown, evaluations included."""
+        assert self._first is not None
+        first, then = self._first
+        return _duration((now - then) / (step - first) * (self._header.steps - step)) if step > first else "?"
+
+
+class _LiveLine:
+    """The bar and the text behind it on the last line of a terminal."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._bar = BarColumn(bar_width=0)
+        # No thread redraws it: the training process forks data workers, and a thread may hold a lock at that moment.
+        self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console, auto_refresh=False)
+        self._task = self._progress.add_task("", total=steps)
+        self._progress.start()
+        console.show_cursor()  # hidden by rich; a process that is killed could not bring it back
+        self.show(0, f"0/{steps:,}  waiting for the first step")
+
+    def show(self, step: int, line: str) -> None:
+        """Draw it again; the bar takes what the text leaves free."""
+        self._bar.bar_width = max(0, min(BAR, self._progress.console.width - len(line) - 1))
+        self._progress.update(self._task, completed=step, description=line, refresh=True)
+
+    def stop(self) -> None:
+        """Leave the line as it is and give the terminal back. Again: nothing."""
+        self._progress.stop()
+
+
+def _console() -> Console:
+    """The console of stdout, live only on a terminal that can move its cursor, whatever FORCE_COLOR says."""
+    console = Console()
+    live = console.file.isatty() and not console.is_dumb_terminal
+    return console if live else Console(force_terminal=False, no_color=True)
+
+
+def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
+    """What will run, as names and values of at most `width` columns where that is in our hand."""
+    from vitpar.parallel.summary import idle_share
+    from vitpar.train.state import state_words
+
+    recipe, plan = header.recipe, header.plan
+    batch = batch_arithmetic(plan, recipe.train.batch_size)
+    epochs = header.steps * recipe.train.batch_size / header.train_samples
+    yield (
+        "model",
+        f"{header.config.name}, {millions(header.parameters)} parameters, {header.config.num_classes:,} classes",
+    )
+    yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {header.device.partition(':')[0]}"
+    if plan.world_size > 1:
+        yield "", draw_ranks(plan, width)
+    if plan.pipeline_degree > 1:
+        yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
+    yield "memory", f"{decimal(header.state_bytes)} a rank for {state_words(recipe)}"
+    yield "data", f"{recipe.data.path}: {header.train_samples:,} to train on, {header.val_samples:,} to validate with"
+    yield "batch", batch_words(batch)
+    yield "steps", f"{header.steps:,}, that is {epochs:,.1f} epochs"
+    yield "precision", recipe.train.precision
+    yield "run", header.folder
+
+
+def _table(rows: Iterator[tuple[str, str | Text]]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value if isinstance(value, Text) else Text(value))
+    return table
+
+
+def _result(row: dict[str, Any]) -> str:
+    return f"val loss {row['loss']:.4f}  top-1 {percent(row['top1'])}  top-5 {percent(row['top5'])}"
+
+
+def _rate(images_per_second: float) -> str:
+    return f"{images_per_second:,.{0 if images_per_second >= 100 else 1}f} images/s"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.{0 if milliseconds >= 100 else 1}f} ms"
+
+
+def _duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `5:00:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,158 @@
+"""The hand-written side: each plan as an engineer writes it for this one case, after PyTorch's tutorials.
+
+All train the same ``vitpar.models.vit.ViT``, unwrapped, from the same initial parameters.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from bench.settings import BETAS, CLIP, EPS, LR, SEED, Step, decay_groups
+from vitpar.models import ViTConfig
+from vitpar.models.initial import initialise
+from vitpar.models.vit import ViT
+
+MICROBATCHES = 4
+
+
+def whole_model(config: ViTConfig, device: torch.device) -> ViT:
+    """The plain model, initialised as vitpar initialises it."""
+    model = ViT(config).to(device)
+    initialise(model, SEED, config)
+    return model
+
+
+def adamw(groups: list[dict]) -> torch.optim.AdamW:
+    """AdamW, fused: on CPU and CUDA the fastest of torch's implementations."""
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
+def plain(config: ViTConfig) -> Step:
+    """One process."""
+    return _data_parallel_step(whole_model(config, torch.device("cpu")))
+
+
+def ddp(config: ViTConfig) -> Step:
+    """Replicas whose gradients DDP averages during backward."""
+    return _data_parallel_step(
+        DistributedDataParallel(whole_model(config, torch.device("cpu")), gradient_as_bucket_view=True)
+    )
+
+
+def fsdp(config: ViTConfig) -> Step:
+    """Parameters sharded with ``fully_shard``: every block, and the rest with the root."""
+    model = whole_model(config, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _data_parallel_step(model)
+
+
+def _data_parallel_step(model: nn.Module) -> Step:
+    optimizer = adamw(decay_groups(model))
+    ranks = dist.get_world_size()
+
+    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() / ranks, norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    return step
+
+
+def pipeline(config: ViTConfig) -> Step:
+    """Half the blocks on each of two ranks, one forward one backward."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = whole_model(config, torch.device("cpu"))
+    per_stage = config.depth // ranks
+    for index in range(config.depth):
+        if index // per_stage != rank:
+            del model.blocks[str(index)]
+    if rank > 0:
+        model.stem = None
+    if rank < ranks - 1:
+        model.head = None
+    stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.cross_entropy)
+    optimizer = adamw(decay_groups(model))
+
+    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(images)
+        else:
+            schedule.step(target=labels, losses=losses)
+        gradients = [p.grad for p in model.parameters()]
+        square = get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        clip_grads_with_norm_(model.parameters(), CLIP, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean().detach() if losses else torch.zeros(()), norm
+
+    return step
+
+
+def tensor(config: ViTConfig) -> Step:
+    """Attention heads and MLP features split; the rest on both ranks."""
+    model = whole_model(config, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks.values():
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attn.qkv": ColwiseParallel(),
+                "attn.proj": RowwiseParallel(),
+                "mlp.fc1": ColwiseParallel(),
+                "mlp.fc2": RowwiseParallel(),
+            },
+        )
+    # Fused kernels and the norm take tensors of one kind at a time.
+    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    groups = [
+        {**group, "params": [p for p in group["params"] if isinstance(p, DTensor) is kind]}
+        for group in decay_groups(model)
+        for kind in (True, False)
+    ]
+    optimizer = adamw([group for group in groups if group["params"]])
+    ranks = dist.get_world_size()
+
+    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        norms = [get_total_norm([p.grad for p in part]) for part in (split, whole)]
+        norm = torch.stack([norms[0].full_tensor(), norms[1]]).norm()
+        for part in (split, whole):
+            clip_grads_with_norm_(part, CLIP, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() / ranks, norm
+
+    return step
+
+
+BY_HAND: dict[str, Callable[[ViTConfig], Step]] = {
+    "one": plain,
+    "dp2": ddp,
+    "fsdp2": fsdp,
+    "pp2": pipeline,
+    "tp2": tensor,
+}
+"""By the name of the case."""

@@ -1,0 +1,113 @@
+"""One rank of one case on the CPU: ``python -m bench.rank CASE quick|full both|vitpar|hand OUTPUT.json``.
+
+Started by ``bench_cpu.py``. Checks that both contenders compute the same, then lets them take turns; with only one
+contender, measures its memory.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.by_hand import BY_HAND
+from bench.cases import CASES, FULL, QUICK, Case, Size
+from bench.ours import vitpar_step
+from bench.settings import SEED, Step
+from bench.timing import take_turns
+from vitpar.launch import ALONE, find_world, join, leave, reporting
+from vitpar.strategy import batch_arithmetic, data_index
+
+WARM_UP = 3
+TOLERANCE = 1e-4  # relative, of the loss and of the gradients' norm in the first WARM_UP steps
+
+
+def main(name: str, size_name: str, side: str, output: str) -> None:
+    """See the module's docstring."""
+    device = join(find_world() or ALONE, "cpu")
+    case, size = CASES[name], {"full": FULL, "quick": QUICK}[size_name]
+    before = resident_bytes()
+    makers = {
+        "hand": lambda: BY_HAND[name](size.config),
+        "vitpar": lambda: vitpar_step(size.config, size.plan(case), size.batch_size, device),
+    }
+    steps = {key: make() for key, make in makers.items() if side in (key, "both")}
+    batches = local_batches(case, size)
+    first = {key: warm_up(step, batches) for key, step in steps.items()}
+    result: dict[str, object] = {"first": first}
+    if side == "both":
+        compare(first["hand"], first["vitpar"])
+        result["seconds"] = timed(steps, batches, size.rounds)
+    else:
+        growth = torch.tensor([peak_bytes() - before])
+        dist.all_reduce(growth, dist.ReduceOp.MAX)
+        result["memory_bytes"] = growth.item()
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps(result))
+    leave()
+
+
+def local_batches(case: Case, size: Size) -> list[tuple[Tensor, Tensor]]:
+    """WARM_UP batches of random images [local batch, channels, size, size] and labels: this rank's part of each."""
+    config, plan = size.config, size.plan(case)
+    g = torch.Generator().manual_seed(SEED)
+    local = batch_arithmetic(plan, size.batch_size).local_batch
+    start = data_index(plan, dist.get_rank()) * local
+    batches = []
+    for _ in range(WARM_UP):
+        images = torch.randn(size.batch_size, config.channels, config.image_size, config.image_size, generator=g)
+        labels = torch.randint(0, config.num_classes, (size.batch_size,), generator=g)
+        batches.append((images[start : start + local].clone(), labels[start : start + local].clone()))
+    return batches
+
+
+def warm_up(step: Step, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float, float]]:
+    """A step on every batch. Returns their losses of the global batch and gradient norms."""
+    values = []
+    for images, labels in batches:
+        loss, norm = step(images, labels)
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        values.append((loss.item(), norm.item()))
+    return values
+
+
+def compare(hand: list[tuple[float, float]], vitpar: list[tuple[float, float]]) -> None:
+    """Raises AssertionError unless both contenders computed the same losses and norms."""
+    for number, (theirs, ours) in enumerate(zip(hand, vitpar, strict=True), start=1):
+        for what, a, b in zip(("loss", "gradient norm"), theirs, ours, strict=True):
+            assert abs(a - b) <= TOLERANCE * abs(a), f"{what} of step {number} is {a} by hand and {b} in vitpar"
+
+
+def timed(
+    steps: dict[str, Step], batches: list[tuple[Tensor, Tensor]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every timed step of each contender: on the clock (of the slowest rank) and CPU time (of all ranks)."""
+    settle: Callable[[], object] = dist.barrier if dist.get_world_size() > 1 else lambda: None
+    seconds = {}
+    for key, times in take_turns({k: partial(step, *batches[0]) for k, step in steps.items()}, rounds, settle).items():
+        wall, cpu = (torch.tensor(values, dtype=torch.float64) for values in (times.wall, times.cpu))
+        dist.all_reduce(wall, dist.ReduceOp.MAX)
+        dist.all_reduce(cpu)
+        seconds[key] = {"wall": wall.tolist(), "cpu": cpu.tolist()}
+    return seconds
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_bytes() -> int:
+    """The most memory of this process that was in RAM at any time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    with reporting():
+        main(*sys.argv[1:])

@@ -1,0 +1,50 @@
+"""The same recipe under several plans: are the losses the same?
+
+    python experiments/same_losses.py --plans pp2xtp2xdp2 tp2xfsdp2 pp4 dp1 --steps 200 --compare 50 \
+        --recipe experiments/cifar10.toml --data data_shards/cifar10
+
+Trains under each plan through the command line and prints, for the first --compare steps and for all, the largest difference of
+the loss from the last plan's. Options it does not know (--set, --model, …) go to `vitpar train` as they are.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def losses(plan: str, folder: Path, steps: int, options: list[str]) -> list[float]:
+    """The training losses of a run under `plan`."""
+    run_dir = folder / plan
+    command = [sys.executable, "-m", "vitpar_cli.main", "train", "--mesh", plan, "--steps", str(steps)]
+    done = subprocess.run([*command, "--run-dir", str(run_dir), *options], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)  # it said why
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+def main() -> None:
+    """Read the options, train, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", nargs="+", required=True, metavar="PLAN", help="strategy strings; the last one is compared with")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--compare", type=int, default=50, help="steps the first column looks at")
+    arguments, options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {}
+        for plan in arguments.plans:
+            print(f"training {arguments.steps} steps under {plan}", file=sys.stderr, flush=True)
+            runs[plan] = losses(plan, Path(folder), arguments.steps, options)
+    reference = arguments.plans[-1]
+    print(f"| plan | first {arguments.compare} steps | all {arguments.steps} steps | loss at step 1 | at the end |")
+    print("|---|---|---|---|---|")
+    for plan, run in runs.items():
+        apart = [abs(a - b) for a, b in zip(run, runs[reference], strict=True)]
+        print(f"| {plan} | {max(apart[: arguments.compare]):.1e} | {max(apart):.1e} | {run[0]:.6f} | {run[-1]:.6f} |")
+
+
+if __name__ == "__main__":
+    main()

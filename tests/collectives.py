@@ -1,0 +1,47 @@
+"""Counts what a rank sends: every collective and point-to-point operation, by a short name."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMES = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+}
+"""Operations by name: those of torch.distributed, and the functional ones that DTensor calls. Others count as
+themselves."""
+_NO_TRAFFIC = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+
+
+class Sent(TorchDispatchMode):
+    """Counts, inside the ``with``, the communication of this rank in `counts`.
+
+    As torch's CommDebugMode, which cannot be entered around a pipeline schedule (torch 2.13: its tracking of modules
+    raises `list index out of range`) and does not count point-to-point operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it dispatches again on its local tensors, collectives among them
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverload):
+            name = func._schema.name
+            if name.partition("::")[0] in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
+                self.counts[NAMES.get(name, name)] += 1
+        return out

@@ -1,0 +1,31 @@
+"""Fixtures that several files share."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ranks import RankPool
+from vitpar.launch import ALONE, join, leave
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(8)``: the pool of that many ranks, started at the first call and after a failure."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or not pools[size].alive:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    join(ALONE, "cpu")
+    yield
+    leave()

@@ -1,0 +1,91 @@
+"""A pool of gloo ranks: started once for each world size, then given one function after another to run on all ranks."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vitpar.launch import World, join, leave
+
+TIMEOUT = 240.0  # seconds for one function
+
+
+class RankError(AssertionError):
+    """A function failed on a rank of the pool; the message holds that rank's traceback."""
+
+
+class RankPool:
+    """`size` spawned processes in one process group, each with one CPU thread."""
+
+    def __init__(self, size: int) -> None:
+        from torch.distributed import TCPStore
+
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        # The store is ours, so that no rank has to find a free port.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipes = [context.Pipe() for _ in range(size)]
+        self._ends = [end for end, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, size, self._store.port, end), daemon=True)
+            for rank, (_, end) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """``function(device, *args, **kwargs)`` on every rank at once; what it returned, in rank order.
+
+        function: importable, as are its arguments. Raises RankError, after which the pool is closed, when a rank fails.
+        """
+        for end in self._ends:
+            end.send((function, args, kwargs))
+        results = []
+        for rank, end in enumerate(self._ends):
+            if not end.poll(TIMEOUT):
+                self.close()
+                raise RankError(f"rank {rank} of {self.size} did not answer within {TIMEOUT} s")
+            try:
+                results.append(end.recv())
+            except EOFError:
+                results.append((False, "the process ended"))
+        failures = [(rank, text) for rank, (fine, text) in enumerate(results) if not fine]
+        if failures:
+            self.close()
+            causes = [f for f in failures if "gloo/transport" not in f[1] and "process ended" not in f[1]] or failures
+            raise RankError(f"rank {causes[0][0]} of {self.size}:\n{causes[0][1]}")
+        return [value for _, value in results]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool can still run functions."""
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, end: Connection) -> None:
+    import os
+
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    device = join(World(rank, size, rank, size, "torchrun", "127.0.0.1", port), "cpu", timeout=60.0)
+    while True:
+        try:
+            function, args, kwargs = end.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(device, *args, **kwargs))
+        except BaseException:
+            end.send((False, traceback.format_exc()))
+            os._exit(1)  # peers may be waiting for this rank: let them see a closed connection
+        end.send(answer)
+    leave()

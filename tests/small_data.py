@@ -1,0 +1,42 @@
+"""A packed data set of a few tiny images in seven classes: enough for a top-5, with tails that divide by nothing."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitpar.data import ShardSet, pack
+
+CLASSES = 7
+TRAIN, VAL = 5, 17
+"""Training images of a class, validation images in all."""
+
+
+def pack_small(folder: Path) -> Path:
+    """Make the data set under `folder`; returns where it is. Its images are 10x10 pixels of noise."""
+    draw = np.random.default_rng(0)
+    labels = {"train": np.repeat(np.arange(CLASSES), TRAIN), "val": np.arange(VAL) % CLASSES}
+    for split, numbers in labels.items():
+        for i, label in enumerate(numbers):
+            file = io.BytesIO()
+            Image.fromarray(draw.integers(0, 256, (10, 10, 3), dtype=np.uint8)).save(file, "PNG")
+            path = folder / "source" / split / f"class{label}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.getvalue())
+    pack(folder / "source", folder / "packed", shard_samples=12)
+    return folder / "packed"
+
+
+def damage(data: Path, split: str, sample: int) -> str:
+    """Overwrite the pixels of one packed image, keeping its size; returns the `shard/key` that names it."""
+    shards = ShardSet.open(data, split)
+    name, whole = shards.name(sample), shards.read(sample)
+    shard, key = name.split("/")
+    with tarfile.open(data / shard) as tar:
+        offset = tar.getmember(f"{key}.png").offset_data
+    with (data / shard).open("r+b") as file:
+        file.seek(offset + 20)
+        file.write(b"\0" * (len(whole) - 20))
+    return name

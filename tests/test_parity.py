@@ -1,0 +1,70 @@
+"""Every plan of the table against one process: the loss, every parameter's gradient, three SGD steps."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from plans import CASES, Case
+from ranks import RankPool
+from vitpar import model_config, parse, validate
+from vitpar.parallel import data as data_parallel
+from vitpar.train.check import CheckResult, check_plan
+
+
+def run_case(device: torch.device, case: Case) -> CheckResult:
+    """Check one case; runs on every rank."""
+    from dataclasses import replace
+
+    config = model_config("vit_nano_patch4_16", **{"num_classes": 10, **case.model})
+    plan = validate(replace(parse(case.mesh), **case.plan), config, case.batch)
+    return check_plan(config, plan, batch_size=case.batch, device=device, **case.check)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    results = ranks(case.ranks).run(run_case, case)
+    assert all(result.passed for result in results), results[0].worst
+    assert len({str(result) for result in results}) == 1, "ranks disagree about the result"
+    parameters = {comparison.name for comparison in results[0].gradients}
+    assert "blocks.0.attn.qkv.weight" in parameters and "head.fc.bias" in parameters
+
+
+def test_table_covers_what_it_should() -> None:
+    assert len({(case.mesh, str(case.plan)) for case in CASES}) >= 24
+    assert max(case.ranks for case in CASES) == 8
+
+
+def spoil_and_run(device: torch.device, case: Case, spoil: str) -> CheckResult:
+    """Check one case with the gradients spoilt on purpose."""
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_gradients(patch, spoil)
+        return run_case(device, case)
+
+
+def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
+    """Make wrapped modules average over data-parallel ranks, or scale, or forget, their gradients."""
+    from vitpar.models import vit
+
+    # The package names its function as the module, so the module is fetched by name.
+    parallelize = importlib.import_module("vitpar.parallel.parallelize")
+    real = data_parallel.shard
+
+    def shard(module: Any, mesh: Any, *args: Any, **kwargs: Any) -> None:
+        real(module, mesh, *args, **kwargs)
+        if how == "averaged":
+            module.set_gradient_divide_factor(float(mesh.size()))
+        if how == "one block scaled" and isinstance(module, vit.Block) and module.place == 1:
+            module.set_gradient_divide_factor(0.99)
+
+    patch.setattr(parallelize, "shard", shard)
+
+
+@pytest.mark.parametrize("spoil", ["averaged", "one block scaled"])
+@pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
+def test_check_sees_a_wrong_gradient_scale(mesh: str, spoil: str, ranks: Callable[[int], RankPool]) -> None:
+    result = ranks(2).run(spoil_and_run, Case(mesh), spoil)[0]
+    assert not result.passed
+    assert result.worst.error > 1e-3

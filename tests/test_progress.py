@@ -1,0 +1,180 @@
+"""What `vitpar train` shows, on a terminal and elsewhere."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vitpar.strategy import validate
+from vitpar.strategy.grammar import parse
+from vitpar.train.events import Reporter, RunHeader
+from vitpar.train.recipe import Recipe
+from vitpar_cli.progress import ConsoleReporter, _duration
+
+RECIPE = Recipe.model_validate(
+    {
+        "model": {"name": "vit_nano_patch2_8"},
+        "data": {"path": "data shards/digits"},
+        "train": {"batch_size": 128, "steps": 100},
+    }
+)
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Shown:
+    """A reporter whose run has started, and what it has printed since the last look."""
+
+    def __init__(self, *, terminal: bool, width: int = 80) -> None:
+        self.file, self.clock = io.StringIO(), Clock()
+        console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None, _environ={})
+        self.reporter: Reporter = ConsoleReporter(console, self.clock)
+
+    def start(self) -> str:
+        config = RECIPE.config(10)
+        plan = validate(parse("pp2xtp2xdp2"), config, 128)
+        self.reporter.started(
+            RunHeader(
+                recipe=RECIPE,
+                config=config,
+                plan=plan,
+                device="cuda:0",
+                parameters=901_234,
+                state_bytes=4_200_000,
+                train_samples=1437,
+                val_samples=360,
+                steps=100,
+                folder="runs/one",
+            )
+        )
+        return self.new()
+
+    def step(self, number: int, seconds: float = 0.0) -> str:
+        """What it prints for step `number`, `seconds` after the last event."""
+        self.clock.now += seconds
+        row = {"kind": "train", "step": number, "loss": 2.25, "images_per_second": 1234.5, "step_ms": 103.7}
+        self.reporter.stepped({**row, "data_ms": 0.31})
+        return self.new()
+
+    def evaluation(self, number: int) -> str:
+        self.reporter.evaluated({"kind": "eval", "step": number, **RESULT})
+        return self.new()
+
+    def new(self) -> str:
+        text = self.file.getvalue()
+        self.file.seek(0)
+        self.file.truncate()
+        return text
+
+
+RESULT: dict[str, Any] = {"samples": 360, "loss": 0.41, "top1": 0.9117, "top5": 0.9972}
+SUMMARY = {**RESULT, "steps": 100, "images_per_second": 1200.4, "weights": "runs/one/checkpoints/step_100"}
+
+
+@pytest.fixture
+def plain() -> Shown:
+    return Shown(terminal=False)
+
+
+@pytest.fixture
+def live() -> Iterator[Shown]:
+    shown = Shown(terminal=True)
+    yield shown
+    shown.reporter.finished(SUMMARY)
+
+
+def test_the_header_says_what_will_run(plain: Shown) -> None:
+    lines = plain.start().splitlines()
+    assert "model      vit_nano_patch2_8, 0.90 M parameters, 10 classes" in lines
+    assert "mesh       pp2xtp2xdp2 on 8 ranks of cuda" in lines
+    assert "           stage 1 │  4     6   │  5     7   │" in lines
+    assert "memory     4.2 MB a rank for parameters, gradients, adamw state in float32" in lines
+    assert "data       data shards/digits: 1,437 to train on, 360 to validate with" in lines
+    assert "batch      128 images = 2 data-parallel parts x 64, each 4 micro-batches x 16" in lines
+    assert "steps      100, that is 8.9 epochs" in lines
+    assert "precision  fp32" in lines
+    assert "run        runs/one" in lines
+
+
+def test_plain_lines_come_at_a_steady_cadence_with_the_first_and_the_last(plain: Shown) -> None:
+    plain.start()
+    assert plain.step(1) == "step 1/100  loss 2.2500  1,234 images/s  step 104 ms  data 0.3 ms  ETA ?\n"
+    assert plain.step(10, 4) == ""
+    assert plain.step(20, 5.9) == ""
+    assert plain.step(21, 0.2).endswith("ETA 0:40\n")  # 20 steps in 10.1 s, 79 to go
+    assert plain.step(22, 9) == ""
+    assert plain.step(100, 0.5).startswith("step 100/100  ")
+
+
+def test_evaluations_notes_and_the_result_are_always_printed(plain: Shown) -> None:
+    plain.start()
+    plain.step(1)
+    assert plain.evaluation(50) == "step 50  val loss 0.4100  top-1 91.2 %  top-5 99.7 %\n"
+    plain.reporter.note("[8, 9] are odd labels " + "and " * 40)
+    assert plain.new() == "warning: [8, 9] are odd labels " + "and " * 40 + "\n"  # no markup, and not wrapped
+    plain.clock.now += 83
+    plain.reporter.finished(SUMMARY)
+    assert plain.new().splitlines() == [
+        "done       1:23, 1,200 images/s on average",
+        "result     val loss 0.4100  top-1 91.2 %  top-5 99.7 %",
+        "weights    runs/one/checkpoints/step_100",
+        "evaluate   vitpar eval --checkpoint runs/one/checkpoints/step_100 --data 'data shards/digits'",
+    ]
+
+
+def test_a_run_of_one_step_has_no_rate(plain: Shown) -> None:
+    plain.start()
+    plain.reporter.finished({**SUMMARY, "images_per_second": None})
+    assert "images/s" not in plain.new()
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_file_gets_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    shown = Shown(terminal=False)
+    shown.reporter = ConsoleReporter()
+    shown.start()
+    shown.step(1)
+    shown.evaluation(1)
+    shown.reporter.finished(SUMMARY)
+    printed = capsys.readouterr().out
+    assert "top-1 91.2 %" in printed
+    assert not [character for character in printed if ord(character) < 32 and character != "\n"]
+
+
+def test_a_terminal_has_one_line_that_fits_and_permanent_ones_above(live: Shown) -> None:
+    header = live.start()
+    assert max(map(len, header.splitlines()[:-1])) <= 80
+    drawn = live.step(10, 1)
+    assert "\n" not in drawn
+    line = drawn.rsplit("\x1b[2K", 1)[-1]
+    assert line.rstrip().endswith("10/100  loss 2.2500  1,234 images/s  step 104 ms  data 0.3 ms  ETA ?")
+    assert line.startswith("━")
+    assert len(line) <= 80
+    permanent, redrawn = live.evaluation(10).rsplit("\n", 1)
+    assert permanent.endswith("step 10  val loss 0.4100  top-1 91.2 %  top-5 99.7 %")
+    assert "loss 2.2500" in redrawn
+
+
+def test_the_cursor_is_there_while_and_after_it_runs(live: Shown) -> None:
+    show, hide = "\x1b[?25h", "\x1b[?25l"
+    started = live.start()
+    assert started.rfind(show) > started.rfind(hide) >= 0  # a killed process leaves it as it is then
+    assert hide not in live.step(10) + live.evaluation(10)
+    live.reporter.finished(SUMMARY)
+    assert hide not in live.new()
+
+
+def test_durations() -> None:
+    assert [_duration(seconds) for seconds in (0, 59.6, 754, 18_000)] == ["0:00", "1:00", "12:34", "5:00:00"]

@@ -29,7 +29,9 @@ def losses(plan: str, folder: Path, steps: int, options: list[str]) -> list[floa
 def main() -> None:
     """Read the options, train, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", nargs="+", required=True, metavar="PLAN", help="strategy strings; the last one is compared with")
+    parser.add_argument(
+        "--plans", nargs="+", required=True, metavar="PLAN", help="strategy strings; the last one is compared with"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--compare", type=int, default=50, help="steps the first column looks at")
     arguments, options = parser.parse_known_args()

@@ -38,12 +38,17 @@ CASES = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it. rounds: pairs of timed steps, one step of each contender. memory: whether to measure it."""
+    """How much of it.
+
+    rounds: pairs of timed steps, one step of each contender; fewer (at least 5) where they take more than `seconds`.
+    memory: whether to measure it.
+    """
 
     model: str
     options: tuple[tuple[str, int], ...]
     batch_size: int
     rounds: int
+    seconds: float
     memory: bool
 
     @property
@@ -57,5 +62,9 @@ class Size:
 
 
 # ViT-Ti/16 with 4 heads instead of 3, which two ranks can share, on images of 112 pixels: 50 tokens.
-FULL = Size("vit_tiny_patch16_112", (("heads", 4), ("num_classes", 100)), batch_size=32, rounds=16, memory=True)
-QUICK = Size("vit_nano_patch4_16", (("depth", 4), ("num_classes", 10)), batch_size=16, rounds=5, memory=False)
+FULL = Size(
+    "vit_tiny_patch16_112", (("heads", 4), ("num_classes", 100)), batch_size=32, rounds=24, seconds=25, memory=True
+)
+QUICK = Size(
+    "vit_nano_patch4_16", (("depth", 4), ("num_classes", 10)), batch_size=16, rounds=10, seconds=2, memory=False
+)

@@ -42,7 +42,7 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
     result: dict[str, object] = {"first": first}
     if side == "both":
         compare(first["hand"], first["vitpar"])
-        result["seconds"] = timed(steps, batches, size.rounds)
+        result["seconds"] = timed(steps, batches, size)
     else:
         growth = torch.tensor([peak_bytes() - before])
         dist.all_reduce(growth, dist.ReduceOp.MAX)
@@ -85,12 +85,16 @@ def compare(hand: list[tuple[float, float]], vitpar: list[tuple[float, float]]) 
 
 
 def timed(
-    steps: dict[str, Step], batches: list[tuple[Tensor, Tensor]], rounds: int
+    steps: dict[str, Step], batches: list[tuple[Tensor, Tensor]], size: Size
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of every timed step of each contender: on the clock (of the slowest rank) and CPU time (of all ranks)."""
     settle: Callable[[], object] = dist.barrier if dist.get_world_size() > 1 else lambda: None
+    contenders = {key: partial(step, *batches[0]) for key, step in steps.items()}
+    trial = sum(times.wall[0] for times in take_turns(contenders, 1, settle).values())
+    rounds = torch.tensor(min(size.rounds, max(5, int(size.seconds / trial))))
+    dist.broadcast(rounds, 0)
     seconds = {}
-    for key, times in take_turns({k: partial(step, *batches[0]) for k, step in steps.items()}, rounds, settle).items():
+    for key, times in take_turns(contenders, int(rounds), settle).items():
         wall, cpu = (torch.tensor(values, dtype=torch.float64) for values in (times.wall, times.cpu))
         dist.all_reduce(wall, dist.ReduceOp.MAX)
         dist.all_reduce(cpu)

@@ -22,9 +22,12 @@ Returns this rank's part of the global batch's loss (the parts add up to it) and
 
 
 def decay_groups(model: nn.Module) -> list[dict]:
-    """The parameters of `model` as AdamW takes them, weight decay on matrices only, as vitpar does."""
-    named = list(model.named_parameters())
+    """The parameters of `model` as AdamW takes them, weight decay on matrices only, as vitpar does.
+
+    timm's patch embedding is a convolution, hence the 4 dims.
+    """
+    parameters = list(model.parameters())
     return [
-        {"params": [p for _, p in named if p.ndim == 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for _, p in named if p.ndim != 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim in (2, 4)], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim not in (2, 4)], "weight_decay": 0.0},
     ]

@@ -15,7 +15,10 @@ gradients are equal there.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +26,42 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
-def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A replicated activation into a sharded region: forward nothing, backward the gradients are summed over `mesh`."""
-    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+class _Enter(torch.autograd.Function):
+    """A replicated activation into a sharded region: forward nothing, backward the gradients are summed over the ranks.
+
+    As placements: Replicate -> Replicate, its gradient Partial -> Replicate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """Partial sums out of a sharded region: forward they are summed over the ranks, backward nothing.
+
+    As placements: Partial -> Replicate, its gradient Replicate -> Replicate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A third of the host time of DTensor.redistribute, which a small model's step would feel.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _slice_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -34,18 +70,13 @@ def _slice_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.redistribute(placements=(Shard(x.dim() - 1),)).to_local()
 
 
-def _leave(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Partial sums to the replicated whole: forward an all-reduce over `mesh`, backward nothing."""
-    return DTensor.from_local(x, mesh, (Partial(),), run_check=False).redistribute(placements=(Replicate(),)).to_local()
-
-
 def _column(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    return F.linear(_enter(x, mesh), module.weight.to_local(), module.bias.to_local())
+    return F.linear(_Enter.apply(x, mesh.get_group()), module.weight.to_local(), module.bias.to_local())
 
 
 def _row(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
     # The bias after the sum, or it would be added once per rank.
-    return _leave(F.linear(x, module.weight.to_local()), mesh) + module.bias.to_local()
+    return _Leave.apply(F.linear(x, module.weight.to_local()), mesh.get_group()) + module.bias.to_local()
 
 
 def _row_replicated_input(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:

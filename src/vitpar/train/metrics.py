@@ -1,18 +1,22 @@
 """The rows of metrics.jsonl: collected without waiting for the device, completed once per log interval."""
 
+from __future__ import annotations
+
 import resource
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data import Batch
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel
-from vitpar.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vitpar.data import Batch
+    from vitpar.train.recipe import Recipe
 
 # Dense matrix rate of one device in FLOP/s by name and precision, from the makers' data sheets.
 PEAK_FLOPS = {
@@ -94,17 +98,18 @@ class StepLog:
 
     def _mfu(self, seconds: float) -> float | None:
         """Model FLOPs over what the devices could do at their peak, None where the peak is not known."""
-        if self._model.device.type != "cuda":
+        peak = peak_flops(self._model.device, self._recipe.train.precision)
+        if peak is None:
             return None
-        name = torch.cuda.get_device_name(self._model.device)
-        peaks = [
-            rate for (chip, kind), rate in PEAK_FLOPS.items() if chip in name and kind == self._recipe.train.precision
-        ]
-        if not peaks:
-            return None
-        return round(
-            self._config.flops * self._recipe.train.batch_size / seconds / (peaks[0] * dist.get_world_size()), 4
-        )
+        return round(self._config.flops * self._recipe.train.batch_size / seconds / (peak * dist.get_world_size()), 4)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of `device` at its peak, None where that is not in `PEAK_FLOPS`."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for (chip, kind), rate in PEAK_FLOPS.items() if chip in name and kind == precision), None)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -5,13 +5,17 @@ and fused implementations work whatever mix of meshes the parameters live on, an
 the step. (upstream: foreach and fused optimizers refuse a mix of DTensors of different meshes.)
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vitpar.train.recipe import OptimizerSection
+if TYPE_CHECKING:
+    from vitpar.train.recipe import OptimizerSection
 
 NO_DECAY = (".bias", "norm", "pos_embed", "_token", "gamma")
 """Parts of a parameter's name that exempt it from weight decay."""

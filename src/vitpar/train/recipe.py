@@ -84,7 +84,7 @@ class LRScheduleSection(_Section):
 
 
 class TrainSection(_Section):
-    """Length, batch and numerics of the training."""
+    """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any."""
 
     batch_size: int = Field(128, ge=1)
     epochs: float | None = Field(None, gt=0)
@@ -92,7 +92,7 @@ class TrainSection(_Section):
     seed: int = 0
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    clip_grad_norm: float | None = Field(1.0, gt=0)
+    clip_grad_norm: float = Field(1.0, ge=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
     compile: bool = False
     eval_every: int | None = Field(None, ge=1)
@@ -238,11 +238,9 @@ def _nearest_key(key: str) -> str:
     keys: dict[str, None] = {}
     for section, field in Recipe.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        keys |= {f"{section}.{name}": None for name in field.annotation.model_fields} | {section: None}
-    near = nearest(key, keys)
-    section, _, name = key.partition(".")
-    if not near and name:  # the right name in the wrong section
-        near = nearest(name, {k.partition(".")[2]: None for k in keys})
-        owners = [k for k in keys if near and f"'{k.partition('.')[2]}'" in near]
-        near = f" (did you mean '{owners[0]}'?)" if owners else ""
-    return near or f": sections are {', '.join(Recipe.model_fields)}"
+        keys |= {f"{section}.{name}": None for name in field.annotation.model_fields}
+    name = key.partition(".")[2]
+    if not name:
+        return nearest(key, Recipe.model_fields) or f": sections are {', '.join(Recipe.model_fields)}"
+    elsewhere = [known for known in keys if known.endswith(f".{name}")]  # the right name in the wrong section
+    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else nearest(key, keys)

@@ -1,0 +1,45 @@
+"""What a table of measurements has to say about how it came to be."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+
+def header() -> dict[str, str]:
+    """Commit, command, hardware and versions, in words."""
+    import torch
+
+    if torch.cuda.is_available():
+        hardware = torch.cuda.get_device_name()
+    else:
+        hardware = (
+            f"{os.cpu_count()}-core {platform.machine()} ({_cpu_name()}), load {os.getloadavg()[0]:.1f} at the start"
+        )
+    return {
+        "date": date.today().isoformat(),
+        "commit": _commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "hardware": hardware,
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a word where files differ from it."""
+    try:
+        here = Path(__file__).parent
+        commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, text=True).strip()
+        changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=here, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git checkout)"
+    return commit + (" with local changes" if changed else "")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")

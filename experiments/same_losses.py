@@ -3,8 +3,8 @@
     python experiments/same_losses.py --plans pp2xtp2xdp2 tp2xfsdp2 pp4 dp1 --steps 200 --compare 50 \
         --recipe experiments/cifar10.toml --data data_shards/cifar10
 
-Trains under each plan through the command line and prints, for the first --compare steps and for all, the largest difference of
-the loss from the last plan's. Options it does not know (--set, --model, …) go to `vitpar train` as they are.
+Trains under each plan through the command line and prints, for the first --compare steps and for all, the largest
+difference of the loss from the last plan's. Options it does not know (--set, --model, …) go to `vitpar train`.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""The benchmark programs: they run, they measure what they say, and they notice when contenders compute unlike things."""
+"""The benchmark programs run, measure what they say, and notice when contenders compute unlike things."""
 
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,8 @@ def test_gpu_program_refuses_without_a_gpu() -> None:
 
 def test_contenders_take_turns_and_the_order_turns_around() -> None:
     calls: list[str] = []
-    times = take_turns(
-        {name: lambda name=name: calls.append(name) for name in ("a", "b")}, 3, lambda: calls.append("|")
-    )
+    contenders = {name: partial(calls.append, name) for name in ("a", "b")}
+    times = take_turns(contenders, 3, partial(calls.append, "|"))
     assert "".join(calls) == "|b||a||a||b||b||a|"
     assert len(times["a"].wall) == len(times["b"].cpu) == 3
 
@@ -75,5 +75,5 @@ def test_unlike_losses_are_refused() -> None:
     from bench.rank import compare
 
     compare([(2.0, 3.0)], [(2.0001, 3.0)])
-    with pytest.raises(AssertionError, match="gradient norm of step 2 is 3.0 by hand and 3.01 in vitpar"):
+    with pytest.raises(AssertionError, match=r"gradient norm of step 2 is 3\.0 by hand"):
         compare([(2.0, 3.0)] * 2, [(2.0, 3.0), (2.0, 3.01)])

@@ -230,10 +230,10 @@ def test_rate_scale_and_independence_of_what_is_dropped() -> None:
     samples = drop(x, keys, 3, 0.3, whole_sample=True)
     assert torch.equal(samples, samples[:, :1, :1].expand_as(samples))
     assert (samples[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.03)
-    uniform = torch.stack([keyed_uniform(keys, place) for place in range(5)])
+    uniform = torch.stack([keyed_uniform(keys, place, []) for place in range(5)])
     assert uniform.min() >= 0 and uniform.max() < 1
     assert (torch.corrcoef(uniform) - torch.eye(5)).abs().max() < 0.06  # unlike places are unrelated
-    neighbours = keyed_uniform(torch.arange(4001), 0)
+    neighbours = keyed_uniform(torch.arange(4001), 0, [])
     assert abs(torch.corrcoef(torch.stack([neighbours[1:], neighbours[:-1]]))[0, 1]) < 0.06
 
 

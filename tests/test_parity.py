@@ -32,6 +32,15 @@ def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -
     assert "blocks.0.attn.qkv.weight" in parameters and "head.fc.bias" in parameters
 
 
+@pytest.mark.slow  # the compiler takes minutes
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "tp2", "pp2", "tp2+ckpt"])
+def test_compiled_blocks_equal_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    case = Case(mesh, model={"depth": 2, "drop_path": 0.1}, check={"compile_blocks": True})
+    results = ranks(case.ranks).run(run_case, case)
+    assert all(result.passed for result in results), results[0].worst
+
+
 def test_table_covers_what_it_should() -> None:
     assert len({(case.mesh, str(case.plan)) for case in CASES}) >= 24
     assert max(case.ranks for case in CASES) == 8

@@ -176,7 +176,7 @@ def test_norm_and_clipping_equal_one_process(mesh: str, ranks: Callable[[int], R
 
 
 def averages(device: torch.device, mesh: str) -> dict[str, float]:
-    """The largest error of every average against a loop by hand, and of what `averaged` leaves behind; on every rank."""
+    """Errors of the averages against a loop by hand, and of what `averaged` leaves behind; on every rank."""
     model = built(device, mesh)
     ema = EMA(model, 0.9)
     by_hand = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
@@ -313,7 +313,7 @@ def test_shape_of_saved_weights(saved: tuple[ParallelModel, Path], tmp_path: Pat
     _, folder = saved
     with pytest.raises(DataError, match=r"holds no weights \(config.json is missing\)"):
         read_config(tmp_path / "nowhere")
-    for wrong in ("{", "[1]", '{"colour": 3}', '{"name": "x"}'):
+    for wrong in ("{", "[1]", '{"colour": 3}', '{"name": "x"}', json.dumps({**config_of().__dict__, "width": 0})):
         (folder / CONFIG).write_text(wrong)
         with pytest.raises(DataError, match="cannot be read"):
             read_config(folder)

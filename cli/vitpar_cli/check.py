@@ -46,8 +46,6 @@ def check(
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
-    from vitpar.strategy import parse
-
     merged = o.merged_recipe(
         recipe,
         None if recipe else Path("unused"),  # no data is read
@@ -64,10 +62,8 @@ def check(
         train__compile=compile_blocks or None,
     )
     kind = choose_device(device)
-    parts = resolve(parse(merged.parallel.mesh), kind)
-    size = batch_size or _batch_that_divides(
-        parts.strategy.data_parallel, parts.pipeline_degree * merged.parallel.virtual_stages
-    )
+    parts = resolve(merged.requested_plan(), kind)
+    size = batch_size or _batch_that_divides(parts.strategy.data_parallel, parts.num_stages)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(num_classes)
     plan = merged.plan(config, lambda plan: resolve(plan, kind))

@@ -11,7 +11,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Pack images into shards, and say what shards hold.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Pack images into shards, and say what shards hold.\n\nExample: vitpar data pack digits data_shards/digits",
+    short_help="Pack images into shards, and say what shards hold.",
+)
 
 CLASSES_SHOWN = 20  # a longer table of classes would hide the rest
 

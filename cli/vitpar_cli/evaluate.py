@@ -22,7 +22,7 @@ def evaluate(
         Path | None, typer.Option("--data", metavar="DIR", help="Packed data.  \\[default: what it was trained on]")
     ] = None,
     split: Annotated[str, typer.Option("--data-split", help="Which part of the data: val or train.")] = "val",
-    mesh: o.Mesh = "dp1",
+    mesh: Annotated[str, typer.Option("--mesh", metavar="STRATEGY", help="Mesh to evaluate under.")] = "dp1",
     batch_size: o.BatchSize = None,
     precision: o.Precision = None,
     device: o.DeviceName = None,
@@ -36,12 +36,13 @@ def evaluate(
     from vitpar.data import ShardSet
     from vitpar.errors import DataError
     from vitpar.strategy.words import count
+    from vitpar.train.recipe import ParallelSection, read_recipe
     from vitpar.train.weights import RECIPE, read_config
 
     config = read_config(checkpoint)
-    fixed = {"parallel.mesh": mesh, "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": "even"}
-    options = {**fixed, "data.path": data and str(data), "train.batch_size": batch_size, "train.precision": precision}
-    recipe = o.saved_recipe(checkpoint / RECIPE, options, assignments)
+    options = {"data.path": data and str(data), "train.batch_size": batch_size, "train.precision": precision}
+    saved = read_recipe(checkpoint / RECIPE, options, assignments or ())
+    recipe = saved.model_copy(update={"parallel": ParallelSection(mesh=mesh)})
     shards = ShardSet.open(Path(recipe.data.path), split)
     if len(shards.classes) != config.num_classes:
         raise DataError(

@@ -17,7 +17,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train Vision Transformers on any mesh of devices in pure PyTorch.",
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
@@ -42,7 +41,10 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train Vision Transformers on any mesh of devices in pure PyTorch."""
+    """Train Vision Transformers on any mesh of devices in pure PyTorch.
+
+    Example: vitpar train --mesh pp2xtp2xdp2
+    """
     if debug:
         os.environ["VITPAR_DEBUG"] = "1"
 

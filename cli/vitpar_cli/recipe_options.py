@@ -13,7 +13,9 @@ RecipeFile = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option("--mesh", metavar="STRATEGY", help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2."),
+    typer.Option(
+        "--mesh", metavar="STRATEGY", help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2, or a plan.json."
+    ),
 ]
 DataDir = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder made by `vitpar data pack`.")]
 ModelName = Annotated[
@@ -55,8 +57,3 @@ def merged_recipe(path: Path | None, data: Path | None, assignments: list[str] |
         path = DEFAULT_RECIPE
     given = {key.replace("__", "."): value for key, value in options.items()}
     return read_recipe(path, {"data.path": None if data is None else str(data), **given}, assignments or ())
-
-
-def saved_recipe(path: Path, options: dict[str, Any], assignments: list[str] | None) -> Recipe:
-    """The recipe that a run saved, with `options` by dotted key and assignments put in."""
-    return read_recipe(path, options, assignments or ())

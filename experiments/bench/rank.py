@@ -5,6 +5,7 @@ contender, measures its memory.
 """
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from bench.cases import CASES, FULL, QUICK, Case, Size
 from bench.ours import vitpar_step
 from bench.settings import SEED, Step
 from bench.timing import take_turns
-from vitpar.launch import ALONE, find_world, join, leave, reporting
+from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.strategy import batch_arithmetic, data_index
 
 WARM_UP = 3
@@ -49,7 +50,10 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
         result["memory_bytes"] = growth.item()
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(result))
-    leave()
+    dist.barrier()
+    # Not `leave`: DDP's reducer, destroyed last, joins gloo's threads while it holds the interpreter's lock, which one
+    # of them may be waiting for to free a tensor; seen on torch 2.13.
+    os._exit(0)
 
 
 def local_batches(case: Case, size: Size) -> list[tuple[Tensor, Tensor]]:

@@ -6,6 +6,8 @@ checkpointed block is recomputed. The mixer is splitmix64's finaliser (Steele, L
 arithmetic.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,17 +23,24 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def keyed_uniform(keys: Tensor, place: int, shape: tuple[int, ...] = ()) -> Tensor:
+@torch.library.custom_op("vitpar::keyed_uniform", mutates_args=())
+def keyed_uniform(keys: Tensor, place: int, shape: Sequence[int]) -> Tensor:
     """Uniform numbers in [0, 1), one tensor of `shape` for every key.
 
     keys: int64 [batch]. place: which use of randomness this is; unlike places give unrelated numbers.
-    Returns float32 [batch, *shape], a function of (key, place, index) alone.
+    Returns float32 [batch, *shape], a function of (key, place, index) alone. One operation to the compiler, which would
+    else take minutes over the chain of integer arithmetic.
     """
     offset = (place * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped to 64 bits as tensor arithmetic does
     x = _mix(keys + offset)
     for size in shape:
         x = _mix(x.unsqueeze(-1) + torch.arange(1, size + 1, device=keys.device) * _GOLDEN)
     return (x & 0xFFFFFF).float() * 2.0**-24
+
+
+@keyed_uniform.register_fake
+def _(keys: Tensor, place: int, shape: Sequence[int]) -> Tensor:
+    return keys.new_empty((*keys.shape, *shape), dtype=torch.float32)
 
 
 def drop(x: Tensor, keys: Tensor | None, place: int, rate: float, *, whole_sample: bool) -> Tensor:
@@ -42,6 +51,6 @@ def drop(x: Tensor, keys: Tensor | None, place: int, rate: float, *, whole_sampl
     """
     if keys is None or rate == 0.0:
         return x
-    shape = (1,) * (x.dim() - 1) if whole_sample else tuple(x.shape[1:])
-    keep = keyed_uniform(keys, place, shape) >= rate
+    keep = keyed_uniform(keys, place, [] if whole_sample else list(x.shape[1:])) >= rate
+    keep = keep.view(-1, *(1,) * (x.dim() - 1)) if whole_sample else keep
     return x * keep.to(x.dtype) / (1.0 - rate)

@@ -14,8 +14,8 @@ def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, 
     """Apply ``fully_shard`` to one module so that gradients are *summed* over `mesh`, never averaged.
 
     mesh: one axis (shards the parameters) or two (replicate, shard), see ``vitpar.parallel.mesh.data_mesh``.
-    A plain module on a mesh of one rank stays as it is when it computes in its own precision: ``fully_shard`` would only
-    copy its parameters and gradients, a tenth of a small model's step.
+    A plain module on a mesh of one rank stays as it is when it computes in its own precision: ``fully_shard`` would
+    only copy its parameters and gradients, a tenth of a small model's step.
     """
     split = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     if mesh.size() == 1 and not split and policy == MixedPrecisionPolicy():

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vitpar.errors import RecipeError, nearest
 from vitpar.models.config import ViTConfig, model_config
-from vitpar.strategy import Plan, parse, validate
+from vitpar.strategy import Plan, parse, read_plan, validate
 
 Implementation = Literal["auto", "foreach", "fused", "for-loop"]
 """Which of torch's optimizer implementations; auto is fused."""
@@ -130,8 +130,19 @@ class Recipe(_Section):
 
         resolve: fills the open degree, if the strategy leaves one, for the ranks there are.
         """
+        return validate(resolve(self.requested_plan()), config, self.train.batch_size)
+
+    def requested_plan(self) -> Plan:
+        """The plan as it stands in the recipe, or in the JSON file that `parallel.mesh` names. Raises StrategyError."""
         fields = self.parallel.model_dump()
-        return validate(resolve(replace(parse(fields.pop("mesh")), **fields)), config, self.train.batch_size)
+        mesh = fields.pop("mesh")
+        if not mesh.endswith(".json"):
+            return replace(parse(mesh), **fields)
+        if self.parallel != ParallelSection(mesh=mesh):
+            raise RecipeError(
+                f"'{mesh}' is a whole plan: leave out the other settings of [parallel], or change the file"
+            )
+        return read_plan(Path(mesh))
 
     def total_steps(self, samples: int) -> int:
         """Optimizer steps of the run over a training set of `samples`: what covers the epochs asked for."""

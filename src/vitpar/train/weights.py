@@ -74,7 +74,7 @@ def read_config(folder: Path) -> ViTConfig:
         raise DataError(
             f"'{folder}' holds no weights ({CONFIG} is missing): give a folder such as runs/…/checkpoints/step_450"
         ) from None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
 
 
@@ -94,6 +94,6 @@ def load_weights(model: ParallelModel, folder: Path) -> None:
                     f"{name} in '{folder}' has shape {list(whole.shape)} where the model has {list(parameter.shape)}"
                 )
             copy_whole_(parameter, whole)
-    except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"the weights in '{folder}' cannot be read: {error}") from None
     model.parameters_changed()

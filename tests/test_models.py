@@ -1,6 +1,7 @@
 """Models: published sizes, every option, consecutive parts, and randomness that belongs to a sample."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
 from vitpar.models.initial import initialise
-from vitpar.models.keyed_random import drop, keyed_uniform
+from vitpar.models.keyed_random import at_place, drop, keyed_uniform
 from vitpar.models.vit import Block, ViT, sincos_2d
 
 KEYS = torch.arange(1, 9) * 1_000_003
@@ -210,31 +211,54 @@ def test_nothing_is_dropped_in_evaluation_or_without_keys(option: str) -> None:
 
 def test_drop_path_rises_linearly_to_the_last_block() -> None:
     model = ViT(tiny(drop_path=0.3))
-    assert [block.drop_path for block in model.blocks.values()] == pytest.approx([0, 0.1, 0.2, 0.3])
-    assert ViT(tiny(drop_path=0.3, depth=1)).blocks["0"].drop_path == 0
+    assert [block.drop_path_rate for block in model.blocks.values()] == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert ViT(tiny(drop_path=0.3, depth=1)).blocks["0"].drop_path_rate == 0
 
 
 def test_places_of_randomness_are_never_shared() -> None:
     """Stem 0; each block four of its own: dropout and drop-path of attention and MLP."""
     model = ViT(tiny(drop_path=0.1, dropout=0.1))
-    places = [0, *(block.place + i for block in model.blocks.values() for i in range(4))]
+    initialise(model, 0, model.config)
+    places = [0, *(block.place.item() + i for block in model.blocks.values() for i in range(4))]
     assert places == list(range(17))
 
 
 def test_rate_scale_and_independence_of_what_is_dropped() -> None:
     keys = torch.arange(4000) * 7919
     x = torch.ones(4000, 2, 5)
-    elements = drop(x, keys, 3, 0.3, whole_sample=False)
+    place = torch.tensor(3)
+    elements = drop(x, at_place(keys, place), 0.3, whole_sample=False)
     assert elements.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     assert (elements == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
-    samples = drop(x, keys, 3, 0.3, whole_sample=True)
+    samples = drop(x, at_place(keys, place), 0.3, whole_sample=True)
     assert torch.equal(samples, samples[:, :1, :1].expand_as(samples))
     assert (samples[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.03)
-    uniform = torch.stack([keyed_uniform(keys, place, []) for place in range(5)])
+    uniform = torch.stack([keyed_uniform(at_place(keys, torch.tensor(i)), []) for i in range(5)])
     assert uniform.min() >= 0 and uniform.max() < 1
     assert (torch.corrcoef(uniform) - torch.eye(5)).abs().max() < 0.06  # unlike places are unrelated
-    neighbours = keyed_uniform(torch.arange(4001), 0, [])
+    neighbours = keyed_uniform(torch.arange(4001), [])
     assert abs(torch.corrcoef(torch.stack([neighbours[1:], neighbours[:-1]]))[0, 1]) < 0.06
+
+
+def test_compiler_makes_one_graph_for_all_blocks_and_one_for_evaluation() -> None:
+    """A number that differs between blocks would make a graph each; blocks beyond the compiler's limit run eager."""
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    torch.compiler.reset()
+    model = ViT(tiny(depth=12, drop_path=0.2, dropout=0.1))
+    initialise(model, 0, model.config)
+    for block in model.blocks.values():
+        block.compile(backend=count, fullgraph=True)
+    images = torch.randn(2, 3, 8, 8)
+    model.train()(images, torch.tensor([1, 2]))
+    assert graphs == 1
+    model.eval()(images)
+    assert graphs == 2
 
 
 def refused(message: str, name: str = "vit_custom", **options: Any) -> None:

@@ -65,7 +65,7 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
         real(module, mesh, *args, **kwargs)
         if how == "averaged":
             module.set_gradient_divide_factor(float(mesh.size()))
-        if how == "one block scaled" and isinstance(module, vit.Block) and module.place == 1:
+        if how == "one block scaled" and isinstance(module, vit.Block) and module.index == 0:
             module.set_gradient_divide_factor(0.99)
 
     patch.setattr(parallelize, "shard", shard)

@@ -19,10 +19,10 @@ class Shape:
     depth: int = 8
     heads: int = 12
     hidden: int = 768
-    width: int = 192
+    features: int = 192
 
 
-SMALL = Shape("vit_small_patch16_224", depth=12, heads=6, hidden=1536, width=384)
+SMALL = Shape("vit_small_patch16_224", depth=12, heads=6, hidden=1536, features=384)
 
 
 def plan_of(text: str, **fields: Any) -> Plan:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitpar.strategy import Plan
 from vitpar_cli import recipe_options as o
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
@@ -63,7 +64,7 @@ def check(
     )
     kind = choose_device(device)
     parts = resolve(merged.requested_plan(), kind)
-    size = batch_size or _batch_that_divides(parts.strategy.data_parallel, parts.num_stages)
+    size = batch_size or _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(num_classes)
     plan = merged.plan(config, lambda plan: resolve(plan, kind))
@@ -79,6 +80,7 @@ def check(
             "tolerance": tolerance,
             "seed": t.seed,
             "compile_blocks": t.compile,
+            "optimizer": merged.optimizer.implementation,
         }
         result = check_plan(config, plan, batch_size=size, device=device, **settings)
         if dist.get_rank() == 0:
@@ -88,10 +90,10 @@ def check(
     run_in_world(plan, kind, work)
 
 
-def _batch_that_divides(data_parallel: int, stages: int) -> int:
-    """A small batch with two images in every micro-batch, enough micro-batches for the stages, and at least 16
-    images."""
-    size = data_parallel * 2 * (2 * stages if stages > 1 else 1)
+def _batch_that_divides(plan: Plan) -> int:
+    """The least batch of 16 or more images with two in every micro-batch, and twice as many of these as stages."""
+    count = plan.microbatches or (2 * plan.num_stages if plan.num_stages > 1 else 1)
+    size = plan.strategy.data_parallel * count * (plan.microbatch_size or 2)
     return size * -(-16 // size)
 
 

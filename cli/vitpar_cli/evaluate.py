@@ -34,13 +34,16 @@ def evaluate(
     Example: vitpar eval --checkpoint runs/20260102-…/checkpoints/step_450 --data data_shards/digits
     """
     from vitpar.data import ShardSet
-    from vitpar.errors import DataError
+    from vitpar.errors import DataError, RecipeError
     from vitpar.strategy.words import count
     from vitpar.train.recipe import ParallelSection, read_recipe
     from vitpar.train.weights import RECIPE, read_config
 
     config = read_config(checkpoint)
     options = {"data.path": data and str(data), "train.batch_size": batch_size, "train.precision": precision}
+    for assignment in assignments or ():
+        if not assignment.startswith(("data.", "train.")):
+            raise RecipeError(f"--set {assignment} changes nothing in an evaluation: only data.… and train.… do")
     saved = read_recipe(checkpoint / RECIPE, options, assignments or ())
     recipe = saved.model_copy(update={"parallel": ParallelSection(mesh=mesh)})
     shards = ShardSet.open(Path(recipe.data.path), split)

@@ -5,6 +5,7 @@ Each command group is a file; this one puts them together and turns user errors 
 
 import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -57,8 +58,10 @@ def main() -> None:
         try:
             app()
         except UserError as error:
-            if "VITPAR_REPORTS" in os.environ or os.environ.get("VITPAR_DEBUG"):
+            if "VITPAR_REPORTS" in os.environ:
                 raise
+            if os.environ.get("VITPAR_DEBUG"):
+                traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
 

@@ -104,7 +104,7 @@ class _LiveLine:
 
     def __init__(self, console: Console, steps: int) -> None:
         self._bar = BarColumn(bar_width=0)
-        # No thread redraws it: the training process forks data workers, and a thread may hold a lock at that moment.
+        # No thread redraws it: the log interval decides when there is something new to show.
         self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console, auto_refresh=False)
         self._task = self._progress.add_task("", total=steps)
         self._progress.start()

@@ -63,12 +63,14 @@ def train(
         train__precision=precision,
         train__compile=compile_blocks or None,
     )
-    from vitpar.train.input import open_data
+    from vitpar.train.input import open_data, transforms
     from vitpar.train.run_folder import check_run_folder
 
     kind = choose_device(device)
     train_set, _ = open_data(merged)
-    plan = merged.plan(merged.config(len(train_set.classes)), lambda plan: resolve(plan, kind))
+    config = merged.config(len(train_set.classes))
+    plan = merged.plan(config, lambda plan: resolve(plan, kind))
+    transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     check_run_folder(run_dir)
 
     def work(device: "torch.device") -> int:

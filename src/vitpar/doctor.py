@@ -30,8 +30,8 @@ MINIMUM = {  # as in the project's dependencies
     **{"safetensors": "0.5", "rich": "13.7", "typer": "0.15", "pillow": "10.3", "simplejpeg": "1.8", "tomli-w": "1.1"},
 }
 GB = 10**9
-ENOUGH_SHARED_MEMORY = GB  # loader processes hand batches over through it; containers often get 64 MB
-ENOUGH_OPEN_FILES = 4096  # shards × loader processes, and a socket for every peer
+ENOUGH_SHARED_MEMORY = GB  # NCCL moves data between ranks through it; containers often get 64 MB
+ENOUGH_OPEN_FILES = 4096  # shards, and a socket for every peer
 ENOUGH_PROCESSES = 1024
 ENOUGH_MEMORY = 2 * GB  # two ranks, before any model
 
@@ -207,7 +207,7 @@ def _wrong_devices(report: Mapping[str, Any]) -> Iterator[Problem]:
     for index, device in enumerate(devices):
         major, minor = device["compute_capability"]
         if major < 8:
-            fix = "train in float32, or float16 with care"
+            fix = "train in float32"
             yield "warning", f"GPU {index} ({device['name']}, {major}.{minor}) is too old for fast bfloat16: {fix}"
 
 
@@ -220,6 +220,6 @@ def _tight_limits(report: Mapping[str, Any]) -> Iterator[Problem]:
         yield "warning", f"only {processes} processes may run at once: ulimit -u {ENOUGH_PROCESSES}"
     if shared is not None and shared < ENOUGH_SHARED_MEMORY:
         fix = "remount it larger (docker run --shm-size=8g)"
-        yield "warning", f"/dev/shm, through which loader processes hand over batches, has {shared / GB:.2g} GB: {fix}"
+        yield "warning", f"/dev/shm, through which NCCL moves data between ranks, has {shared / GB:.2g} GB: {fix}"
     if available is not None and available < ENOUGH_MEMORY:
         yield "warning", f"only {available / GB:.2g} GB of memory are free: end other programs or start fewer ranks"

@@ -7,6 +7,7 @@ time.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -106,9 +107,14 @@ class Normalize:
 
     def __call__(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """images: uint8 [batch, 3, height, width] on any device. Returns `dtype`, of the same shape."""
-        mean = torch.tensor(self.mean, device=images.device).mul_(255)[:, None, None]
-        std = torch.tensor(self.std, device=images.device).mul_(255)[:, None, None]
+        mean, std = _channels(self.mean, images.device), _channels(self.std, images.device)
         return ((images.float() - mean) / std).to(dtype)
+
+
+@cache
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """0..1 values as 0..255 ones, [3, 1, 1] on `device`; made once, since copying to a GPU waits for it."""
+    return torch.tensor(values, device=device).mul_(255)[:, None, None]
 
 
 IMAGENET = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))

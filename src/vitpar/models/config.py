@@ -68,6 +68,10 @@ class ViTConfig:
             raise ModelError(f"2-D sincos positions need a width that 4 divides, {self.name} has {self.width}")
         if self.distillation and self.pool != "cls":
             raise ModelError(f"the distillation token of {self.name} needs pool 'cls', not '{self.pool}'")
+        if self.representation_size is not None and self.representation_size < 1:
+            raise ModelError(
+                f"representation_size of {self.name} is {self.representation_size}: use 1 or more, or leave it out"
+            )
         if self.registers < 0:
             raise ModelError(f"registers of {self.name} is {self.registers}: it must be 0 or more")
         for field in ("drop_path", "dropout"):
@@ -88,6 +92,11 @@ class ViTConfig:
     def tokens(self) -> int:
         """Tokens of an image inside the blocks."""
         return self.prefix_tokens + self.patches
+
+    @property
+    def features(self) -> int:
+        """Features that the classifier reads."""
+        return self.representation_size or self.width
 
     @property
     def head_dim(self) -> int:

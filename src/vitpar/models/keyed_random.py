@@ -24,33 +24,37 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("vitpar::keyed_uniform", mutates_args=())
-def keyed_uniform(keys: Tensor, place: int, shape: Sequence[int]) -> Tensor:
+def keyed_uniform(keys: Tensor, shape: Sequence[int]) -> Tensor:
     """Uniform numbers in [0, 1), one tensor of `shape` for every key.
 
-    keys: int64 [batch]. place: which use of randomness this is; unlike places give unrelated numbers.
-    Returns float32 [batch, *shape], a function of (key, place, index) alone. One operation to the compiler, which would
-    else take minutes over the chain of integer arithmetic.
+    keys: int64 [batch]. Returns float32 [batch, *shape], a function of (key, index) alone. One operation to the
+    compiler, which would else take minutes over the chain of integer arithmetic.
     """
-    offset = (place * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped to 64 bits as tensor arithmetic does
-    x = _mix(keys + offset)
+    x = _mix(keys)
     for size in shape:
         x = _mix(x.unsqueeze(-1) + torch.arange(1, size + 1, device=keys.device) * _GOLDEN)
     return (x & 0xFFFFFF).float() * 2.0**-24
 
 
 @keyed_uniform.register_fake
-def _(keys: Tensor, place: int, shape: Sequence[int]) -> Tensor:
+def _(keys: Tensor, shape: Sequence[int]) -> Tensor:
     return keys.new_empty((*keys.shape, *shape), dtype=torch.float32)
 
 
-def drop(x: Tensor, keys: Tensor | None, place: int, rate: float, *, whole_sample: bool) -> Tensor:
+def at_place(keys: Tensor, place: Tensor) -> Tensor:
+    """Keys for one use of randomness in the model: unlike places give unrelated numbers.
+
+    keys: int64 [batch]. place: int64, 0-dim.
+    """
+    return keys + place * _GOLDEN
+
+
+def drop(x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool) -> Tensor:
     """Zero parts of `x` with probability `rate` and scale the rest by 1 / (1 - rate).
 
-    x: [batch, tokens, features]. whole_sample: drop a sample's whole tensor (drop-path), else single elements
-    (dropout). Without keys (evaluation) or at rate 0 returns `x` itself.
+    x: [batch, tokens, features]. keys: int64 [batch]. whole_sample: drop a sample's whole tensor (drop-path), else
+    single elements (dropout).
     """
-    if keys is None or rate == 0.0:
-        return x
-    keep = keyed_uniform(keys, place, [] if whole_sample else list(x.shape[1:])) >= rate
+    keep = keyed_uniform(keys, [] if whole_sample else list(x.shape[1:])) >= rate
     keep = keep.view(-1, *(1,) * (x.dim() - 1)) if whole_sample else keep
     return x * keep.to(x.dtype) / (1.0 - rate)

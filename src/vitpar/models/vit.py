@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.config import ViTConfig
-from vitpar.models.keyed_random import drop
+from vitpar.models.keyed_random import at_place, drop
 
 EPS = 1e-6  # of every LayerNorm, as in the published models
 
@@ -68,7 +68,9 @@ class Stem(nn.Module):
         x = torch.cat([*prefix, x], dim=1) if prefix else x
         if self.pos_embed is not None:
             x = x + self.pos_embed
-        return drop(x, keys if self.training else None, 0, self.dropout, whole_sample=False)
+        if self.training and keys is not None and self.dropout:
+            x = drop(x, keys, self.dropout, whole_sample=False)
+        return x
 
 
 class Attention(nn.Module):
@@ -126,27 +128,37 @@ class Block(nn.Module):
         self.mlp = MLP(c.width, c.hidden)
         self.gamma1 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
         self.gamma2 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
-        self.dropout = c.dropout
-        self.drop_path = c.drop_path * index / max(1, c.depth - 1)
-        self.place = 1 + 4 * index  # of its random numbers; 0 is the stem's
+        self.index, self.dropout, self.drops_paths = index, c.dropout, c.drop_path > 0
+        self.drop_path_rate = c.drop_path * index / max(1, c.depth - 1)
+        # Tensors, since the compiler would make a graph for every value of a number: one graph serves all blocks.
+        self.register_buffer("place", torch.empty((), dtype=torch.int64), persistent=False)
+        self.register_buffer("rate", torch.empty(()), persistent=False)
 
-    def _branch(self, x: Tensor, gamma: Tensor | None, keys: Tensor | None, place: int) -> Tensor:
-        x = drop(x, keys, place, self.dropout, whole_sample=False)
+    def reset_buffers(self) -> None:
+        """Fill what is neither learned nor saved."""
+        self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; the stem's is 0
+        self.rate.fill_(self.drop_path_rate)
+
+    def _branch(self, x: Tensor, gamma: Tensor | None, keys: Tensor | None, branch: int) -> Tensor:
+        if keys is not None and self.dropout:
+            x = drop(x, at_place(keys, self.place + 2 * branch), self.dropout, whole_sample=False)
         x = x if gamma is None else x * gamma
-        return drop(x, keys, place + 1, self.drop_path, whole_sample=True)
+        if keys is not None and self.drops_paths:
+            x = drop(x, at_place(keys, self.place + 2 * branch + 1), self.rate, whole_sample=True)
+        return x
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
         keys = keys if self.training else None
-        x = x + self._branch(self.attn(self.norm1(x)), self.gamma1, keys, self.place)
-        return x + self._branch(self.mlp(self.norm2(x)), self.gamma2, keys, self.place + 2)
+        x = x + self._branch(self.attn(self.norm1(x)), self.gamma1, keys, 0)
+        return x + self._branch(self.mlp(self.norm2(x)), self.gamma2, keys, 1)
 
 
 class Head(nn.Module):
     """Tokens [batch, tokens, width] -> logits [batch, classes]: norm, pooling, optional representation layer,
     classifier."""
 
-    # Split over the input features, which tp always divides: the classes need not divide.
+    # Split over the input features, so that the classes need not divide.
     TENSOR_PARALLEL: ClassVar[dict[str, str]] = {"fc": "row_replicated_input", "fc_dist": "row_replicated_input"}
 
     def __init__(self, config: ViTConfig) -> None:
@@ -174,6 +186,8 @@ class Head(nn.Module):
 
 class ViT(nn.Module):
     """A Vision Transformer, or the consecutive part of one that `layers` names.
+
+    Parameters and buffers are not filled: ``vitpar.models.initial.initialise`` does that.
 
     config: the shape of the whole model. layers: names as in ``config.layer_names``; None for all.
     """

@@ -145,7 +145,7 @@ class ParallelModel:
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
                 shards *= size if not placement.is_replicate() else 1
-        return dist.get_world_size() // self.mesh["pp"].size() // shards
+        return dist.get_world_size() // self.plan.pipeline_degree // shards
 
     @property
     def sample_replicas(self) -> int:

@@ -31,8 +31,8 @@ class ModelShape(Protocol):
         """Hidden features of a block's MLP."""
 
     @property
-    def width(self) -> int:
-        """Features of a token between the layers."""
+    def features(self) -> int:
+        """Features that the classifier reads."""
 
 
 def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
@@ -59,8 +59,12 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
 
 def _check_tensor_parallel(plan: Plan, model: ModelShape) -> None:
     tp = plan.strategy.degree("tp")
-    working = [f"tp{n}" for n in closest(divisors(math.gcd(model.heads, model.hidden))[1:], tp, most=4)]
-    for number, noun in ((model.heads, "head"), (model.hidden, "hidden feature")):
+    working = [f"tp{n}" for n in closest(divisors(math.gcd(model.heads, model.hidden, model.features))[1:], tp, most=4)]
+    for number, noun in (
+        (model.heads, "head"),
+        (model.hidden, "hidden feature"),
+        (model.features, "classifier feature"),
+    ):
         if number % tp:
             fix = f"use {either(working)}" if working else "leave tp out"
             raise StrategyError(f"tp{tp} does not divide the {count(number, noun)} of {model.name}: {fix}")

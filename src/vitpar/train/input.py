@@ -18,6 +18,13 @@ def open_data(recipe: Recipe) -> tuple[ShardSet, ShardSet]:
     return ShardSet.open(path, "train"), ShardSet.open(path, "val")
 
 
+def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
+    """How images of `size` pixels are prepared. Raises RecipeError for a setting out of its range."""
+    d = recipe.data
+    train = TrainTransform(size, scale=d.crop_scale, ratio=d.crop_ratio, flip=d.flip)
+    return train, EvalTransform(size, crop_pct=d.crop_pct), Normalize(d.mean, d.std)
+
+
 class Input:
     """Input of one rank of `model`.
 
@@ -26,20 +33,16 @@ class Input:
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
         self._recipe, self._model = recipe, model
-        self._normalize = Normalize(recipe.data.mean, recipe.data.std)
+        self._train, self._eval, self._normalize = transforms(recipe, model.config.image_size)
 
     def train_batches(self, shards: ShardSet) -> TrainLoader:
         """This rank's slice of every global batch, without end."""
-        d, size = self._recipe.data, self._model.config.image_size
-        transform = TrainTransform(size, scale=d.crop_scale, ratio=d.crop_ratio, flip=d.flip)
-        return TrainLoader(shards, transform, seed=self._recipe.train.seed, **self._slice())
+        return TrainLoader(shards, self._train, seed=self._recipe.train.seed, **self._slice())
 
     def eval_batches(self, shards: ShardSet) -> EvalLoader:
         """This rank's part of the whole set, in batches of the training shape; the tail is padded with IGNORED
         labels."""
-        return EvalLoader(
-            shards, EvalTransform(self._model.config.image_size, crop_pct=self._recipe.data.crop_pct), **self._slice()
-        )
+        return EvalLoader(shards, self._eval, **self._slice())
 
     def _slice(self) -> dict:
         plan = self._model.plan
@@ -57,15 +60,21 @@ class Input:
         none."""
         if batch.images is None:
             return None
-        return self._normalize(batch.images.to(self._model.device, non_blocking=True), self._model.precision.compute)
+        return self._normalize(self.to_device(batch.images), self._model.precision.compute)
 
     def labels(self, batch: Batch | EvalBatch) -> Tensor:
         """Labels on the device, int64 [local], IGNORED where there is no usable image.
 
         Which images are unusable is known where they are decoded; the other pipeline ranks are told.
         """
-        labels = batch.labels.to(self._model.device)
+        labels = self.to_device(batch.labels)
         pipe = self._model.mesh["pp"]
         if self._recipe.data.bad_sample == "skip" and pipe.size() > 1:
             dist.broadcast(labels, group=pipe.get_group(), group_src=0)
         return labels
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device, without waiting for a GPU to finish its work."""
+        if self._model.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._model.device, non_blocking=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Dense matrix rate of one device in FLOP/s by name and precision, from the makers' data sheets.
 PEAK_FLOPS = {
     ("H200", "bf16"): 989e12,
-    ("H100", "bf16"): 989e12,
+    ("H100 80GB HBM3", "bf16"): 989e12,
     ("A100", "bf16"): 312e12,
 }
 WARM_UP_STEPS = 1
@@ -37,7 +37,7 @@ class StepLog:
 
     def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel) -> None:
         self._recipe, self._config, self._model = recipe, config, model
-        self._pending: list[tuple[int, Batch, Tensor, Tensor, float, float]] = []
+        self._pending: list[tuple[int, float, int, Tensor, Tensor, float, float]] = []
         self._begun = self._waiting = time.perf_counter()
         self._data_seconds = 0.0
         self._steps = 0
@@ -53,14 +53,14 @@ class StepLog:
 
     def add(self, number: int, batch: Batch, loss: Tensor, norm: Tensor, lr: float) -> None:
         """Update `number` is done, or on its way on the device."""
-        self._pending.append((number, batch, loss, norm, lr, self._data_seconds))
+        self._pending.append((number, batch.epoch, batch.samples, loss, norm, lr, self._data_seconds))
         self._waiting = time.perf_counter()
 
     def flush(self) -> list[dict[str, Any]]:
         """The rows since the last flush, with the losses of the global batches. Collective."""
         if not self._pending:
             return []
-        losses = torch.stack([loss for _, _, loss, *_ in self._pending]).double() / self._model.sample_replicas
+        losses = torch.stack([loss for *_, loss, _, _, _ in self._pending]).double() / self._model.sample_replicas
         if dist.get_world_size() > 1:
             dist.all_reduce(losses)
         norms = torch.stack([norm for *_, norm, _, _ in self._pending]).tolist()
@@ -75,8 +75,8 @@ class StepLog:
             {
                 "kind": "train",
                 "step": number,
-                "epoch": round(batch.epoch, 6),
-                "samples": batch.samples,
+                "epoch": round(epoch, 6),
+                "samples": samples,
                 "loss": loss,
                 "lr": lr,
                 "grad_norm": norm,
@@ -86,7 +86,7 @@ class StepLog:
                 "mfu": self._mfu(seconds),
                 "memory_bytes": memory_bytes(self._model.device),
             }
-            for (number, batch, _, _, lr, data), loss, norm in zip(self._pending, totals, norms, strict=True)
+            for (number, epoch, samples, _, _, lr, data), loss, norm in zip(self._pending, totals, norms, strict=True)
         ]
         self._pending.clear()
         return rows

@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class ShardedOptimizer:
-    """A torch optimizer over the local shards of named parameters, with gradient clipping by the global norm.
+    """A torch optimizer over the local shards of named parameters.
 
     parameters: (name, parameter) pairs of this rank. Shards without elements are left out.
     """
@@ -62,15 +62,9 @@ class ShardedOptimizer:
 
 
 def _torch_optimizer(groups: list[dict], settings: OptimizerSection) -> torch.optim.Optimizer:
-    implementation = {
-        "auto": {},
-        "foreach": {"foreach": True},
-        "fused": {"fused": True},
-        "for-loop": {"foreach": False},
-    }
-    options = dict(implementation[settings.implementation])
-    if settings.implementation == "auto":
-        options = {"fused": True}
+    fused = {"fused": True}
+    choices = {"auto": fused, "fused": fused, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
+    options = choices[settings.implementation]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, **options)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **options)

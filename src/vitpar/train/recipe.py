@@ -11,10 +11,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vitpar.errors import RecipeError, nearest
 from vitpar.models.config import ViTConfig, model_config
@@ -25,7 +25,7 @@ Implementation = Literal["auto", "foreach", "fused", "for-loop"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(_Section):
@@ -74,6 +74,12 @@ class OptimizerSection(_Section):
     momentum: float = Field(0.0, ge=0, lt=1)
     implementation: Implementation = "auto"
 
+    @model_validator(mode="after")
+    def _momentum_is_used(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum is a setting of sgd, {self.name} has betas: leave it out or use name = 'sgd'")
+        return self
+
 
 class LRScheduleSection(_Section):
     """Linear warm-up from 0, then cosine to `min_lr`. Give the warm-up in steps or in epochs."""
@@ -89,7 +95,7 @@ class TrainSection(_Section):
     batch_size: int = Field(128, ge=1)
     epochs: float | None = Field(None, gt=0)
     steps: int | None = Field(None, ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad_norm: float = Field(1.0, ge=0)
@@ -186,7 +192,7 @@ def read_recipe(path: Path | None, options: Mapping[str, Any] | None = None, ass
         if not equals or not key.strip():
             raise RecipeError(f"'{assignment}' sets nothing: write --set section.key=value, as in --set train.seed=1")
         given[key.strip()] = _parse_value(text.strip())
-    for key, value in given.items():
+    for key, value in sorted(given.items(), key=lambda item: item[0] != "model.name"):  # the name first: it clears
         section, dot, name = key.partition(".")
         if not dot or not isinstance(values.setdefault(section, {}), dict):
             raise RecipeError(f"'{key}' names no setting: use section.key, as in train.seed")

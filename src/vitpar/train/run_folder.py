@@ -47,7 +47,7 @@ class RunFolder:
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl."""
-        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
 
     def log(self, text: str) -> None:
@@ -75,15 +75,14 @@ def _fresh(parent: Path, name: str) -> Path:
 
 def _environment(command: Sequence[str]) -> dict[str, Any]:
     """Versions, hardware, git commit and command."""
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
     return {
         "command": list(command),
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": commit,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "platform": platform.platform(),

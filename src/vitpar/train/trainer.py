@@ -1,5 +1,6 @@
 """The training loop: the same for every plan."""
 
+import math
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.data import Batch
+from vitpar.errors import RecipeError
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
@@ -101,7 +103,7 @@ class Trainer:
         Returns this rank's part of the loss, the gradients' norm before clipping, the learning rate.
         """
         loss = self.model.forward_backward(
-            self.input.images(batch), self.input.labels(batch), batch.keys.to(self.device)
+            self.input.images(batch), self.input.labels(batch), self.input.to_device(batch.keys)
         )
         gradients = self.optimizer.gradients()
         norm = global_norm(gradients, self.model)
@@ -140,6 +142,12 @@ class Trainer:
             self.reporter.started(RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes))
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:  # the same on every rank, so all stop together
+            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise RecipeError(
+                    f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm "
+                    f"{row['grad_norm']}): lower optimizer.lr ({self.recipe.optimizer.lr}) or lengthen the warm-up"
+                )
         if self.folder and rows:
             for row in rows:
                 self.folder.metric(row)

@@ -73,6 +73,13 @@ def vitpar(place: Path) -> Command:
     return run
 
 
+@pytest.fixture(autouse=True)
+def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away the variables that a test which joined a world left behind."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def rows_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == kind]

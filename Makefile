@@ -23,7 +23,7 @@ data_shards/digits/dataset.json: | $(READY)
 	$(BIN)/vitpar data pack digits data_shards/digits
 
 demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8 processes, pipeline x tensor x data parallel
-	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml --device cpu
+	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
 test: $(READY)   ## The tests
 	$(BIN)/python -m pytest -m 'not slow'

@@ -9,6 +9,7 @@ import torch
 
 from plans import CASES, Case
 from ranks import RankPool
+from torch.distributed.fsdp import FSDPModule
 from vitpar import model_config, parse, validate
 from vitpar.parallel import data as data_parallel
 from vitpar.train.check import CheckResult, check_plan
@@ -57,17 +58,31 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
     """Make wrapped modules average over data-parallel ranks, or scale, or forget, their gradients."""
     from vitpar.models import vit
 
+    def divisor(module: Any, ranks: int) -> float:
+        if how == "averaged":
+            return float(ranks)
+        return 0.99 if isinstance(module, vit.Block) and module.index == 0 else 1.0
+
     # The package names its function as the module, so the module is fetched by name.
     parallelize = importlib.import_module("vitpar.parallel.parallelize")
     real = data_parallel.shard
 
     def shard(module: Any, mesh: Any, *args: Any, **kwargs: Any) -> None:
         real(module, mesh, *args, **kwargs)
-        if how == "averaged":
-            module.set_gradient_divide_factor(float(mesh.size()))
-        if how == "one block scaled" and isinstance(module, vit.Block) and module.index == 0:
-            module.set_gradient_divide_factor(0.99)
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor(module, mesh.size()))
 
+    class Spoilt(data_parallel.GradientSum):
+        def __init__(self, layer: Any, group: Any, backwards: int) -> None:
+            super().__init__(layer, group, backwards)
+            self._divisor = divisor(layer, group.size())
+
+        def wait(self) -> None:
+            super().wait()
+            for parameter in self._parameters:
+                parameter.grad /= self._divisor
+
+    patch.setattr(data_parallel, "GradientSum", Spoilt)
     patch.setattr(parallelize, "shard", shard)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.models.vit import ViT
-from vitpar.parallel.data import free_gathered, set_last_micro_batch
+from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tokens, send_tokens
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
@@ -54,6 +54,8 @@ class ParallelModel:
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        layers = [layer for stage in stages.values() for layer in stage.layers().values()]
+        self._gradient_sums = gradient_sums(layers, mesh, self.microbatches)
         self._schedule = None
         if plan.pipeline_degree > 1:
             group = mesh["pp"].get_group()
@@ -102,6 +104,8 @@ class ParallelModel:
                 loss = self.loss(stage(part, key), target)
                 loss.backward()
                 losses.append(loss)
+        for total in self._gradient_sums:
+            total.wait()
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach()

@@ -6,7 +6,8 @@ Order of wrapping:
 2. tensor parallel: split the parameters each layer class declares
 3. activation checkpoint: blocks recompute their forward in backward
 4. compile each block in place
-5. ``fully_shard`` each layer, then the stage: sharding, mixed precision, gradient reduction
+5. ``fully_shard`` each layer, then the stage: sharding, mixed precision, gradient reduction (where there is any of it
+   to do, see ``vitpar.parallel.data``)
 6. materialise on the device and initialise from (seed, parameter name)
 
 The optimizer is made after this, and saved weights are loaded after that.

@@ -92,6 +92,7 @@ def main() -> int:
                 continue
             results.append(result)
             table.add_row(*result.row())
+            progress.print(f"{case.name}: ratio {result.ratio('wall').text(3)}", highlight=False)
     console.print(table)
     if options.json:
         options.json.write_text(json.dumps({"header": facts, "cases": [r.to_json() for r in results]}, indent=1))

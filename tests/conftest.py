@@ -1,5 +1,6 @@
 """Fixtures that several files share."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,6 +27,9 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of this process only."""
-    join(ALONE, "cpu")
+    before = dict(os.environ)
+    join(ALONE, "cpu")  # writes the world's variables
     yield
     leave()
+    os.environ.clear()
+    os.environ.update(before)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from plans import CASES, Case
 from ranks import RankPool
-from torch.distributed.fsdp import FSDPModule
 from vitpar import model_config, parse, validate
 from vitpar.parallel import data as data_parallel
 from vitpar.train.check import CheckResult, check_plan

@@ -31,12 +31,16 @@ def header() -> dict[str, str]:
 def _commit() -> str:
     """The commit of this checkout, with a word where files differ from it."""
     try:
-        here = Path(__file__).parent
-        commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, text=True).strip()
-        changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=here, text=True).strip()
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "-uno")
     except (OSError, subprocess.CalledProcessError):
         return "unknown (no git checkout)"
     return commit + (" with local changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
 
 
 def _cpu_name() -> str:

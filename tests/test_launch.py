@@ -356,6 +356,7 @@ def test_no_world(env: dict[str, str]) -> None:
             TORCHRUN | {"LOCAL_RANK": "4"},
             "torchrun gave local rank 4 of 4 on this machine in a world of 8, which cannot be",
         ),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000: give a port from 1 to 65535"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
         (SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but slurm started 11 ranks: unset WORLD_SIZE"),

@@ -284,6 +284,7 @@ def test_unknown_names_and_options_point_to_the_nearest() -> None:
         ("5 heads do not divide the width 24", {"heads": 5}),
         ("need a width that 4 divides, vit_custom has 30", {"position": "sincos2d", "width": 30}),
         ("distillation token .* needs pool 'cls', not 'avg'", {"distillation": True, "pool": "avg"}),
+        ("unknown pool 'cl' of vit_custom .did you mean 'cls'.*use cls or avg", {"pool": "cl"}),
         ("registers .* is -1", {"registers": -1}),
         ("drop_path .* is 1.0", {"drop_path": 1.0}),
         ("dropout .* is -0.1", {"dropout": -0.1}),

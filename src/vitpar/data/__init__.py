@@ -11,10 +11,9 @@ from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
 from vitpar.data.order import batch_samples, permutation
 from vitpar.data.pack import pack
 from vitpar.data.survey import survey
-from vitpar.data.transforms import IMAGENET, EvalTransform, Normalize, TrainTransform
+from vitpar.data.transforms import EvalTransform, Normalize, TrainTransform
 
 __all__ = [
-    "IMAGENET",
     "Batch",
     "EvalBatch",
     "EvalLoader",

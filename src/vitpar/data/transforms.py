@@ -117,9 +117,6 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).mul_(255)[:, None, None]
 
 
-IMAGENET = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-
-
 def _resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Interpolation) -> Tensor:
     """uint8 [h, w, 3] -> uint8 [3, height, width]; no resampling where the size is right already."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)

@@ -58,7 +58,7 @@ class World:
                 f"{self.launcher} gave local rank {self.local_rank} of {self.local_size} on this machine in a world of "
                 f"{self.size}, which cannot be: start all ranks with one launcher, or correct its variables"
             )
-        if not 0 <= self.master_port < 65536:
+        if not (0 if self.size == 1 else 1) <= self.master_port < 65536:
             raise LaunchError(f"MASTER_PORT is {self.master_port}: give a port from 1 to 65535")
 
     @property

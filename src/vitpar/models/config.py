@@ -60,6 +60,11 @@ class ViTConfig:
                 f"patches of {self.patch_size} pixels do not tile images of {self.image_size} for {self.name}: "
                 f"use an image size of {near} or another patch size"
             )
+        for field, known in (("pool", ("cls", "avg")), ("position", ("learned", "sincos2d"))):
+            if (value := getattr(self, field)) not in known:
+                raise ModelError(
+                    f"unknown {field} '{value}' of {self.name}{nearest(value, known)}: use {' or '.join(known)}"
+                )
         if self.width % self.heads:
             raise ModelError(
                 f"{self.heads} heads do not divide the width {self.width} of {self.name}: change one of the two"

@@ -9,6 +9,7 @@ cached: two views over the same ranks count as different meshes to PyTorch.
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.strategy.plan import ROLES, Axis, Plan
@@ -16,11 +17,12 @@ from vitpar.strategy.plan import ROLES, Axis, Plan
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """The mesh of a uniform plan over the whole world. All ranks must call it."""
-    return _mesh(plan.axes, device_type)
+    return _mesh(plan.axes, device_type, dist.group.WORLD)
 
 
 @cache
-def _mesh(axes: tuple[Axis, ...], device_type: str) -> DeviceMesh:
+def _mesh(axes: tuple[Axis, ...], device_type: str, world: dist.ProcessGroup) -> DeviceMesh:
+    # `world` is part of the key: a mesh dies with the world it was made in.
     given = [axis.role for axis in axes]
     shape = [axis.size for axis in axes] + [1] * (len(ROLES) - len(axes))
     order = given + [role for role in ROLES if role not in given]

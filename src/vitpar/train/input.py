@@ -21,8 +21,8 @@ def open_data(recipe: Recipe) -> tuple[ShardSet, ShardSet]:
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
     """How images of `size` pixels are prepared. Raises RecipeError for a setting out of its range."""
     d = recipe.data
-    train = TrainTransform(size, scale=d.crop_scale, ratio=d.crop_ratio, flip=d.flip)
-    return train, EvalTransform(size, crop_pct=d.crop_pct), Normalize(d.mean, d.std)
+    train = TrainTransform(size, d.crop_scale, d.crop_ratio, d.flip, d.interpolation)
+    return train, EvalTransform(size, d.crop_pct, d.interpolation), Normalize(d.mean, d.std)
 
 
 class Input:

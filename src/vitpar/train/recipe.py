@@ -57,6 +57,7 @@ class DataSection(_Section):
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = Field(0.5, ge=0, le=1)
     crop_pct: float = Field(0.875, gt=0, le=1)
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     workers: int = Field(2, ge=0)

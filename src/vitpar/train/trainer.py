@@ -140,6 +140,11 @@ class Trainer:
         if self.folder:
             sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
             self.reporter.started(RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes))
+            if self.lr.warmup_steps >= self.total_steps:
+                self.reporter.note(
+                    f"the warm-up of {count(self.lr.warmup_steps, 'step')} is as long as the run or longer: the "
+                    f"learning rate never falls"
+                )
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:  # the same on every rank, so all stop together

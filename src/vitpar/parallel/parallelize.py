@@ -4,8 +4,8 @@ Order of wrapping:
 
 1. build on meta, only the layers of this rank's stages (names of parameters are those of the whole model)
 2. tensor parallel: split the parameters each layer class declares
-3. activation checkpoint: blocks recompute their forward in backward
-4. compile each block in place
+3. compile the forward of each block
+4. activation checkpoint: blocks recompute their forward in backward
 5. ``fully_shard`` each layer, then the stage: sharding, mixed precision, gradient reduction (where there is any of it
    to do, see ``vitpar.parallel.data``)
 6. materialise on the device and initialise from (seed, parameter name)
@@ -65,15 +65,15 @@ def _wrapped(
     """One stage on meta with every wrapper on it."""
     with torch.device("meta"):
         stage = ViT(config, names).to(numbers.parameters)
-    strategy = plan.strategy
+    strategy, tensor_mesh = plan.strategy, mesh["tp"]  # one object for all layers, or the compiler tells them apart
     for name, layer in stage.layers().items():
         if strategy.degree("tp") > 1:
-            apply_tensor_parallel(layer, mesh["tp"])
+            apply_tensor_parallel(layer, tensor_mesh)
         if name.startswith("blocks."):
+            if compile_blocks:
+                layer.forward = torch.compile(layer.forward)
             if strategy.checkpoint:
                 recompute_in_backward(layer)
-            if compile_blocks:
-                layer.compile()
     # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
     reshard = strategy.degree("fsdp") > 1 and plan.pipeline_degree == 1
     for name, layer in stage.layers().items():

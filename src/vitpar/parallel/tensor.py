@@ -14,7 +14,7 @@ gradients are equal there.
 """
 
 from collections.abc import Callable
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -70,20 +70,22 @@ def _slice_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.redistribute(placements=(Shard(x.dim() - 1),)).to_local()
 
 
-def _column(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    return F.linear(_Enter.apply(x, mesh.get_group()), module.weight.to_local(), module.bias.to_local())
+def _column(module: nn.Linear, x: Tensor) -> Tensor:
+    group = module.tensor_mesh.get_group()
+    return F.linear(_Enter.apply(x, group), module.weight.to_local(), module.bias.to_local())
 
 
-def _row(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+def _row(module: nn.Linear, x: Tensor) -> Tensor:
     # The bias after the sum, or it would be added once per rank.
-    return _Leave.apply(F.linear(x, module.weight.to_local()), mesh.get_group()) + module.bias.to_local()
+    group = module.tensor_mesh.get_group()
+    return _Leave.apply(F.linear(x, module.weight.to_local()), group) + module.bias.to_local()
 
 
-def _row_replicated_input(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    return _row(module, mesh, _slice_features(x, mesh))
+def _row_replicated_input(module: nn.Linear, x: Tensor) -> Tensor:
+    return _row(module, _slice_features(x, module.tensor_mesh))
 
 
-def _heads(module: nn.LayerNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
+def _heads(module: nn.LayerNorm, x: Tensor) -> Tensor:
     # Each rank sees only its own heads: its gradient of the shared weight is a partial sum (upstream: titan#1805).
     weight = module.weight.to_local(grad_placements=(Partial(),))
     bias = module.bias.to_local(grad_placements=(Partial(),))
@@ -101,7 +103,9 @@ class Split(ParallelStyle):
         for name, placement in self._placements.items():
             whole = getattr(module, name)
             setattr(module, name, nn.Parameter(distribute_tensor(whole, device_mesh, (placement,), src_data_rank=None)))
-        module.forward = partial(self._forward, module, device_mesh)
+        module.tensor_mesh = device_mesh
+        # A bound method: over a partial, another object in every layer, the compiler would make a graph for each.
+        module.forward = MethodType(self._forward, module)
         return module
 
 

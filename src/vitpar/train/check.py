@@ -27,10 +27,11 @@ from vitpar.train.recipe import Implementation, OptimizerSection
 STEPS = 3
 LEARNING_RATE = 0.05
 FLOOR = 1e-3
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.25}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.15}
 """Largest relative error allowed, by precision.
 
-bfloat16 keeps 8 bits, and single elements of a gradient are sums that cancel.
+bfloat16 keeps 8 bits, and single elements of a gradient are sums that cancel: 5 % is seen in sound plans. What a plan
+does wrong by less than that shows in fp32 only.
 """
 
 

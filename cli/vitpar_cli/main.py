@@ -17,6 +17,7 @@ app = typer.Typer(
     name="vitpar",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.train)

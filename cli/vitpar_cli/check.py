@@ -46,8 +46,8 @@ def check(
     """Prove that a plan does not change the training.
 
     Builds the model under the plan and in one process, and compares on the same seed and data: the loss, every
-    parameter's gradient and three SGD steps. Exits with 1 when an error is beyond the tolerance. The model is a tiny ViT
-    unless --recipe or --model names another.
+    parameter's gradient and three SGD steps. Exits with 1 when an error is beyond the tolerance. The model is a tiny
+    ViT unless --recipe or --model names another.
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """

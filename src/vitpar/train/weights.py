@@ -12,6 +12,7 @@ reads what any other plan wrote: parameters are found by name and cut to the loc
 """
 
 import json
+import logging
 import os
 import shutil
 from dataclasses import asdict
@@ -37,6 +38,8 @@ RECIPE = "recipe.toml"
 @torch.no_grad()
 def save_weights(model: ParallelModel, folder: Path, recipe: Recipe) -> None:
     """Write the whole parameters of `model` to `folder`, replacing it. Collective over all ranks."""
+    # That gathering over two axes takes two messages is no news to the user, and happens once a save.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)

@@ -79,6 +79,7 @@ CASES = (
     # schedules, micro-batches, stages
     Case("pp2", {"schedule": "gpipe"}),
     Case("pp4xdp2", {"schedule": "gpipe", "microbatches": 8}),
+    Case("pp2xtp2", {"schedule": "gpipe"}),
     Case("pp2", INTERLEAVED),
     Case("pp2xtp2xdp2", INTERLEAVED),
     Case("pp2xfsdp2", {**INTERLEAVED, "microbatches": 4}),
@@ -90,6 +91,8 @@ CASES = (
     Case("dp1+ckpt"),
     Case("fsdp2xtp2+ckpt"),
     Case("pp2xtp2xdp2+ckpt", model=EVERYTHING),
+    Case("dp2xfsdp2+ckpt"),
+    Case("pp2+ckpt", INTERLEAVED),
     # the model's options, with classes that tp does not divide
     Case("dp1", model=EVERYTHING),
     Case("tp4xfsdp2", model={**EVERYTHING, "num_classes": 7}),
@@ -97,9 +100,15 @@ CASES = (
     Case("tp2xdp2", model={"pool": "avg", "position": "sincos2d", "representation_size": 48}),
     # precision
     Case("pp2xtp2xdp2", check={"precision": "fp64"}),
+    Case("dp2xfsdp2", check={"precision": "fp64"}),
+    Case("pp2xfsdp2", INTERLEAVED, check={"precision": "fp64"}),
     Case("dp1", check={"precision": "bf16"}),
+    Case("dp2xfsdp2", check={"precision": "bf16"}),
+    Case("pp2xfsdp2", INTERLEAVED, check={"precision": "bf16"}),
     Case("pp2xtp2xdp2", check={"precision": "bf16"}),
     Case("fsdp2xtp2", check={"precision": "bf16"}),
+    # the loss
+    Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
     # optimizers on mixed meshes
     Case("tp2xfsdp2", check={"optimizer": "foreach"}),
     Case("tp2xfsdp2", check={"optimizer": "fused"}),

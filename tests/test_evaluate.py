@@ -12,7 +12,7 @@ import torch
 from ranks import RankPool
 from small_data import CLASSES, TRAIN, VAL, damage, pack_small
 from vitpar import ViTConfig, model_config, parse, validate
-from vitpar.data import EvalTransform, Normalize, ShardSet
+from vitpar.data import EvalTransform, Normalize, ShardSet, Skipped
 from vitpar.data.images import decode
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
@@ -76,14 +76,13 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation
         better = int((logits > logits[label]).sum())
         samples, top1, top5 = samples + 1, top1 + (better < 1), top5 + (better < 5)
         loss += float(logits.exp().sum().log() - logits[label])
-    return Evaluation(samples, loss / samples, top1 / samples, top5 / samples)
+    return Evaluation(samples, loss / samples, top1 / samples, top5 / samples, Skipped(len(without)))
 
 
 def same(result: Evaluation, expected: Evaluation) -> bool:
     """Counts exactly, the loss up to the order of its sums."""
-    return replace(result, loss=0) == replace(expected, loss=0) and result.loss == pytest.approx(
-        expected.loss, rel=1e-5
-    )
+    counts = [replace(r, loss=0, skipped=Skipped(r.skipped.times)) for r in (result, expected)]
+    return counts[0] == counts[1] and result.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +119,7 @@ def test_bad_images_are_left_out_everywhere(
     assert expected.samples == VAL - 2
     for result in ranks(parse(mesh).world_size).run(evaluated, folder, "val", mesh, {}, "skip"):
         assert same(result, expected), (result, expected)
+        assert result.warning is not None and all(name in result.warning for name in names)
 
 
 def test_nothing_but_bad_images(tmp_path: Path, alone: None) -> None:

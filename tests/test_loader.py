@@ -1,6 +1,5 @@
 """Batches: one global order under every plan, pixels that follow the sample, and faults that surface."""
 
-import logging
 import subprocess
 import sys
 import threading
@@ -176,12 +175,13 @@ def test_a_bad_sample_fails_by_name(damaged, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_sample_is_skipped_counted_and_logged_once(damaged, workers, caplog):
+def test_a_bad_sample_is_skipped_counted_and_named(damaged, workers):
     shards = ShardSet.open(damaged, "train")
     loader = TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip")
-    with caplog.at_level(logging.WARNING):
-        batches = take(loader, 6)
-    assert loader.skipped == 4 and len(caplog.records) == 1 and "cannot be decoded" in caplog.text
+    batches = take(loader, 6)
+    problems = "; ".join(loader.skipped.problems)
+    assert loader.skipped.times == 4 and len(loader.skipped.problems) == 2, "two images, met twice each"
+    assert shards.name(4) in problems and shards.name(11) in problems and "cannot be decoded" in problems
     order = np.concatenate([batch_samples(0, 21, step, 7)[1] for step in range(6)])
     labels = torch.cat([b.labels for b in batches])
     bad = torch.from_numpy(np.isin(order, (4, 11)))
@@ -190,7 +190,7 @@ def test_a_bad_sample_is_skipped_counted_and_logged_once(damaged, workers, caplo
     images = torch.cat([b.images for b in batches])
     assert not images[bad].any() and images[~bad].flatten(1).any(1).all()
     val = EvalLoader(ShardSet.open(damaged, "val"), EVAL, batch_size=9, bad_sample="skip")
-    assert (next(iter(val)).labels == IGNORED).nonzero().flatten().tolist() == [2] and val.skipped == 1
+    assert (next(iter(val)).labels == IGNORED).nonzero().flatten().tolist() == [2] and val.skipped.times == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])

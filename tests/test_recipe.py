@@ -90,19 +90,16 @@ def test_a_later_alternative_replaces_the_earlier(section: str, one: dict, other
     first, second = (other, one) if turned else (one, other)
     ((old, before),), ((new, after),) = first.items(), second.items()
     base = {"data.path": "x"} | ({} if section == "train" else {"train.steps": 1})
-    for sources in (
-        ({**base, f"{section}.{old}": before, f"{section}.{new}": after}, []),
-        ({**base, f"{section}.{old}": before}, [f"{section}.{new}={after}"]),
-    ):
-        settings = getattr(read_recipe(None, *sources), section)
-        assert (getattr(settings, old), getattr(settings, new)) == (None, after)
+    recipe = read_recipe(None, {**base, f"{section}.{old}": before}, [f"{section}.{new}={after}"])
+    settings = getattr(recipe, section)
+    assert (getattr(settings, old), getattr(settings, new)) == (None, after)
 
 
 @pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
 def test_both_alternatives_in_one_file_are_refused(section: str, one: dict, other: dict, tmp_path: Path) -> None:
     lines = "\n".join(f"{name} = {value}" for name, value in {**one, **other}.items())
     names = " and ".join(f"{section}.{name}" for name in (*one, *other))
-    with pytest.raises(RecipeError, match=f"the recipe gives both {names}: keep one"):
+    with pytest.raises(RecipeError, match=f"both {names} are given: keep one"):
         read_recipe(written(tmp_path, f'[data]\npath = "x"\n[{section}]\n{lines}'))
 
 
@@ -116,9 +113,40 @@ def test_a_model_named_later_brings_its_own_sizes(file: Path) -> None:
     assert read_recipe(file, {}, ["model.depth=6"]).config(10).depth == 6  # sizes alone change the file's model
 
 
+def test_what_the_name_of_a_model_does_not_decide_stays(tmp_path: Path) -> None:
+    text = '[model]\nname = "vit_tiny_patch4_32"\nwidth = 96\npool = "avg"\ndrop_path = 0.1\n[data]\npath = "x"\n'
+    file = written(tmp_path, text + "[train]\nsteps = 1\n")
+    config = read_recipe(file, {"model.name": "vit_base_patch16_224"}).config(10)
+    assert (config.width, config.pool, config.drop_path) == (768, "avg", 0.1)
+    same = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}).config(10)
+    assert same == read_recipe(file).config(10) and same.width == 96
+
+
+@pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
+def test_both_alternatives_as_options_are_refused(section: str, one: dict, other: dict) -> None:
+    given = {f"{section}.{key}": value for key, value in {**one, **other}.items()}
+    with pytest.raises(RecipeError, match="are given: keep one"):
+        read_recipe(None, {"data.path": "x", "train.steps": 1, **given})
+    with pytest.raises(RecipeError, match="are given: keep one"):
+        read_recipe(None, {"data.path": "x"}, [f"{key}={value}" for key, value in given.items()])
+
+
+def test_settings_beside_a_whole_plan_are_refused_even_at_their_defaults(tmp_path: Path) -> None:
+    base = {"data.path": "x", "train.steps": 1, "parallel.mesh": "plan.json"}
+    recipe = read_recipe(None, base)
+    again = read_recipe(written(tmp_path, recipe.to_toml()))
+    assert again == recipe and again.parallel.model_fields_set == {"mesh"}
+    with pytest.raises(RecipeError, match=r"'plan\.json' is a whole plan"):
+        read_recipe(None, {**base, "parallel.schedule": "1f1b"}).requested_plan()
+
+
 REFUSED = [
     (["train.sed=1"], r"unknown recipe key 'train.sed' \(did you mean 'train.seed'\?\)"),
     (["optimzer.lr=1"], r"unknown recipe key 'optimzer' \(did you mean 'optimizer'\?\)"),
+    (["optimizer.betas=[0.9,1.5]"], r"recipe key 'optimizer.betas.1' is 1.5: input should be less than 1"),
+    (["optimizer.momentum=0.9"], r"optimizer.momentum is 0.9, which adamw does not use: leave it out"),
+    (["optimizer.name=sgd", "optimizer.eps=0.1"], r"optimizer.eps is 0.1, which sgd does not use: leave it out"),
+    (["lr_schedule.min_lr=5.0"], r"lr_schedule.min_lr 5.0 is above optimizer.lr"),
     (["train.lr=1"], r"unknown recipe key 'train.lr' \(did you mean 'optimizer.lr'\?\)"),
     (["trian.seed=1"], r"unknown recipe key 'trian' \(did you mean 'train'\?\)"),
     (["banana.split=1"], r"unknown recipe key 'banana'.*sections are model, data, optimizer"),

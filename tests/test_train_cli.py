@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from vitpar.data import ShardSet
 
 ROOT = Path(__file__).parent.parent
 STEPS = 4
+CHECKPOINT = f"alone/checkpoints/step_{STEPS}"
 RECIPE = """
 [model]
 name = "vit_custom"
@@ -197,7 +199,7 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
 ) -> None:
     assert TRAIN * CLASSES <= 5 * 8 < 2 * TRAIN * CLASSES  # 5 steps are one epoch and a little
     runs = {}
-    for mesh in ("dp1", "pp2"):
+    for mesh in ("dp1", "pp2", "dp2"):
         words = ("--mesh", mesh, "--run-dir", f"skip-{mesh}", "--steps", "5", "--set", "data.bad_sample=skip")
         done = vitpar("train", "--recipe", "recipe.toml", "--data", "spoilt", *words)
         assert done.returncode == 0, done.stderr
@@ -205,13 +207,16 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
         notes = [
             line.partition(" ")[2] for line in (runs[mesh] / "log.txt").read_text().splitlines() if "warning" in line
         ]
-        assert notes[:-1] == ["warning: 1 validation image that cannot be read skipped"] * 2
-        assert notes[-1] in [f"warning: training images that cannot be read skipped {n} times" for n in (2, 3, 4)]
-        assert notes[-1] in done.stdout
+        assert [note.partition(":")[2].partition(":")[0] for note in notes] == [" validation"] * 2 + [" training"]
+        assert "1 image skipped: sample '" in notes[0] and spoilt[2] in notes[0]
+        assert re.search("images skipped [234] times: sample '", notes[-1])
+        assert all(name in notes[-1] for name in spoilt[:2])
+        assert " ".join(notes[-1].removeprefix("warning: ").split()) in " ".join(done.stdout.split())
         assert [row["samples"] for row in rows_of(runs[mesh], "eval")] == [VAL - 1] * 2
-    assert losses_of(runs["pp2"]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
+    for mesh in ("pp2", "dp2"):
+        assert losses_of(runs[mesh]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
     notes = [(run / "log.txt").read_text().splitlines()[-2].partition(" ")[2] for run in runs.values()]
-    assert notes[0] == notes[1]
+    assert notes[0] == notes[1] == notes[2]
 
 
 # bad input
@@ -259,6 +264,11 @@ BAD_INPUT = [
     (["--precision", "fp16"], "recipe key 'train.precision' is 'fp16'"),
     (["--run-dir", "used"], "the run folder 'used' exists and is not empty"),
     (["--run-dir", "recipe.toml"], "the run folder 'recipe.toml' exists"),
+    (["--run-dir", "recipe.toml/run"], "the run folder 'recipe.toml/run' cannot be made"),
+    (["--epochs", "2", "--steps", "5"], "both train.epochs and train.steps are given: keep one"),
+    (["--set", "optimizer.betas=[0.9, 1.5]"], "recipe key 'optimizer.betas.1' is 1.5"),
+    (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.001: lower it"),
+    (["--set", "data.std=[0.0, 1.0, 1.0]"], "must be positive in every channel"),
     (["--device", "cuda"], "this machine shows no CUDA GPU: use --device cpu"),
     (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
 ]
@@ -296,13 +306,40 @@ def test_a_product_that_is_not_the_world_is_refused(
 
 
 @pytest.mark.parametrize(
-    "words", [["eval", "--checkpoint", "gone"], ["check", "--mesh", "tp5"], ["plan", "--recipe", "recipe.toml", "tp5"]]
+    ("words", "message"),
+    [
+        (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
+        (
+            ["eval", "--checkpoint", CHECKPOINT, "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"],
+            "must be positive in every",
+        ),
+        (
+            ["eval", "--checkpoint", CHECKPOINT, "--set", "optimizer.lr=1"],
+            "optimizer.lr changes nothing in an evaluation",
+        ),
+        (["check", "--mesh", "tp5"], "tp5"),
+        (["check", "--mesh", "dp2", "--set", "optimizer.lr=1"], "--set optimizer.lr changes nothing in a check"),
+        (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
+    ],
 )
 def test_other_commands_refuse_alike(
-    words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    place: Path,
+    alone_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(place)
-    assert words[-1] in refusal(words, monkeypatch, capsys)
+    assert message in refusal(words, monkeypatch, capsys)
+
+
+def test_files_of_the_folder_one_is_in_are_not_modules(place: Path, vitpar: Command) -> None:
+    (place / "random.py").write_text("raise SystemExit('not this one')")
+    done = vitpar("check", "--mesh", "dp2", "--set", "model.depth=1", "--set", "train.batch_size=4", launcher=("-P",))
+    (place / "random.py").unlink()
+    assert done.returncode == 0, done.stderr
+    assert "batch 4" in done.stdout
 
 
 def test_the_program_itself_refuses(vitpar: Command) -> None:

@@ -67,6 +67,14 @@ def test_harmless_jpeg_flaws_are_accepted():
     assert np.array_equal(decode(flawed), decode(data))
 
 
+def test_pillow_reads_jpegs_where_simplejpeg_is_missing(monkeypatch):
+    pixels = decode(encoded(0, "JPEG")).astype(int)
+    monkeypatch.setattr("vitpar.data.images.simplejpeg", None)
+    assert np.abs(decode(encoded(0, "JPEG")).astype(int) - pixels).max() <= 2
+    with pytest.raises(BadImage):
+        decode(encoded(0, "JPEG")[:-40])
+
+
 @pytest.mark.parametrize(("height", "width"), [(40, 64), (64, 40), (20, 20), (3, 90), (90, 3), (1, 1)])
 def test_train_crop_is_inside_the_image_and_of_the_asked_area(height, width):
     transform = TrainTransform(16, scale=(0.25, 0.75))

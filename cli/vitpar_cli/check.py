@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 TINY = "vit_nano_patch4_16"  # 8 blocks and 12 heads, so that most plans fit it
 ROWS_SHOWN = 8
+USED = (
+    *("model.", "parallel.", "optimizer.implementation"),
+    *(f"train.{key}" for key in ("batch_size", "seed", "precision", "label_smoothing", "compile")),
+)
+"""Settings that matter to a check."""
 
 
 def check(
@@ -24,7 +29,12 @@ def check(
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
     num_classes: Annotated[int, typer.Option("--num-classes", min=2, help="Classes of the model's head.")] = 10,
-    batch_size: o.BatchSize = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", min=1, help="Images of a step over all ranks.  \\[default: 16 or the next that divides]"
+        ),
+    ] = None,
     microbatches: o.Microbatches = None,
     microbatch_size: o.MicrobatchSize = None,
     schedule: o.Schedule = None,
@@ -51,11 +61,13 @@ def check(
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
+    o.refuse_idle(assignments, "a check", USED)
     merged = o.merged_recipe(
         recipe,
         None if recipe else Path("unused"),  # no data is read
         assignments,
         parallel__mesh=mesh,
+        train__batch_size=batch_size,
         model__name=model or (None if recipe else TINY),
         train__steps=1 if recipe is None else None,
         parallel__microbatches=microbatches,
@@ -68,7 +80,8 @@ def check(
     )
     kind = choose_device(device)
     parts = resolve(merged.requested_plan(), kind)
-    size = batch_size or _batch_that_divides(parts)
+    named = any(assignment.partition("=")[0].strip() == "train.batch_size" for assignment in assignments or ())
+    size = merged.train.batch_size if named or batch_size else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(num_classes)
     plan = merged.plan(config, lambda plan: resolve(plan, kind))
@@ -83,6 +96,7 @@ def check(
             "precision": t.precision,
             "tolerance": tolerance,
             "seed": t.seed,
+            "label_smoothing": t.label_smoothing,
             "compile_blocks": t.compile,
             "optimizer": merged.optimizer.implementation,
         }

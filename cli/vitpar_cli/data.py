@@ -36,7 +36,9 @@ def pack_command(
         typer.Option(help="Part of every class that becomes `val` when SRC has no such split.", show_default="0.2"),
     ] = None,
     shard_samples: Annotated[int, typer.Option(help="Images in a shard.")] = 5000,
-    seed: Annotated[int, typer.Option(help="Decides the carved split and how shards mix the classes.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Decides the carved split and how shards mix the classes.")
+    ] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
 ) -> None:
     """Pack images into WebDataset shards, byte for byte, with an index beside them.

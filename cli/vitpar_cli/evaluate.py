@@ -1,7 +1,6 @@
 """`vitpar eval`."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,12 @@ from vitpar_cli.world import choose_device, resolve, run_in_world
 
 if TYPE_CHECKING:
     import torch
+
+USED = (
+    *(f"data.{key}" for key in ("path", "crop_pct", "interpolation", "mean", "std", "workers", "bad_sample")),
+    *(f"train.{key}" for key in ("batch_size", "precision", "compile")),
+)
+"""Settings that matter to an evaluation."""
 
 
 def evaluate(
@@ -34,16 +39,14 @@ def evaluate(
     Example: vitpar eval --checkpoint runs/20260102-…/checkpoints/step_450 --data data_shards/digits
     """
     from vitpar.data import ShardSet
-    from vitpar.errors import DataError, RecipeError
-    from vitpar.strategy.words import count
+    from vitpar.errors import DataError
+    from vitpar.train.input import transforms
     from vitpar.train.recipe import ParallelSection, read_recipe
     from vitpar.train.weights import RECIPE, read_config
 
     config = read_config(checkpoint)
     options = {"data.path": data and str(data), "train.batch_size": batch_size, "train.precision": precision}
-    for assignment in assignments or ():
-        if not assignment.startswith(("data.", "train.")):
-            raise RecipeError(f"--set {assignment} changes nothing in an evaluation: only data.… and train.… do")
+    o.refuse_idle(assignments, "an evaluation", USED)
     saved = read_recipe(checkpoint / RECIPE, options, assignments or ())
     recipe = saved.model_copy(update={"parallel": ParallelSection(mesh=mesh)})
     shards = ShardSet.open(Path(recipe.data.path), split)
@@ -54,6 +57,7 @@ def evaluate(
         )
     kind = choose_device(device)
     plan = recipe.plan(config, lambda plan: resolve(plan, kind))
+    transforms(recipe, config.image_size)  # refuses wrong settings before anything starts
 
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
@@ -64,15 +68,21 @@ def evaluate(
         from vitpar.train.weights import load_weights
 
         train = recipe.train
-        model = parallelize(config, plan, batch_size=train.batch_size, device=device, precision_name=train.precision)
+        model = parallelize(
+            config,
+            plan,
+            batch_size=train.batch_size,
+            device=device,
+            precision_name=train.precision,
+            compile_blocks=train.compile,
+        )
         load_weights(model, checkpoint)
         result = evaluate(model, Input(recipe, model), shards)
         if dist.get_rank() == 0:
-            if result.samples < len(shards):
-                skipped = count(len(shards) - result.samples, "image")
-                typer.echo(f"warning: {skipped} that cannot be read skipped", err=True)
+            if result.warning:
+                typer.echo(f"warning: {result.warning}", err=True)
             if as_json:
-                typer.echo(json.dumps(asdict(result)))
+                typer.echo(json.dumps(result.figures))
             else:
                 typer.echo(
                     f"{result.samples} images of '{split}': top-1 {result.top1:.2%}, "

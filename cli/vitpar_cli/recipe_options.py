@@ -1,10 +1,12 @@
 """Options that several commands share, and the recipe they make together."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from vitpar.errors import RecipeError
 from vitpar.train.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
 RecipeFile = Annotated[
@@ -19,8 +21,12 @@ Mesh = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder made by `vitpar data pack`.")]
 ModelName = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="timm's name, such as vit_small_patch16_224.")
+    str | None,
+    typer.Option(
+        "--model", metavar="NAME", help="timm's name, such as vit_small_patch16_224; its sizes replace the recipe's."
+    ),
 ]
+# The model's sizes come with its name; pooling, positions and drop rates stay those of the recipe.
 BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Images of a step over all ranks.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a step.")]
 MicrobatchSize = Annotated[
@@ -48,6 +54,14 @@ def parse_split(text: str | None) -> str | list[int] | None:
     if text is not None and text.replace(",", "").isdigit():
         return [int(part) for part in text.split(",") if part]
     return text
+
+
+def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]) -> None:
+    """Refuse ``--set`` of a setting that does nothing here. doing: what the command does. used: keys, or "section."."""
+    for assignment in assignments or ():
+        key = assignment.partition("=")[0].strip()
+        if key not in used and f"{key.partition('.')[0]}." not in used:
+            raise RecipeError(f"--set {key} changes nothing in {doing}: what does are {', '.join(used)}")
 
 
 def merged_recipe(path: Path | None, data: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:

@@ -76,7 +76,8 @@ def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], in
 
     world = find_world()
     if world is None and plan.world_size > 1:
-        argv = ["-m", "vitpar_cli.main", *sys.argv[1:]]
+        # -P: no file of the folder we are in takes the place of a module.
+        argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         raise typer.Exit(spawn(plan.world_size, argv, device=device, debug=bool(os.environ.get("VITPAR_DEBUG"))))
     code = work(join(world or ALONE, device))
     leave()

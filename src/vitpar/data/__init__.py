@@ -6,6 +6,7 @@
 >>> batch = next(iter(loader))
 """
 
+from vitpar.data.decoding import Skipped
 from vitpar.data.index import ShardSet, build_index
 from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
 from vitpar.data.order import batch_samples, permutation
@@ -20,6 +21,7 @@ __all__ = [
     "EvalTransform",
     "Normalize",
     "ShardSet",
+    "Skipped",
     "TrainLoader",
     "TrainTransform",
     "batch_samples",

@@ -4,7 +4,6 @@ Threads suffice because decoding and resizing run outside Python's global lock. 
 batch's tensor and randomness of its own, so no result depends on which thread did it or when.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ BadSample = Literal["fail", "skip"]
 
 _PREFETCH = 2  # batches in work beyond the one being waited for
 _TASK = 16  # rows a thread takes at a time: enough to hide the hand-over of tiny images, few enough to stop quickly
-_log = logging.getLogger(__name__)
+_NAMED = 3  # bad samples that are named; the others are only counted
 
 
 @dataclass
@@ -45,12 +44,24 @@ class Job:
     skipped: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """Bad samples that were passed over. times: how often. problems: which ones and what is wrong, the first few."""
+
+    times: int = 0
+    problems: tuple[str, ...] = ()
+
+    def __add__(self, other: "Skipped") -> "Skipped":
+        problems = sorted({*self.problems, *other.problems})
+        return Skipped(self.times + other.times, tuple(problems[:_NAMED]))
+
+
 class Decoder:
     """Fills jobs from `shards`.
 
     apply: from the decoded uint8 [height, width, 3] and the sample's key to uint8 [3, size, size]. workers: threads,
     0 to decode in the caller's own. bad_sample: what an image that cannot be decoded does: "fail" raises DataError,
-    "skip" leaves a zero image with label IGNORED, counts it in `skipped` and logs the first.
+    "skip" leaves a zero image with label IGNORED and counts it in `skipped`.
     """
 
     def __init__(
@@ -71,15 +82,13 @@ class Decoder:
         self.size = size
         self.workers = workers
         self.bad_sample = bad_sample
-        self.skipped = 0
+        self.skipped = Skipped()
 
     def fill(self, jobs: Iterable[Job]) -> Generator[Job]:
         """The jobs in order, filled; a skipped row has label IGNORED. Closing the iterator ends the threads."""
         with closing(self._threaded(jobs) if self.workers else self._inline(jobs)) as filled:
             for job in filled:
-                if job.skipped and not self.skipped:
-                    _log.warning("skipping %s; further ones are only counted", min(job.skipped))
-                self.skipped += len(job.skipped)
+                self.skipped = self.skipped + Skipped(len(job.skipped), tuple(job.skipped))
                 yield job
 
     def _inline(self, jobs: Iterable[Job]) -> Generator[Job]:
@@ -123,7 +132,7 @@ class Decoder:
             except BadImage as error:
                 problem = f"sample '{self.shards.name(sample)}' of '{self.shards.folder}': {error}"
                 if self.bad_sample == "fail":
-                    raise DataError(f"{problem}; replace it, or skip bad samples") from error
+                    raise DataError(f"{problem}; replace it, or skip such with data.bad_sample") from error
                 job.labels[row] = IGNORED
                 job.skipped.append(problem)
 

@@ -3,11 +3,15 @@
 import io
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vitpar.errors import DataError
+
+try:
+    import simplejpeg
+except ImportError:  # `vitpar doctor` says so; Pillow reads JPEGs too, more slowly
+    simplejpeg = None
 
 # How the bytes of a type begin, and the extension that a shard gives it.
 _SIGNATURES = (
@@ -40,12 +44,12 @@ def image_size(data: bytes) -> tuple[int, int]:
         with Image.open(io.BytesIO(data)) as image:
             return image.size
     except Exception as error:  # damaged bytes make decoders raise nearly anything
-        raise BadImage(f"its header cannot be read ({error})") from error
+        raise BadImage(f"its header cannot be read ({_reason(error)})") from error
 
 
 def decode(data: bytes) -> NDArray[np.uint8]:
     """The pixels as writable RGB, uint8 [height, width, 3]; grey is repeated, alpha dropped. Raises BadImage."""
-    if data[:2] == b"\xff\xd8":
+    if simplejpeg is not None and data[:2] == b"\xff\xd8":
         try:
             return simplejpeg.decode_jpeg(data, strict=True)
         except ValueError:
@@ -54,7 +58,12 @@ def decode(data: bytes) -> NDArray[np.uint8]:
         with Image.open(io.BytesIO(data)) as image:
             return _rgb(image)
     except Exception as error:  # damaged bytes make decoders raise nearly anything
-        raise BadImage(f"it cannot be decoded ({error})") from error
+        raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    # Pillow's own words name the buffer by its address, which would be another one every time.
+    return "of no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:

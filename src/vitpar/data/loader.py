@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitpar.data.decoding import BadSample, Decoder, Job
+from vitpar.data.decoding import BadSample, Decoder, Job, Skipped
 from vitpar.data.index import ShardSet
 from vitpar.data.order import batch_samples
 from vitpar.data.randomness import Draws, sample_keys
@@ -94,7 +94,7 @@ class TrainLoader:
         )
 
     @property
-    def skipped(self) -> int:
+    def skipped(self) -> Skipped:
         return self._decoder.skipped
 
     def __iter__(self) -> Generator[Batch]:
@@ -149,7 +149,7 @@ class EvalLoader:
         )
 
     @property
-    def skipped(self) -> int:
+    def skipped(self) -> Skipped:
         return self._decoder.skipped
 
     def __len__(self) -> int:

@@ -25,6 +25,7 @@ from vitpar.errors import DataError
 
 DIGITS = "digits"
 VAL_FRACTION = 0.2
+MOST_CLASSES = 1_000_000  # where a map file alone says how many there are: a wrong label must not make billions
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,9 @@ def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[in
             label = int(text)
         except ValueError:
             raise DataError(f"label '{text.strip()}' in {where} is not an integer") from None
-        if label < 0 or (classes is not None and label >= len(classes)):
-            limit = f"the {len(classes)} classes of classes.txt" if classes is not None else "the labels from 0 up"
-            raise DataError(f"label {label} in {where} is outside {limit}")
+        if not 0 <= label < (MOST_CLASSES if classes is None else len(classes)):
+            limit = f"the {len(classes)} classes of classes.txt" if classes is not None else f"0 to {MOST_CLASSES - 1}"
+            raise DataError(f"label {label} in {where} is outside {limit}: correct it")
         entries.append(entry)
         labels.append(label)
     if not entries:

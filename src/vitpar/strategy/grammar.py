@@ -64,6 +64,8 @@ def parse(text: str) -> Plan:
     whole = _Span(text, 0, len(text))
     if not text:
         raise StrategyError("the strategy is empty: write roles and degrees, as in dp2xtp2")
+    if not text.isprintable():
+        raise StrategyError(f"the strategy {text!r} is no line of text: write roles and degrees, as in dp2xtp2")
     if _LAYERED.match(whole.word):
         refuse_unbuilt("layerwise plans", f" {whole.place}")
     axes, checkpoint = _parse_uniform(whole)

@@ -19,7 +19,6 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
 from vitpar.parallel import ParallelModel, parallelize
-from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic, data_index
 from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.recipe import Implementation, OptimizerSection
@@ -90,6 +89,7 @@ def check_plan(
     precision: str = "fp32",
     tolerance: float | None = None,
     seed: int = 0,
+    label_smoothing: float = 0.0,
     compile_blocks: bool = False,
     optimizer: Implementation = "auto",
 ) -> CheckResult:
@@ -104,12 +104,13 @@ def check_plan(
         device=device,
         precision_name=precision,
         seed=seed,
+        label_smoothing=label_smoothing,
         compile_blocks=compile_blocks,
     )
     images, labels, keys = _samples(config, batch_size, seed)
     reference = None
     if dist.get_rank() == 0:
-        reference = _one_process(config, images, labels, keys, model.precision, seed, device)
+        reference = _one_process(model, images, labels, keys, seed)
 
     local_batch = batch_arithmetic(plan, batch_size).local_batch
     start = data_index(plan, dist.get_rank()) * local_batch
@@ -154,10 +155,9 @@ def _samples(config: ViTConfig, batch_size: int, seed: int) -> tuple[Tensor, Ten
     return images, labels, torch.randint(0, 2**62, (STEPS, batch_size), generator=g)
 
 
-def _one_process(
-    config: ViTConfig, images: Tensor, labels: Tensor, keys: Tensor, numbers: Precision, seed: int, device: torch.device
-) -> _Reference:
-    """The same steps by the plain model: no mesh, no wrappers, one batch."""
+def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: Tensor, seed: int) -> _Reference:
+    """The same steps by the plain model: no mesh, no wrappers, one batch. Only settings are taken from `parallel`."""
+    config, numbers, device = parallel.config, parallel.precision, parallel.device
     model = ViT(config).to(device=device, dtype=numbers.parameters)
     initialise(model, seed, config)
     losses, gradients = [], {}
@@ -165,7 +165,7 @@ def _one_process(
         inputs = (images[step].to(device, numbers.compute), keys[step].to(device) if config.stochastic else None)
         computed = {name: p.to(numbers.compute) for name, p in model.named_parameters()}
         logits = functional_call(model, computed, inputs).to(numbers.parameters)
-        loss = F.cross_entropy(logits, labels[step].to(device))
+        loss = F.cross_entropy(logits, labels[step].to(device), label_smoothing=parallel.label_smoothing)
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())

@@ -7,22 +7,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitpar.data import ShardSet
+from vitpar.data import ShardSet, Skipped
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
+from vitpar.strategy.words import count
 from vitpar.train.input import Input
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Result over `samples` images: mean cross-entropy (no label smoothing) and the fractions right at rank 1 and
-    within 5."""
+    within 5. skipped: bad images that are not among them."""
 
     samples: int
     loss: float
     top1: float
     top5: float
+    skipped: Skipped
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What counts, by name."""
+        return {"samples": self.samples, "loss": self.loss, "top1": self.top1, "top5": self.top5}
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell the user about skipped images, if there are any."""
+        if not self.skipped.times:
+            return None
+        return f"{count(self.skipped.times, 'image')} skipped: {'; '.join(self.skipped.problems)}"
 
 
 @torch.no_grad()
@@ -34,7 +48,8 @@ def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluatio
     sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
     # Ranks along tp compute the same logits; one of them counts.
     counts = model.gives_logits and model.mesh["tp"].get_local_rank() == 0
-    for batch in source.eval_batches(shards):
+    loader = source.eval_batches(shards)
+    for batch in loader:
         labels = source.labels(batch)
         logits = model.predict(source.images(batch), len(labels))
         if counts:
@@ -46,7 +61,7 @@ def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluatio
     samples, loss, top1, top5 = sums.tolist()
     if not samples:
         raise DataError(f"none of the {len(shards)} images of '{shards.folder}' could be read: pack the data set again")
-    return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples)
+    return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples, source.skipped(loader))
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:

@@ -6,7 +6,17 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data import Batch, EvalBatch, EvalLoader, EvalTransform, Normalize, ShardSet, TrainLoader, TrainTransform
+from vitpar.data import (
+    Batch,
+    EvalBatch,
+    EvalLoader,
+    EvalTransform,
+    Normalize,
+    ShardSet,
+    Skipped,
+    TrainLoader,
+    TrainTransform,
+)
 from vitpar.parallel import ParallelModel
 from vitpar.strategy import data_index
 from vitpar.train.recipe import Recipe
@@ -43,6 +53,15 @@ class Input:
         """This rank's part of the whole set, in batches of the training shape; the tail is padded with IGNORED
         labels."""
         return EvalLoader(shards, self._eval, **self._slice())
+
+    def skipped(self, loader: TrainLoader | EvalLoader) -> Skipped:
+        """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
+        if self._recipe.data.bad_sample == "fail":
+            return Skipped()
+        mine = loader.skipped if self._model.mesh["tp"].get_local_rank() == 0 else Skipped()  # along tp all read alike
+        everyone = [Skipped()] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return sum(everyone, Skipped())
 
     def _slice(self) -> dict:
         plan = self._model.plan

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CosineWithWarmup:
-    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine down to `min_lr` at `total_steps`."""
+    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine from `peak` down towards `min_lr`, which
+    one step more than `total_steps` would reach."""
 
     peak: float
     total_steps: int

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -64,21 +64,26 @@ class DataSection(_Section):
     bad_sample: Literal["fail", "skip"] = "fail"
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(_Section):
     """AdamW or SGD. Weight decay leaves out biases, norms, positions, tokens and layer scales."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1)
     implementation: Implementation = "auto"
 
     @model_validator(mode="after")
-    def _momentum_is_used(self) -> Self:
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum is a setting of sgd, {self.name} has betas: leave it out or use name = 'sgd'")
+    def _every_setting_is_used(self) -> Self:
+        others = {"sgd": ("betas", "eps"), "adamw": ("momentum",)}[self.name]
+        for field in others:
+            if (value := getattr(self, field)) != type(self).model_fields[field].default:
+                raise ValueError(f"optimizer.{field} is {value!r}, which {self.name} does not use: leave it out")
         return self
 
 
@@ -127,6 +132,14 @@ class Recipe(_Section):
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
 
+    @model_validator(mode="after")
+    def _rate_falls(self) -> Self:
+        if self.lr_schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
+            )
+        return self
+
     def config(self, num_classes: int) -> ViTConfig:
         """The model's shape for data of `num_classes` classes. Raises ModelError."""
         fields = self.model.model_dump(exclude_none=True)
@@ -145,7 +158,7 @@ class Recipe(_Section):
         mesh = fields.pop("mesh")
         if not mesh.endswith(".json"):
             return replace(parse(mesh), **fields)
-        if self.parallel != ParallelSection(mesh=mesh):
+        if self.parallel.model_fields_set != {"mesh"}:
             raise RecipeError(
                 f"'{mesh}' is a whole plan: leave out the other settings of [parallel], or change the file"
             )
@@ -166,7 +179,10 @@ class Recipe(_Section):
 
     def to_toml(self) -> str:
         """The whole recipe, defaults included, as a file that `read_recipe` takes."""
-        return tomli_w.dumps(self.model_dump(exclude_none=True, mode="json"))
+        values = self.model_dump(exclude_none=True, mode="json")
+        if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which nothing else may stand
+            values["parallel"] = {"mesh": self.parallel.mesh}
+        return tomli_w.dumps(values)
 
 
 # Two ways to say one thing: a later source that gives one of them replaces the other.
@@ -175,6 +191,7 @@ _ALTERNATIVES = (
     ("lr_schedule", "warmup_epochs", "warmup_steps"),
     ("parallel", "microbatches", "microbatch_size"),
 )
+_SIZES = ("image_size", "patch_size", "width", "depth", "heads", "hidden")
 DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
 """What runs when neither a recipe nor data is named."""
 
@@ -186,22 +203,27 @@ def read_recipe(path: Path | None, options: Mapping[str, Any] | None = None, ass
     Options whose value is None are left out. Raises RecipeError naming the key, its value and what would be right.
     """
     values = _read_toml(path) if path is not None else {}
-    _check_alternatives(values)
+    _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})
     given = {key: value for key, value in (options or {}).items() if value is not None}
+    assigned = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"'{assignment}' sets nothing: write --set section.key=value, as in --set train.seed=1")
-        given[key.strip()] = _parse_value(text.strip())
-    for key, value in sorted(given.items(), key=lambda item: item[0] != "model.name"):  # the name first: it clears
+        assigned[key.strip()] = _parse_value(text.strip())
+    for source in (given, assigned):
+        _check_alternatives(source)
+    changes = [*given.items(), *assigned.items()]
+    for key, value in sorted(changes, key=lambda item: item[0] != "model.name"):  # the name first: it clears sizes
         section, dot, name = key.partition(".")
         if not dot or not isinstance(values.setdefault(section, {}), dict):
             raise RecipeError(f"'{key}' names no setting: use section.key, as in train.seed")
         for group, first, second in _ALTERNATIVES:
             if section == group and name in (first, second):
                 values[section].pop(second if name == first else first, None)
-        if key == "model.name":
-            values["model"] = {}  # another model: the sizes that the file gives belong to its own
+        if key == "model.name" and value != values["model"].get("name"):
+            # Another model brings its own sizes; how it is built (pooling, positions, drop-path, …) stays.
+            values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
         values[section][name] = value
     try:
         recipe = Recipe.model_validate(values)
@@ -225,11 +247,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"the recipe '{path}' is not valid TOML: {error}") from None
 
 
-def _check_alternatives(values: dict[str, Any]) -> None:
+def _check_alternatives(keys: Collection[str]) -> None:
+    """Refuse two ways to say one thing in one source. keys: dotted, all that the source gives."""
     for group, first, second in _ALTERNATIVES:
-        section = values.get(group, {})
-        if isinstance(section, dict) and first in section and second in section:
-            raise RecipeError(f"the recipe gives both {group}.{first} and {group}.{second}: keep one")
+        if f"{group}.{first}" in keys and f"{group}.{second}" in keys:
+            raise RecipeError(f"both {group}.{first} and {group}.{second} are given: keep one")
 
 
 def _parse_value(text: str) -> Any:
@@ -244,6 +266,8 @@ def _sentence(error: ValidationError) -> str:
     """The first complaint of pydantic as one sentence with the key, the value and the fix."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":  # a sentence of ours
+        return str(first["ctx"]["error"])
     if first["type"] == "extra_forbidden":
         return f"unknown recipe key '{key}'{_nearest_key(key)}"
     if first["type"] == "missing":

@@ -23,12 +23,23 @@ from vitpar.errors import RecipeError
 from vitpar.strategy import Plan, write_plan
 from vitpar.train.recipe import Recipe
 
+RUNS = Path("runs")
+"""Where runs go whose folder is not named."""
+
 
 def check_run_folder(path: Path | None) -> None:
-    """Refuse a folder that another run used or that cannot be one. Raises RecipeError."""
+    """Refuse a folder that another run used or that cannot be made. None: the default place. Raises RecipeError."""
     if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RecipeError(
             f"the run folder '{path}' exists and is not empty: name another one with --run-dir, or remove it"
+        )
+    place = (path or RUNS).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise RecipeError(
+            f"the run folder '{path or RUNS}' cannot be made, since '{place}' is not a folder one can write to: name "
+            f"another one with --run-dir"
         )
 
 
@@ -37,7 +48,7 @@ class RunFolder:
 
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, command: Sequence[str]) -> None:
         check_run_folder(path)
-        self.path = path or _fresh(Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{plan}")
+        self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{plan}")
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "recipe.toml").write_text(recipe.to_toml())
         write_plan(self.path / "plan.json", plan)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,11 @@ class Trainer:
                     last = self.evaluate(number)
                     log.resume_clock()
         assert last is not None
-        self._report_skipped(loader.skipped)
+        skipped = self.input.skipped(loader)
+        if self.folder and skipped.times:
+            self.reporter.note(
+                f"training: images skipped {count(skipped.times, 'time')}: {'; '.join(skipped.problems)}"
+            )
         return self._finish(last, log)
 
     def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float]:
@@ -120,20 +123,12 @@ class Trainer:
         with self.ema.averaged() if self.ema else nullcontext():
             result = evaluate(self.model, self.input, self.val_set)
         if self.folder:
-            row = {"kind": "eval", "step": step, **asdict(result)}
+            row = {"kind": "eval", "step": step, **result.figures}
             self.folder.metric(row)
             self.reporter.evaluated(row)
-            if skipped := len(self.val_set) - result.samples:
-                self.reporter.note(f"{count(skipped, 'validation image')} that cannot be read skipped")
+            if result.warning:
+                self.reporter.note(f"validation: {result.warning}")
         return result
-
-    def _report_skipped(self, mine: int) -> None:
-        """Say how often the training skipped a bad image. mine: what this rank's loader skipped."""
-        counted = mine if self.model.mesh["tp"].get_local_rank() == 0 else 0  # ranks along tp read the same images
-        skipped = torch.tensor(counted, device=self.device)
-        dist.all_reduce(skipped)
-        if self.folder and skipped:
-            self.reporter.note(f"training images that cannot be read skipped {count(int(skipped), 'time')}")
 
     def _start(self) -> None:
         parameters, state = state_size(self.model, self.recipe)
@@ -147,15 +142,18 @@ class Trainer:
                 )
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
-        for row in rows:  # the same on every rank, so all stop together
+        for row in rows:
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-                raise RecipeError(
+                sentence = (
                     f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm "
                     f"{row['grad_norm']}): lower optimizer.lr ({self.recipe.optimizer.lr}) or lengthen the warm-up"
                 )
-        if self.folder and rows:
-            for row in rows:
+                if self.folder:
+                    self.folder.log(f"error: {sentence}")
+                raise RecipeError(sentence)  # rows are the same on every rank, so all stop together
+            if self.folder:
                 self.folder.metric(row)
+        if self.folder and rows:
             self.reporter.stepped(rows[-1])
 
     def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
@@ -163,7 +161,7 @@ class Trainer:
         dist.broadcast_object_list(folder, 0)
         with self.ema.averaged() if self.ema else nullcontext():
             save_weights(self.model, Path(folder[0]), self.recipe)
-        summary = {**asdict(last), "steps": self.total_steps, "images_per_second": log.mean_rate, "weights": folder[0]}
+        summary = {**last.figures, "steps": self.total_steps, "images_per_second": log.mean_rate, "weights": folder[0]}
         if self.folder:
             self.reporter.finished(summary)
             self.folder.close()

@@ -71,13 +71,14 @@ def save_weights(model: ParallelModel, folder: Path, recipe: Recipe) -> None:
 
 def read_config(folder: Path) -> ViTConfig:
     """The model's shape of saved weights. Raises DataError when `folder` holds none."""
+    for name in (CONFIG, INDEX, RECIPE):
+        if not (folder / name).is_file():
+            raise DataError(
+                f"'{folder}' holds no weights ({name} is missing): give a folder such as runs/…/checkpoints/step_450"
+            )
     try:
         return ViTConfig(**json.loads((folder / CONFIG).read_text()))
-    except FileNotFoundError:
-        raise DataError(
-            f"'{folder}' holds no weights ({CONFIG} is missing): give a folder such as runs/…/checkpoints/step_450"
-        ) from None
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
 
 

@@ -12,8 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vitpar.models import model_config
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import parallelize
-from vitpar.parallel.summary import chunk_length, idle_share, layer_parameters, rank_parameters, summarize
-from vitpar.strategy import Plan, parse, validate
+from vitpar.parallel.pipeline import stage_layers
+from vitpar.parallel.summary import chunk_length, idle_share, layer_parameters, summarize
+from vitpar.strategy import Plan, coordinates, parse, stages_of_rank, validate
 from vitpar.train.optimizer import local
 
 TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes
@@ -25,6 +26,13 @@ HEAD = 2 * 192 + (192 * 1000 + 1000)
 def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: object) -> Plan:
     """The validated plan of a strategy string with some fields changed."""
     return validate(replace(parse(strategy), **fields), config, batch_size)
+
+
+def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> int:
+    """How many elements of parameters `rank` keeps under `plan`."""
+    place = coordinates(plan, rank)
+    held, parts = layer_parameters(config, plan, place), stage_layers(config, plan)
+    return sum(held[name] for stage in stages_of_rank(place["pp"], plan) for name in parts[stage])
 
 
 def test_a_whole_model_has_the_published_number_of_parameters() -> None:

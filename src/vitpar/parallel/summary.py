@@ -15,7 +15,7 @@ from torch import nn
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
 from vitpar.parallel.pipeline import stage_layers
-from vitpar.strategy import BatchArithmetic, Plan, Role, batch_arithmetic, coordinates, stages_of_rank
+from vitpar.strategy import BatchArithmetic, Plan, Role, batch_arithmetic, stages_of_rank
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,6 @@ def communication(role: Role, plan: Plan) -> str:
             )
         case "tp":
             return "all-reduce activations, twice a block in forward and twice in backward, for every micro-batch"
-
-
-def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> int:
-    """How many elements of parameters `rank` keeps under `plan`."""
-    place = coordinates(plan, rank)
-    held, parts = layer_parameters(config, plan, place), stage_layers(config, plan)
-    return sum(held[name] for stage in stages_of_rank(place["pp"], plan) for name in parts[stage])
 
 
 def layer_parameters(config: ViTConfig, plan: Plan, place: Mapping[Role, int]) -> dict[str, int]:

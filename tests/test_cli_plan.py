@@ -49,6 +49,13 @@ def test_it_shows_ranks_stages_batch_and_communication(run: Run) -> None:
     assert any(line.startswith("dp2 all-reduce gradients") for line in lines)
 
 
+def test_a_recipe_keeps_its_options_under_another_name(run: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\nwidth = 96\npool = "avg"\n[data]\npath = "x"\n[train]\nsteps = 1\n')
+    found = json.loads(run("dp1", *BASE, "--recipe", str(recipe), "--num-classes", "10", "--json"))
+    assert found["parameters"] == 85_806_346 - 2 * 768  # timm's, without the class token and its position
+
+
 def test_json_has_the_same_numbers(run: Run) -> None:
     found = json.loads(run("pp2xtp2xdp2", *BASE, "--num-classes", "10", "--json"))
     assert (found["world_size"], found["num_classes"], found["idle_share"]) == (8, 10, 0.2)

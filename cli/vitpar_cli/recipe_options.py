@@ -67,7 +67,9 @@ def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]
 def merged_recipe(path: Path | None, data: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:
     """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the options
     put in."""
-    if path is None and data is None:
-        path = DEFAULT_RECIPE
     given = {key.replace("__", "."): value for key, value in options.items()}
-    return read_recipe(path, {"data.path": None if data is None else str(data), **given}, assignments or ())
+    given["data.path"] = None if data is None else str(data)
+    if path is not None or data is not None:
+        return read_recipe(path, given, assignments or ())
+    # A model that is named beside no recipe is the published one, not one with the digits recipe's options.
+    return read_recipe(DEFAULT_RECIPE, given, assignments or (), own_model=given.get("model.name") is None)

@@ -196,13 +196,22 @@ DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
 """What runs when neither a recipe nor data is named."""
 
 
-def read_recipe(path: Path | None, options: Mapping[str, Any] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+def read_recipe(
+    path: Path | None,
+    options: Mapping[str, Any] | None = None,
+    assignments: Iterable[str] = (),
+    *,
+    own_model: bool = True,
+) -> Recipe:
     """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
     assignments.
 
+    own_model: whether to read the file's [model]. A later model.name, if another than the file's, brings its own sizes.
     Options whose value is None are left out. Raises RecipeError naming the key, its value and what would be right.
     """
     values = _read_toml(path) if path is not None else {}
+    if not own_model:
+        values.pop("model", None)
     _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})
     given = {key: value for key, value in (options or {}).items() if value is not None}
     assigned = {}

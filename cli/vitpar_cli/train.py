@@ -33,7 +33,7 @@ def train(
     ] = False,
     device: o.DeviceName = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/<date>-…]")
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/DATE-…]")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")

@@ -228,8 +228,8 @@ def _carve_val(source: Source, fraction: float, seed: int) -> Source:
             taken[label] += 1
     if not taken.any():
         raise DataError(
-            f"{len(train.labels)} images in {len(source.classes)} classes are too few to carve a val split out of, since "
-            "every class keeps one to train on: add images or a val/ folder"
+            f"{len(train.labels)} images in {len(source.classes)} classes are too few to carve a val split out of, "
+            "since every class keeps one to train on: add images or a val/ folder"
         )
     shuffled = permutation(seed, 0, len(train.labels))
     is_val = np.zeros(len(train.labels), dtype=bool)

@@ -320,6 +320,7 @@ def test_a_product_that_is_not_the_world_is_refused(
         (["check", "--mesh", "tp5"], "tp5"),
         (["check", "--mesh", "dp2", "--set", "optimizer.lr=1"], "--set optimizer.lr changes nothing in a check"),
         (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
+        (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses model.…"),
     ],
 )
 def test_other_commands_refuse_alike(

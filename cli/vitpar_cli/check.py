@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TINY = "vit_nano_patch4_16"  # 8 blocks and 12 heads, so that most plans fit it
 ROWS_SHOWN = 8
 USED = (
-    *("model.", "parallel.", "optimizer.implementation"),
+    *("model.…", "parallel.…", "optimizer.implementation"),
     *(f"train.{key}" for key in ("batch_size", "seed", "precision", "label_smoothing", "compile")),
 )
 """Settings that matter to a check."""
@@ -135,6 +135,6 @@ def _print(result: "CheckResult") -> None:
     console.print(table)
     verdict = "[green]passed[/]" if result.passed else "[red]FAILED[/]"
     console.print(
-        f"{verdict}: worst is {result.worst.name} with {result.worst.error:.1e}, allowed {result.tolerance:.0e}",
+        f"{verdict}: worst is {result.worst.name} with {result.worst.error:.1e}, allowed {result.tolerance:g}",
         highlight=False,
     )

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from vitpar.parallel.summary import PlanSummary
     from vitpar.strategy import Plan
 
+USED = (
+    *("model.…", "parallel.…", "optimizer.name", "optimizer.momentum"),
+    *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay")),
+)
+"""Settings that matter to a plan."""
+
 
 def plan(
     strategy: Annotated[
@@ -45,6 +51,7 @@ def plan(
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
     """
+    o.refuse_idle(assignments, "a plan", USED)
     merged = o.merged_recipe(
         recipe,
         None,

@@ -26,7 +26,6 @@ ModelName = Annotated[
         "--model", metavar="NAME", help="timm's name, such as vit_small_patch16_224; its sizes replace the recipe's."
     ),
 ]
-# The model's sizes come with its name; pooling, positions and drop rates stay those of the recipe.
 BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Images of a step over all ranks.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a step.")]
 MicrobatchSize = Annotated[
@@ -57,11 +56,12 @@ def parse_split(text: str | None) -> str | list[int] | None:
 
 
 def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]) -> None:
-    """Refuse ``--set`` of a setting that does nothing here. doing: what the command does. used: keys, or "section."."""
+    """Refuse ``--set`` of a setting that does nothing here. doing: what the command does. used: keys, or "section.…"
+    for all of a section."""
     for assignment in assignments or ():
         key = assignment.partition("=")[0].strip()
-        if key not in used and f"{key.partition('.')[0]}." not in used:
-            raise RecipeError(f"--set {key} changes nothing in {doing}: what does are {', '.join(used)}")
+        if key not in used and f"{key.partition('.')[0]}.…" not in used:
+            raise RecipeError(f"--set {key} changes nothing in {doing}, which uses {', '.join(used)}: leave it out")
 
 
 def merged_recipe(path: Path | None, data: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:

@@ -9,7 +9,7 @@ arithmetic.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number, likewise the next two
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -23,7 +23,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@torch.library.custom_op("vitpar::keyed_uniform", mutates_args=())
+@library.custom_op("vitpar::keyed_uniform", mutates_args=())
 def keyed_uniform(keys: Tensor, shape: Sequence[int]) -> Tensor:
     """Uniform numbers in [0, 1), one tensor of `shape` for every key.
 

@@ -3,6 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
+from vitpar.errors import StrategyError
+from vitpar.strategy import Strategy, parse
+
 
 @dataclass(frozen=True)
 class Case:
@@ -20,8 +25,6 @@ class Case:
     @property
     def ranks(self) -> int:
         """Ranks the plan needs."""
-        from vitpar.strategy import parse
-
         return parse(self.mesh).world_size
 
     def __str__(self) -> str:
@@ -38,6 +41,14 @@ EVERYTHING = {
     "registers": 2,
     "distillation": True,
 }
+
+ZERO_BUBBLE = {"schedule": "interleavedzerobubble", "virtual_stages": 2}
+ZBV = {"schedule": "zbvzerobubble", "virtual_stages": 2}
+DUALPIPEV = {"schedule": "dualpipev", "virtual_stages": 2}
+FP64 = {"precision": "fp64", "tolerance": 1e-10}
+ODD = {"pool": "avg", "position": "sincos2d", "representation_size": 48}
+T196 = {"image_size": 56, "patch_size": 4, "depth": 2, "pool": "avg"}
+T197 = {"image_size": 56, "patch_size": 4, "depth": 2}
 
 CASES = (
     # every role alone
@@ -113,4 +124,135 @@ CASES = (
     Case("tp2xfsdp2", check={"optimizer": "foreach"}),
     Case("tp2xfsdp2", check={"optimizer": "fused"}),
     Case("pp2xtp2xdp2", check={"optimizer": "for-loop"}),
+    # what dp shards
+    Case("dp4+zero1", {"microbatches": 2}),
+    Case("dp4+zero2", {"microbatches": 2}),
+    Case("dp2xtp2+zero1", check=FP64),
+    Case("dp2xtp2+zero2", check={"precision": "bf16"}),
+    Case("pp2xdp2+zero1"),
+    Case("pp2xdp2+zero2", check=FP64),
+    Case("pp2xdp2+zero1", ZBV),
+    Case("pp2xdp2+zero2", INTERLEAVED),
+    Case("dp3+zero2+ckpt", batch=24),
+    # +sp: the batch of a micro-batch split over tp too
+    Case("tp2+sp", check=FP64),
+    Case("tp4+sp", model=EVERYTHING, check=FP64),
+    Case("tp3xfsdp2+sp", batch=36, check=FP64),
+    Case("tp2xdp2+sp", model=ODD, check=FP64),
+    Case("dp2xtp2+sp", {"microbatches": 2}),
+    Case("tp2xdp2xfsdp2+sp", check=FP64),
+    Case("pp2xtp2+sp", check=FP64),
+    Case("pp2xtp2xfsdp2+sp", model=EVERYTHING),
+    Case("pp2xtp2+sp", INTERLEAVED, batch=16),
+    Case("pp2xtp2xdp2+sp", ZBV, batch=32),
+    Case("tp2xfsdp2+sp+ckpt", check={"precision": "bf16"}),
+    # 2d
+    Case("tp4+2d", check=FP64),
+    Case("tp4+2d", model=EVERYTHING, check=FP64),
+    Case("tp4+2d", model=ODD, check=FP64),
+    Case("tp4+2d", {"microbatches": 4}),
+    Case("tp4xdp2+2d", check=FP64),
+    Case("dp2xtp4+2d", model=EVERYTHING),
+    Case("fsdp2xtp4+2d", check=FP64),
+    Case("tp4xdp2+2d+zero1"),
+    Case("pp2xtp4+2d", check=FP64),
+    Case("pp2xtp4+2d", INTERLEAVED),
+    Case("pp2xtp4+2d", ZERO_BUBBLE),
+    Case("pp2xtp4+2d", ZBV, check=FP64),
+    Case("pp2xtp4+2d+ckpt", model=EVERYTHING),
+    Case("tp4+2d", check={"precision": "bf16"}),
+    # 2.5d
+    Case("tp8+2.5d@2", check=FP64),
+    Case("tp8+2.5d", model=EVERYTHING, check=FP64),
+    Case("tp8+2.5d", {"microbatches": 2}, model=ODD),
+    Case("tp8+2.5d+ckpt", check={"precision": "bf16"}),
+    # 3d
+    Case("tp8+3d", check=FP64),
+    Case("tp8+3d", model=EVERYTHING, check=FP64),
+    Case("tp8+3d", {"microbatches": 2}, model=ODD, check=FP64),
+    Case("tp8+3d+ckpt", model={"num_classes": 7}),
+    Case("tp8+3d", check={"precision": "bf16"}),
+    # zero-bubble and V-shaped schedules
+    Case("pp2", ZERO_BUBBLE),
+    Case("pp2", ZBV, check=FP64),
+    Case("pp2", DUALPIPEV, check=FP64),
+    Case("pp4", ZBV),
+    Case("pp4", DUALPIPEV, model=EVERYTHING),
+    Case("pp4", {**ZERO_BUBBLE, "microbatches": 8}),
+    Case("pp3xdp2", {**DUALPIPEV, "split": (1, 1, 2, 2, 1, 1)}, batch=24),
+    Case("pp2xdp2", ZBV),
+    Case("pp2xfsdp2", ZERO_BUBBLE, check=FP64),
+    Case("pp2xfsdp2", DUALPIPEV),
+    Case("pp2xdp2xfsdp2", ZBV),
+    Case("pp2xtp2", ZBV, model=EVERYTHING),
+    Case("pp2xtp2xdp2", DUALPIPEV, check=FP64),
+    Case("pp2xtp2xfsdp2", ZERO_BUBBLE, check={"precision": "bf16"}),
+    Case("pp2", {**ZBV, "split": (1, 3, 3, 1)}),
+    # hybrid sharding under every kind of schedule
+    Case("pp2xdp2xfsdp2", INTERLEAVED, check=FP64),
+    Case("pp2xfsdp2xdp2", {"schedule": "gpipe"}),
+    # memory
+    Case("dp2+ckpt.selective"),
+    Case("tp2xfsdp2+ckpt.selective", check=FP64),
+    Case("tp2xfsdp2+sp+ckpt.selective", model=EVERYTHING),
+    Case("tp4+2d+ckpt.selective"),
+    Case("pp2xtp2+ckpt.selective", INTERLEAVED),
+    Case("fsdp2+offload"),
+    Case("tp2xdp2+zero1+offload", check={"precision": "bf16"}),
+    Case("pp2xfsdp2+offload+ckpt"),
+    # tokens that no degree divides, and tokens that do
+    Case("tp2xfsdp2+sp", model=T197, batch=8),
+    Case("tp2xfsdp2+sp", model=T196, batch=8),
+    Case("tp4+2d", model=T197, batch=8),
+    Case("tp8+3d", model=T196, batch=8),
+    # layer by layer
+    Case("pp1: stem=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", check=FP64),
+    Case("pp1: 0-3=dp4, 4-7=fsdp4"),
+    Case("pp1: stem=dp4, 0-1=dp2xtp2, 2-3=tp2xdp2, 4-5=tp4, *=dp4", model=EVERYTHING, check=FP64),
+    Case("pp1: 0-1=tp4+2d, 2-3=tp4+sp, 4-5=tp4, *=fsdp2xdp2", model=EVERYTHING, check=FP64),
+    Case("pp1: stem=tp8+3d, 0-2=tp8+2.5d, 3-5=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: stem=dp6, 0-1=tp3xdp2, 2-3=dp2xtp3, 4-5=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
+    Case("pp1: 0-3=dp2xtp3, 4-7=fsdp3xtp2", batch=36),
+    Case("pp2: stem=fsdp4, 0-3=tp2xfsdp2, *=fsdp4+ckpt", check=FP64),
+    Case("pp2: stem=dp2, 0-3=dp2, *=tp2", check=FP64),
+    Case("pp2: 0-3=tp2, *=dp2+zero1", model=EVERYTHING, check=FP64),
+    Case("pp2: 0-1=tp2+sp, 3-4=dp2, 6=tp2, *=fsdp2", INTERLEAVED, check=FP64),
+    Case("pp2: 0-1=tp2, 3-4=dp2, 6=tp2+sp, *=fsdp2", ZBV, check=FP64),
+    Case("pp2: 0-2=tp4+2d, 3-4=tp2xdp2, *=dp4+zero2", check={"precision": "bf16"}),
+    Case("pp2: 0-3=dp2xfsdp2, head=tp4, *=tp4+2d+ckpt", {"schedule": "gpipe"}),
+    Case("pp3: 0-2=dp2, 3-5=tp2, *=fsdp2", {"split": (3, 3, 2)}, batch=24),
+    Case("pp1: 0-3=dp2+ckpt, 4-5=dp2+ckpt.selective, *=dp2+zero2", {"microbatches": 2}),
+    Case("pp1: stem=dp2+offload, 0-3=fsdp2+offload, *=dp2"),
 )
+
+
+@st.composite
+def strategies_of(draw: st.DrawFn, ranks: int) -> Strategy:
+    """Any strategy on that many ranks: degrees that need not be powers of two, in any order, with any flags."""
+    axes, left = [], ranks
+    for role in draw(st.permutations(("dp", "fsdp", "tp"))):
+        degree = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
+        axes, left = [*axes, f"{role}{degree}"], left // degree
+    axes[-1] = axes[-1].rstrip("0123456789") + str(int(axes[-1].lstrip("dpfst")) * left)
+    flags = [draw(st.sampled_from(["", f"+{name}"])) for name in ("zero1", "zero2")]
+    tensor = draw(st.sampled_from(["", "+sp", "+2d", "+2.5d", "+3d"]))
+    checkpoint = draw(st.sampled_from(["", "+ckpt", "+ckpt.selective"]))
+    for choice in (tensor + flags[0], tensor + flags[1] * (not flags[0]), tensor, flags[1], ""):
+        try:
+            return parse("x".join(axes) + choice + checkpoint).strategy
+        except StrategyError:
+            continue
+    raise AssertionError(axes)
+
+
+@st.composite
+def layerwise(draw: st.DrawFn, ranks: int, depth: int) -> Case:
+    """Any layerwise plan of a model with `depth` blocks on that many ranks."""
+    pp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
+    schedules = [{"schedule": "gpipe"}, {}, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV]
+    plan = draw(st.sampled_from(schedules)) if pp > 1 else {"microbatches": draw(st.sampled_from([1, 2]))}
+    bounds = sorted(draw(st.sets(st.integers(0, depth), min_size=2, max_size=4)))
+    names = [f"{a}-{b - 1}" for a, b in zip(bounds, bounds[1:], strict=False)]
+    names += draw(st.sets(st.sampled_from(["stem", "head"])).map(sorted))
+    groups = [f"{name}={draw(strategies_of(ranks // pp))}" for name in (*names, "*")]
+    return Case(f"pp{pp}: {', '.join(groups)}", plan)

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from vitpar.errors import StrategyError
-from vitpar.strategy import Axis, Plan, Strategy, coordinates, data_index, parse, rank_grid
+from vitpar.strategy import (
+    Axis,
+    Plan,
+    Strategy,
+    coordinates,
+    parse,
+    place_of_rank,
+    rank_grid,
+    rank_of_place,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +33,11 @@ from vitpar.strategy import Axis, Plan, Strategy, coordinates, data_index, parse
         ("pp", 1, "dp1"),
         ("dp2xtp2", 4, "dp2xtp2"),
         ("fsdp+ckpt", 4, "fsdp4+ckpt"),
+        ("tp+2d", 9, "tp9+2d"),
+        ("pp: 0-3=dp4, *=fsdp4", 8, "pp2: 0-3=dp4, *=fsdp4"),
+        ("pp2: 0-3=tp2xdp, *=fsdp", 8, "pp2: 0-3=tp2xdp2, *=fsdp4"),
+        ("pp2: 0-3=tp4xdp, *=fsdp4", 8, "pp2: 0-3=tp4, *=fsdp4"),
+        ("pp2: 0-3=dp, *=dp4", 8, "pp2xdp4"),
     ],
 )
 def test_open_degree_takes_the_rest(text: str, world_size: int, resolved: str) -> None:
@@ -52,6 +66,17 @@ def test_open_degree_takes_the_rest(text: str, world_size: int, resolved: str) -
             2,
             "the degrees given in 'tp4xdp' multiply to 4, which does not divide 2 ranks: "
             "choose degrees whose product divides 2",
+        ),
+        (
+            "pp2: 0-3=tp3xdp, *=fsdp",
+            8,
+            "the degrees given in 'pp2: 0-3=tp3xdp, *=fsdp' multiply to 3, which does not divide 4 ranks: "
+            "choose degrees whose product divides 4",
+        ),
+        (
+            "pp2: 0-3=dp4, *=fsdp4",
+            4,
+            "'pp2: 0-3=dp4, *=fsdp4' needs 8 ranks but the world has 4: start 8, or leave one degree open",
         ),
     ],
 )
@@ -82,15 +107,21 @@ def test_open_degree_has_no_size() -> None:
         ),
         (
             lambda: Strategy(checkpoint="ful"),
-            "unknown checkpoint policy 'ful': policies are full (did you mean 'full'?)",
+            "unknown checkpoint policy 'ful': policies are full, selective (did you mean 'full'?)",
         ),
         (
-            lambda: Strategy(checkpoint="selective"),
-            "vitpar does not run +ckpt.selective yet: use +ckpt, which recomputes whole blocks",
+            lambda: Strategy((Axis("tp", 4),), tensor_mode="2D"),
+            "unknown tensor mode '2D': tensor modes are 1d, 2d, 2.5d, 3d",
         ),
+        (lambda: Strategy(zero=3), "zero is 3: use 0, 1 or 2, or the role fsdp for ZeRO-3"),
         (
-            lambda: Plan(layers=(("0-3", Strategy()), ("*", Strategy()))),
-            "vitpar does not run layerwise plans yet (layers 0-3, *): give all layers one strategy, as in pp2xfsdp4",
+            lambda: Strategy((Axis("tp", 4),), depth=2),
+            "depth 2 is given beside +1d: only 2.5d has a depth",
+        ),
+        (lambda: Plan(layers=()), "no block has a strategy (layers named: none): add a group such as *=dp2"),
+        (
+            lambda: Plan(layers=(("0", Strategy()), ("*", Strategy((Axis("dp", 2),))))),
+            "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies of as many ranks",
         ),
         (lambda: Plan(pp=0), "the degree of 'pp' is 0: use 1 or more"),
         (lambda: Plan(pp_index=1), "pp_index is 1 but pp has 0 axes to stand behind: use 0 to 0"),
@@ -99,7 +130,8 @@ def test_open_degree_has_no_size() -> None:
         (lambda: Plan(microbatch_size=-1), "microbatch_size is -1: use 1 or more"),
         (
             lambda: Plan(schedule="1f1bb"),
-            "unknown schedule '1f1bb': schedules are gpipe, 1f1b, interleaved1f1b (did you mean '1f1b'?)",
+            "unknown schedule '1f1bb': schedules are 1f1b, gpipe, interleaved1f1b, interleavedzerobubble, "
+            "zbvzerobubble, dualpipev (did you mean '1f1b'?)",
         ),
         (
             lambda: Plan(split="evn"),
@@ -122,18 +154,48 @@ def test_leftmost_axis_varies_slowest() -> None:
     assert rank_grid(parse("dp1")) == [place]
 
 
-@pytest.mark.parametrize("text", ["dp2xfsdp3xtp2", "fsdp3xtp2xdp2xpp2", "tp2xfsdp3", "pp2xtp2", "dp1"])
-def test_every_data_part_is_computed_by_equally_many_ranks(text: str) -> None:
+@pytest.mark.parametrize("text", ["dp2xpp3xtp2", "pp2xdp2", "tp2xdp3xpp2", "fsdp4", "pp2: 0=dp4, *=tp2xdp2"])
+def test_places_and_ranks(text: str) -> None:
     plan = parse(text)
-    parts = [data_index(plan, rank) for rank in range(plan.world_size)]
-    others = plan.world_size // plan.strategy.data_parallel
-    assert sorted(parts) == [part for part in range(plan.strategy.data_parallel) for _ in range(others)]
+    places = [place_of_rank(plan, rank) for rank in range(plan.world_size)]
+    assert sorted(places) == [(pp, number) for pp in range(plan.pp or 1) for number in range(plan.stage_size)]
+    assert [rank_of_place(plan, *place) for place in places] == list(range(plan.world_size))
+    if plan.is_uniform:
+        assert [pp for pp, _ in places] == [coordinates(plan, rank)["pp"] for rank in range(plan.world_size)]
 
 
-def test_data_parts_follow_dp_then_fsdp() -> None:
-    assert [data_index(parse("dp2xfsdp3"), rank) for rank in range(6)] == [0, 1, 2, 3, 4, 5]
-    assert [data_index(parse("fsdp3xdp2"), rank) for rank in range(6)] == [0, 3, 1, 4, 2, 5]
-    assert [data_index(parse("dp2xtp2"), rank) for rank in range(4)] == [0, 0, 1, 1]
+NAMES = ("stem", *(f"blocks.{i}" for i in range(6)), "head")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pp1: stem=tp2, 0-2=dp2, *=fsdp2", ["tp2", *["dp2"] * 3, *["fsdp2"] * 4]),
+        ("pp1: 0-2=dp2, 3-5=fsdp2", [*["dp2"] * 4, *["fsdp2"] * 4]),  # stem and head as the blocks beside them
+        ("pp1: 0-2=dp2, 3-5=fsdp2, head=tp2", [*["dp2"] * 4, *["fsdp2"] * 3, "tp2"]),
+        ("dp2+ckpt", ["dp2+ckpt"] * 8),
+    ],
+)
+def test_strategies_of_the_layers(text: str, expected: list[str]) -> None:
+    found = parse(text).strategies(NAMES)
+    assert tuple(found) == NAMES
+    assert [str(strategy) for strategy in found.values()] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pp1: 0-2=dp2, 4-5=fsdp2", "block 3 has no strategy: add a group such as *=dp2 for all that are not named"),
+        (
+            "pp1: 0-6=dp2, *=fsdp2",
+            "blocks 0-6 are given a strategy but the model has 6 blocks, 0 to 5: change the group",
+        ),
+    ],
+)
+def test_layers_that_the_model_lacks(text: str, message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse(text).strategies(NAMES)
+    assert str(caught.value) == message
 
 
 def test_num_stages_counts_virtual_ones() -> None:

@@ -17,7 +17,8 @@ TEXT = """\
   "pp": 2,
   "pp_index": 1,
   "layers": [
-    {"layers": "*", "axes": [["tp", 2], ["dp", null]], "checkpoint": "full"}
+    {"layers": "*", "axes": [["tp", 2], ["dp", null]], "tensor_mode": "1d", "depth": null, "sequence_parallel": false, \
+"zero": 0, "checkpoint": "full", "offload": false}
   ],
   "schedule": "gpipe",
   "virtual_stages": 1,
@@ -27,7 +28,7 @@ TEXT = """\
 }
 """
 PLAN = Plan(
-    layers=(("*", Strategy((Axis("tp", 2), Axis("dp", None)), "full")),),
+    layers=(("*", Strategy((Axis("tp", 2), Axis("dp", None)), checkpoint="full")),),
     pp=2,
     pp_index=1,
     schedule="gpipe",
@@ -41,12 +42,23 @@ COUNTS = st.integers(1, 99)
 def plans(draw: st.DrawFn) -> Plan:
     roles = draw(st.lists(st.sampled_from([role for role in ROLES if role != "pp"]), unique=True))
     axes = tuple(Axis(role, draw(st.none() | st.integers(2, 64))) for role in roles)
+    flags: dict[str, Any] = {"checkpoint": draw(st.sampled_from([None, "full", "selective"]))}
+    if "dp" in roles and "fsdp" not in roles:
+        flags["zero"] = draw(st.integers(0, 2))
+    if "tp" in roles:
+        flags["sequence_parallel"] = draw(st.booleans())
+    strategy = Strategy(axes, offload=draw(st.booleans()), **flags)
+    groups = [("*", strategy)]
+    if not any(axis.degree is None for axis in axes) and draw(st.booleans()):
+        other = Strategy((Axis("dp", strategy.size),) if strategy.size > 1 else (), checkpoint="selective")
+        groups.append((draw(st.sampled_from(["stem", "head", "3", "2-5"])), other))
+    uniform = len({strategy for _, strategy in groups}) == 1
     pp = draw(st.none() | st.integers(1, 16))
     return Plan(
-        layers=(("*", Strategy(axes, draw(st.sampled_from([None, "full"])))),),
+        layers=tuple(groups),
         pp=pp,
-        pp_index=0 if pp == 1 else draw(st.integers(0, len(axes))),
-        schedule=draw(st.sampled_from(SCHEDULES)),
+        pp_index=0 if pp == 1 or not uniform else draw(st.integers(0, len(axes))),
+        schedule=draw(st.sampled_from(sorted(SCHEDULES))),
         virtual_stages=draw(COUNTS),
         microbatches=draw(st.none() | COUNTS),
         microbatch_size=draw(st.none() | COUNTS),
@@ -109,7 +121,8 @@ KEYS = "keys are vitpar_plan, pp, pp_index, layers, schedule, virtual_stages, mi
         ({"schedule": 1}, "'schedule' in the plan is 1: give text"),
         (
             {"schedule": "gpip"},
-            "unknown schedule 'gpip': schedules are gpipe, 1f1b, interleaved1f1b (did you mean 'gpipe'?)",
+            "unknown schedule 'gpip': schedules are 1f1b, gpipe, interleaved1f1b, interleavedzerobubble, "
+            "zbvzerobubble, dualpipev (did you mean 'gpipe'?)",
         ),
         ({"virtual_stages": None}, "'virtual_stages' in the plan is null: give a whole number"),
         ({"virtual_stages": 0}, "virtual_stages is 0: use 1 or more"),
@@ -123,7 +136,7 @@ KEYS = "keys are vitpar_plan, pp, pp_index, layers, schedule, virtual_stages, mi
         ({"layers": ["dp2"]}, "'layers' in the plan is [\"dp2\"]: give a list of objects"),
         (
             {"layers": []},
-            "vitpar does not run layerwise plans yet (layers none): give all layers one strategy, as in pp2xfsdp4",
+            "no block has a strategy (layers named: none): add a group such as *=dp2",
         ),
     ],
 )
@@ -136,10 +149,13 @@ def test_refusals_name_the_key(change: dict[str, Any], message: str) -> None:
 AXES = 'a list of [role, degree] pairs, as in [["tp", 2]]'
 
 
+LAYER_KEYS = "keys are layers, axes, tensor_mode, depth, sequence_parallel, zero, checkpoint, offload"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"axis": []}, "unknown key 'axis' in layers[0]: keys are layers, axes, checkpoint (did you mean 'axes'?)"),
+        ({"axis": []}, f"unknown key 'axis' in layers[0]: {LAYER_KEYS} (did you mean 'axes'?)"),
         ({"axes": "dp2"}, f"'axes' in layers[0] is \"dp2\": give {AXES}"),
         ({"axes": [["dp"]]}, f"'axes' in layers[0] is [[\"dp\"]]: give {AXES}"),
         ({"axes": [["dp", "2"]]}, f'\'axes\' in layers[0] is [["dp", "2"]]: give {AXES}'),
@@ -147,15 +163,10 @@ AXES = 'a list of [role, degree] pairs, as in [["tp", 2]]'
         ({"axes": [["dp", -1]]}, "layers[0]: the degree of 'dp' is -1: use 1 or more"),
         ({"axes": [["dp", 1]]}, "layers[0]: 'dp1' stands in a strategy: leave out axes of degree 1"),
         ({"checkpoint": True}, "'checkpoint' in layers[0] is true: give text or null"),
-        ({"checkpoint": "some"}, "layers[0]: unknown checkpoint policy 'some': policies are full"),
-        (
-            {"checkpoint": "selective"},
-            "layers[0]: vitpar does not run +ckpt.selective yet: use +ckpt, which recomputes whole blocks",
-        ),
-        (
-            {"layers": "0-3"},
-            "vitpar does not run layerwise plans yet (layers 0-3): give all layers one strategy, as in pp2xfsdp4",
-        ),
+        ({"checkpoint": "some"}, "layers[0]: unknown checkpoint policy 'some': policies are full, selective"),
+        ({"zero": 1.0}, "'zero' in layers[0] is 1.0: give a whole number"),
+        ({"sequence_parallel": 1}, "'sequence_parallel' in layers[0] is 1: give true or false"),
+        ({"layers": "blocks"}, "'blocks' names no layers: use stem, head, a block as in 3, blocks as in 0-11, or *"),
     ],
 )
 def test_refusals_name_the_layer(change: dict[str, Any], message: str) -> None:

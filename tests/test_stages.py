@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
-from vitpar.strategy import parse, split_blocks, stages_of_rank
+from vitpar.strategy import parse, rank_of_stage, split_blocks, stages_of_rank
 
 
 def sizes(stages: tuple[range, ...]) -> list[int]:
@@ -117,3 +117,9 @@ def test_stages_loop_over_the_ranks() -> None:
     plan = replace(parse("dp2xpp3"), schedule="interleaved1f1b", virtual_stages=2)
     assert [stages_of_rank(rank, plan) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     assert stages_of_rank(0, parse("dp4")) == (0,)
+
+
+def test_v_shaped_stages_go_down_the_ranks_and_up_again() -> None:
+    plan = replace(parse("dp2xpp3"), schedule="zbvzerobubble", virtual_stages=2)
+    assert [stages_of_rank(rank, plan) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [rank_of_stage(stage, plan) for stage in range(6)] == [0, 1, 2, 2, 1, 0]

@@ -45,13 +45,7 @@ def built(device: torch.device, mesh: str, seed: int = 0, **options: Any) -> Par
 
 
 def backward(model: ParallelModel) -> None:
-    from torch import distributed as dist
-
-    from vitpar.strategy import data_index
-
-    local = BATCH // model.plan.strategy.data_parallel
-    rows = slice(start := data_index(model.plan, dist.get_rank()) * local, start + local)
-    model.forward_backward(IMAGES[rows] if model.takes_images else None, LABELS[rows], torch.arange(BATCH)[rows])
+    model.forward_backward(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, LABELS, torch.arange(BATCH))
 
 
 def one_process(seed: int = 0, **options: Any) -> ViT:
@@ -188,15 +182,14 @@ def averages(device: torch.device, mesh: str) -> dict[str, float]:
         for name, p in model.named_parameters():
             by_hand[name] = 0.9 * by_hand[name] + 0.1 * whole(p.detach())
     own = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    local = BATCH // model.plan.strategy.data_parallel
-    images = IMAGES[:local] if model.takes_images else None
-    before = model.predict(images, local)
+    images = IMAGES[model.image_rows(BATCH)] if model.takes_images else None
+    before = model.predict(images, BATCH)
     errors = {}
     with ema.averaged():
         for name, p in model.named_parameters():
             errors[name] = (whole(p.detach()) - by_hand[name]).abs().max().item()
-        inside = model.predict(images, local)
-    after = model.predict(images, local)
+        inside = model.predict(images, BATCH)
+    after = model.predict(images, BATCH)
     model.parameters_changed()
     for name, p in model.named_parameters():
         errors[f"{name} after"] = (whole(p.detach()) - own[name]).abs().max().item()
@@ -223,13 +216,13 @@ def write(device: torch.device, mesh: str, folder: Path) -> None:
     save_weights(built(device, mesh, seed=3, **EVERYTHING), folder, recipe())
 
 
-def logits_of(device: torch.device, mesh: str, folder: Path) -> list[list[float]] | None:
-    """The logits of a model of seed 4 that loads `folder`; runs on every rank."""
+def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int], list[list[float]]] | None:
+    """Rows and logits of a model of seed 4 that loads `folder`; runs on every rank."""
     model = built(device, mesh, seed=4, **EVERYTHING)
     load_weights(model, folder)
-    logits = model.predict(IMAGES if model.takes_images else None, BATCH)
+    logits = model.predict(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, BATCH)
     model.parameters_changed()
-    return None if logits is None else logits.tolist()
+    return None if logits is None else (model.logit_rows(BATCH), logits.tolist())
 
 
 @pytest.mark.parametrize(
@@ -240,10 +233,10 @@ def test_weights_move_between_plans(writes: str, reads: str, tmp_path: Path, ran
     ranks(parse(writes).world_size).run(write, writes, folder)
     answers = ranks(parse(reads).world_size).run(logits_of, reads, folder)
     expected = one_process(seed=3, **EVERYTHING).eval()(IMAGES)
-    given = [torch.tensor(answer) for answer in answers if answer is not None]
-    assert given
-    for logits in given:
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    given = [answer for answer in answers if answer is not None]
+    assert {row for rows, _ in given for row in rows} == set(range(BATCH))
+    for rows, logits in given:
+        torch.testing.assert_close(torch.tensor(logits), expected[rows], atol=1e-5, rtol=1e-4)
     assert read_config(folder) == config_of(**EVERYTHING)
     assert read_recipe(folder / RECIPE) == recipe()
     files = {path.name for path in folder.iterdir()}

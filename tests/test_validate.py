@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
-from vitpar.strategy import BatchArithmetic, Plan, batch_arithmetic, parse, validate
+from vitpar.strategy import BatchArithmetic, Plan, batch_arithmetic, parse, stages_of_rank, validate
 from vitpar.strategy.batch import schedule_objection
 
 
@@ -20,6 +20,11 @@ class Shape:
     heads: int = 12
     hidden: int = 768
     features: int = 192
+    width: int = 192
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return ("stem", *(f"blocks.{i}" for i in range(self.depth)), "head")
 
 
 SMALL = Shape("vit_small_patch16_224", depth=12, heads=6, hidden=1536, features=384)
@@ -51,6 +56,13 @@ def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
         (plan_of("pp4", schedule="gpipe"), 2, BatchArithmetic(2, 1, 2, 2, 1)),
         (interleaved("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
         (interleaved("pp2"), 7, BatchArithmetic(7, 1, 7, 1, 7)),
+        # layers that cut their batch further, or differently
+        (parse("tp4xdp2+2d"), 32, BatchArithmetic(32, 4, 8, 1, 8)),
+        (parse("tp8+2.5d"), 32, BatchArithmetic(32, 4, 8, 1, 8)),
+        (parse("tp8+3d"), 32, BatchArithmetic(32, 2, 16, 1, 16)),
+        (parse("pp2xtp4+sp"), 24, BatchArithmetic(24, 1, 24, 3, 8)),
+        (parse("pp1: 0-3=dp6, *=tp2xfsdp3"), 36, BatchArithmetic(36, 6, 6, 1, 6)),
+        (parse("pp1: 0-3=dp2xtp3, *=tp2xfsdp3"), 36, BatchArithmetic(36, 6, 6, 1, 6)),
     ],
 )
 def test_batch_arithmetic(plan: Plan, batch_size: int, expected: BatchArithmetic) -> None:
@@ -71,7 +83,7 @@ def test_default_always_works_or_is_refused(text: str, schedule: tuple[str, int]
     try:
         parts = batch_arithmetic(plan, batch_size)
     except StrategyError:
-        local, rest = divmod(batch_size, plan.strategy.data_parallel)
+        local, rest = divmod(batch_size, plan.data_parallel)
         assert rest or (plan.schedule == "1f1b" and local < plan.num_stages)
     else:
         assert parts.data_parallel * parts.microbatches * parts.microbatch_size == batch_size
@@ -117,6 +129,26 @@ def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
             interleaved("pp2", 3),
             Shape(depth=5),
             "pp2 with 3 virtual stages makes 6 stages but vit has 5 blocks: use at most 5 stages",
+        ),
+        (
+            parse("tp4+2d"),
+            Shape(heads=3, hidden=6, features=6, width=6),
+            "the side 2 of tp4+2d does not divide the 3 heads of vit: use sides of 3",
+        ),
+        (
+            parse("tp8+3d"),
+            Shape(width=191),
+            "the side 2 of tp8+3d does not divide the 191 features of vit: use dp or fsdp instead",
+        ),
+        (
+            plan_of("pp2", schedule="zbvzerobubble"),
+            Shape(),
+            "schedule zbvzerobubble needs 2 virtual stages, not 1: set virtual_stages to 2",
+        ),
+        (
+            parse("pp1: 0-8=dp2, *=fsdp2"),
+            Shape(),
+            "blocks 0-8 are given a strategy but the model has 8 blocks, 0 to 7: change the group",
         ),
         (
             plan_of("pp2", split=(4, 5)),
@@ -211,6 +243,17 @@ def test_plans_that_do_not_fit(plan: Plan, shape: Shape, message: str, batch_siz
             36,
             "schedule interleaved1f1b over pp4 cannot run 9 micro-batches in 2 equal rounds: use 4, 6 or 12",
         ),
+        (
+            parse("tp4xdp2+sp"),
+            20,
+            "the 10 images of a data-parallel part (batch 20 over 'tp4xdp2+sp') cannot be cut into 4, as "
+            "'tp4xdp2+sp' cuts a micro-batch over tp: use a batch of 16 or 24",
+        ),
+        (
+            plan_of("tp4xdp2+sp", microbatches=4),
+            16,
+            "micro-batches of 2 images cannot be cut into 4, as 'tp4xdp2+sp' does over tp: use 1 or 2",
+        ),
     ],
 )
 def test_batches_that_do_not_fit(plan: Plan, batch_size: int, message: str) -> None:
@@ -244,6 +287,8 @@ def test_schedule_rules_are_those_of_torch() -> None:
     import torch
     from torch.distributed import pipelining
 
+    from vitpar.parallel.pipeline import CLASSES
+
     def stage(index: int, plan: Plan) -> Any:
         place = {"stage_index": index, "num_stages": plan.num_stages, "is_first": index == 0, "is_last": False}
         group = {"group": None, "group_size": plan.pp, "group_rank": index % (plan.pp or 1)}
@@ -256,14 +301,21 @@ def test_schedule_rules_are_those_of_torch() -> None:
             elif plan.schedule == "1f1b":
                 pipelining.Schedule1F1B(stage(0, plan), microbatches)
             else:
-                stages = [stage(index, plan) for index in range(0, plan.num_stages, plan.pp or 1)]
-                pipelining.ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda *_: None)
+                stages = [stage(index, plan) for index in stages_of_rank(0, plan)]
+                CLASSES[plan.schedule](stages, microbatches, loss_fn=lambda *_: None)
         except ValueError:
             return False
         return True
 
     for pp in (2, 3, 4):
-        for plan in (plan_of(f"pp{pp}", schedule="gpipe"), parse(f"pp{pp}"), interleaved(f"pp{pp}")):
+        for plan in (
+            plan_of(f"pp{pp}", schedule="gpipe"),
+            parse(f"pp{pp}"),
+            *(
+                plan_of(f"pp{pp}", schedule=name, virtual_stages=2)
+                for name in ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+            ),
+        ):
             for microbatches in range(1, 14):
                 accepted = schedule_objection(plan, microbatches) is None
                 assert accepted == torch_accepts(plan, microbatches), (str(plan), plan.schedule, microbatches)

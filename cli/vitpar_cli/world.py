@@ -51,12 +51,11 @@ def resolve(plan: Plan, device: Device) -> Plan:
     from vitpar.launch import find_world
     from vitpar.launch.cores import cpu_cores
 
-    is_open = any(axis.degree is None for axis in plan.axes)
     ranks = ranks_available(device)
-    if find_world() is not None or (is_open and ranks is not None):
+    if find_world() is not None or (plan.is_open and ranks is not None):
         assert ranks is not None
         return plan.resolve(ranks)
-    if is_open:
+    if plan.is_open:
         return plan.resolve(cpu_cores())
     if ranks is not None and plan.world_size > ranks:
         raise StrategyError(

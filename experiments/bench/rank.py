@@ -22,7 +22,7 @@ from bench.ours import vitpar_step
 from bench.settings import SEED, Step
 from bench.timing import take_turns
 from vitpar.launch import ALONE, find_world, join, reporting
-from vitpar.strategy import batch_arithmetic, data_index
+from vitpar.strategy import batch_arithmetic, image_layout, place_of_rank
 
 WARM_UP = 3
 TOLERANCE = 1e-4  # relative, of the loss and of the gradients' norm in the first WARM_UP steps
@@ -33,12 +33,13 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
     device = join(find_world() or ALONE, "cpu")
     case, size = CASES[name], {"full": FULL, "quick": QUICK}[size_name]
     before = resident_bytes()
+    rows = local_rows(case, size)
     makers = {
-        "hand": lambda: BY_HAND[name](size.config),
+        "hand": lambda: on_rows(BY_HAND[name](size.config), rows),
         "vitpar": lambda: vitpar_step(size.config, size.plan(case), size.batch_size, device),
     }
     steps = {key: make() for key, make in makers.items() if side in (key, "both")}
-    batches = local_batches(case, size)
+    batches = local_batches(size, rows)
     first = {key: warm_up(step, batches) for key, step in steps.items()}
     result: dict[str, object] = {"first": first}
     if side == "both":
@@ -56,18 +57,28 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
     os._exit(0)
 
 
-def local_batches(case: Case, size: Size) -> list[tuple[Tensor, Tensor]]:
-    """WARM_UP batches of random images [local batch, channels, size, size] and labels: this rank's part of each."""
-    config, plan = size.config, size.plan(case)
+def local_rows(case: Case, size: Size) -> list[int]:
+    """Which images of the batch this rank takes."""
+    plan = size.plan(case)
+    layout = image_layout(plan.strategy)
+    return batch_arithmetic(plan, size.batch_size).rows(layout[place_of_rank(plan, dist.get_rank())[1]])
+
+
+def local_batches(size: Size, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """WARM_UP batches of random images [rows, channels, size, size] and labels [batch]."""
+    config = size.config
     g = torch.Generator().manual_seed(SEED)
-    local = batch_arithmetic(plan, size.batch_size).local_batch
-    start = data_index(plan, dist.get_rank()) * local
     batches = []
     for _ in range(WARM_UP):
         images = torch.randn(size.batch_size, config.channels, config.image_size, config.image_size, generator=g)
         labels = torch.randint(0, config.num_classes, (size.batch_size,), generator=g)
-        batches.append((images[start : start + local].clone(), labels[start : start + local].clone()))
+        batches.append((images[rows], labels))
     return batches
+
+
+def on_rows(step: Step, rows: list[int]) -> Step:
+    """A step by hand, which wants the labels of its own images only."""
+    return lambda images, labels: step(images, labels[rows])
 
 
 def warm_up(step: Step, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float, float]]:

@@ -32,14 +32,15 @@ _NAMED = 3  # bad samples that are named; the others are only counted
 class Job:
     """One batch to fill.
 
-    samples: int64 [local], IGNORED for padding. keys, labels: int64 [local]. images: uint8 [local, 3, size, size].
-    skipped: what was wrong with each sample that was skipped.
+    samples: int64 [batch], IGNORED for padding. keys, labels: int64 [batch]. rows: int64, which of them to decode.
+    images: uint8 [rows, 3, size, size]. skipped: what was wrong with each sample that was skipped.
     """
 
     step: int
     samples: NDArray[np.int64]
     keys: NDArray[np.int64]
     labels: NDArray[np.int64]
+    rows: NDArray[np.int64]
     images: Tensor | None = None
     skipped: list[str] = field(default_factory=list)
 
@@ -94,7 +95,7 @@ class Decoder:
     def _inline(self, jobs: Iterable[Job]) -> Generator[Job]:
         for job in jobs:
             self._allocate(job)
-            self._fill_rows(job, 0, len(job.samples))
+            self._fill_rows(job, 0, len(job.rows))
             yield job
 
     def _threaded(self, jobs: Iterable[Job]) -> Generator[Job]:
@@ -112,23 +113,24 @@ class Decoder:
 
     def _submit(self, pool: ThreadPoolExecutor, job: Job) -> list[Future[None]]:
         self._allocate(job)
-        rows = len(job.samples)
+        rows = len(job.rows)
         task = min(_TASK, -(-rows // self.workers))
         return [pool.submit(self._fill_rows, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
     def _allocate(self, job: Job) -> None:
-        job.images = torch.zeros(len(job.samples), 3, self.size, self.size, dtype=torch.uint8)
+        job.images = torch.zeros(len(job.rows), 3, self.size, self.size, dtype=torch.uint8)
 
     def _fill_rows(self, job: Job, start: int, stop: int) -> None:
         assert job.images is not None
-        rows = job.images.numpy()
-        for row in range(start, stop):
+        pixels = job.images.numpy()
+        for place in range(start, stop):
+            row = job.rows[place]
             sample = int(job.samples[row])
             if sample == IGNORED:
                 continue
             data = self.shards.read(sample)
             try:
-                rows[row] = self.apply(decode(data), int(job.keys[row])).numpy()
+                pixels[place] = self.apply(decode(data), int(job.keys[row])).numpy()
             except BadImage as error:
                 problem = f"sample '{self.shards.name(sample)}' of '{self.shards.folder}': {error}"
                 if self.bad_sample == "fail":

@@ -24,20 +24,21 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @library.custom_op("vitpar::keyed_uniform", mutates_args=())
-def keyed_uniform(keys: Tensor, shape: Sequence[int]) -> Tensor:
+def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     """Uniform numbers in [0, 1), one tensor of `shape` for every key.
 
-    keys: int64 [batch]. Returns float32 [batch, *shape], a function of (key, index) alone. One operation to the
+    keys: int64 [batch]. first: where this slice of the last dim begins in the whole. Returns float32 [batch, *shape], a function of (key, index) alone. One operation to the
     compiler, which would else take minutes over the chain of integer arithmetic.
     """
     x = _mix(keys)
-    for size in shape:
-        x = _mix(x.unsqueeze(-1) + torch.arange(1, size + 1, device=keys.device) * _GOLDEN)
+    starts = [0] * len(shape[:-1]) + [first] * len(shape[-1:])
+    for size, start in zip(shape, starts, strict=True):
+        x = _mix(x.unsqueeze(-1) + torch.arange(start + 1, start + size + 1, device=keys.device) * _GOLDEN)
     return (x & 0xFFFFFF).float() * 2.0**-24
 
 
 @keyed_uniform.register_fake
-def _(keys: Tensor, shape: Sequence[int]) -> Tensor:
+def _(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     return keys.new_empty((*keys.shape, *shape), dtype=torch.float32)
 
 
@@ -49,12 +50,14 @@ def at_place(keys: Tensor, place: Tensor) -> Tensor:
     return keys + place * _GOLDEN
 
 
-def drop(x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool) -> Tensor:
+def drop(
+    x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool, first_feature: int = 0
+) -> Tensor:
     """Zero parts of `x` with probability `rate` and scale the rest by 1 / (1 - rate).
 
     x: [batch, tokens, features]. keys: int64 [batch]. whole_sample: drop a sample's whole tensor (drop-path), else
-    single elements (dropout).
+    single elements (dropout). first_feature: where the features here begin among all of the token's.
     """
-    keep = keyed_uniform(keys, [] if whole_sample else list(x.shape[1:])) >= rate
+    keep = keyed_uniform(keys, [] if whole_sample else list(x.shape[1:]), first_feature) >= rate
     keep = keep.view(-1, *(1,) * (x.dim() - 1)) if whole_sample else keep
     return x * keep.to(x.dtype) / (1.0 - rate)

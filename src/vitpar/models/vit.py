@@ -2,8 +2,8 @@
 
 Each layer takes and returns one tensor. A model may hold any consecutive part of the layers (a pipeline stage): a part
 it lacks is absent, and the names of the parameters it holds do not change. Beside each layer class stands, as data, how
-its parameters split under tensor parallelism (`TENSOR_PARALLEL`, module name -> split; the splits are defined in
-``vitpar.parallel.tensor``).
+its parameters split under tensor parallelism (`TENSOR_PARALLEL`: name of a module or parameter -> its kind; what every
+mode makes of a kind stands in ``vitpar.parallel.tensor``).
 """
 
 from collections.abc import Collection
@@ -13,11 +13,17 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import ViTConfig
 from vitpar.models.keyed_random import at_place, drop
 
 EPS = 1e-6  # of every LayerNorm, as in the published models
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor as a plain tensor, differentiably; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
@@ -36,7 +42,13 @@ class Stem(nn.Module):
     """Images [batch, channels, height, width] -> tokens [batch, tokens, width]: patches through one Linear, tokens,
     positions."""
 
-    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {}
+    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+        "proj": "embedding",
+        "cls_token": "token",
+        "dist_token": "token",
+        "reg_token": "token",
+        "pos_embed": "token",
+    }
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -48,13 +60,21 @@ class Stem(nn.Module):
         self.dist_token = nn.Parameter(torch.empty(1, 1, d)) if c.distillation else None
         self.reg_token = nn.Parameter(torch.empty(1, c.registers, d)) if c.registers else None
         self.pos_embed = nn.Parameter(torch.empty(1, c.tokens, d)) if c.position == "learned" else None
+        self.width, self.first_feature = d, 0
         if c.position == "sincos2d":
             self.register_buffer("positions", torch.empty(1, c.patches, d), persistent=False)
+
+    def take_features(self, index: int, parts: int) -> None:
+        """Give only part `index` of `parts` of the tokens' features."""
+        self.first_feature = index * self.width // parts
+        if self.pos_embed is None:
+            self.positions = self.positions.chunk(parts, dim=-1)[index].clone()
 
     def reset_buffers(self) -> None:
         """Fill what is neither learned nor saved."""
         if self.pos_embed is None:
-            self.positions.copy_(sincos_2d(self.grid, self.grid, self.positions.shape[-1])[None])
+            whole = sincos_2d(self.grid, self.grid, self.width)[None]
+            self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout)."""
@@ -63,13 +83,13 @@ class Stem(nn.Module):
         if self.pos_embed is None:
             x = x + self.positions.to(x.dtype)
         prefix = [
-            t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
+            local(t).expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
         ]
         x = torch.cat([*prefix, x], dim=1) if prefix else x
         if self.pos_embed is not None:
-            x = x + self.pos_embed
+            x = x + local(self.pos_embed)
         if self.training and keys is not None and self.dropout:
-            x = drop(x, keys, self.dropout, whole_sample=False)
+            x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
         return x
 
 
@@ -111,12 +131,16 @@ class Block(nn.Module):
     """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
 
     TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+        "norm1": "norm",
         "attn.qkv": "column",
         "attn.q_norm": "heads",
         "attn.k_norm": "heads",
         "attn.proj": "row",
+        "gamma1": "scale",
+        "norm2": "norm",
         "mlp.fc1": "column",
         "mlp.fc2": "row",
+        "gamma2": "scale",
     }
 
     def __init__(self, config: ViTConfig, index: int) -> None:
@@ -129,10 +153,15 @@ class Block(nn.Module):
         self.gamma1 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
         self.gamma2 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
         self.index, self.dropout, self.drops_paths = index, c.dropout, c.drop_path > 0
+        self.width, self.first_feature = c.width, 0
         self.drop_path_rate = c.drop_path * index / max(1, c.depth - 1)
         # Tensors, since the compiler would make a graph for every value of a number: one graph serves all blocks.
         self.register_buffer("place", torch.empty((), dtype=torch.int64), persistent=False)
         self.register_buffer("rate", torch.empty(()), persistent=False)
+
+    def take_features(self, index: int, parts: int) -> None:
+        """Expect and give only part `index` of `parts` of the tokens' features."""
+        self.first_feature = index * self.width // parts
 
     def reset_buffers(self) -> None:
         """Fill what is neither learned nor saved."""
@@ -141,8 +170,9 @@ class Block(nn.Module):
 
     def _branch(self, x: Tensor, gamma: Tensor | None, keys: Tensor | None, branch: int) -> Tensor:
         if keys is not None and self.dropout:
-            x = drop(x, at_place(keys, self.place + 2 * branch), self.dropout, whole_sample=False)
-        x = x if gamma is None else x * gamma
+            here = at_place(keys, self.place + 2 * branch)
+            x = drop(x, here, self.dropout, whole_sample=False, first_feature=self.first_feature)
+        x = x if gamma is None else x * local(gamma)
         if keys is not None and self.drops_paths:
             x = drop(x, at_place(keys, self.place + 2 * branch + 1), self.rate, whole_sample=True)
         return x
@@ -158,8 +188,13 @@ class Head(nn.Module):
     """Tokens [batch, tokens, width] -> logits [batch, classes]: norm, pooling, optional representation layer,
     classifier."""
 
-    # Split over the input features, so that the classes need not divide.
-    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {"fc": "row_replicated_input", "fc_dist": "row_replicated_input"}
+    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+        "norm": "norm",
+        "pooled": "pooled",
+        "representation": "representation",
+        "fc": "classifier",  # split over its input features, so that the classes need not divide
+        "fc_dist": "classifier",
+    }
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -167,11 +202,13 @@ class Head(nn.Module):
         features = c.representation_size or c.width
         self.pool, self.prefix_tokens = c.pool, c.prefix_tokens
         self.norm = nn.LayerNorm(c.width, eps=EPS)
+        self.pooled = nn.Identity()  # a place for collectives
         self.representation = nn.Linear(c.width, features) if c.representation_size else None
         self.fc = nn.Linear(features, c.num_classes)
         self.fc_dist = nn.Linear(features, c.num_classes) if c.distillation else None
 
     def _features(self, x: Tensor) -> Tensor:
+        x = self.pooled(x)
         return x if self.representation is None else torch.tanh(self.representation(x))
 
     def forward(self, x: Tensor) -> Tensor:

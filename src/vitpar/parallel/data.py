@@ -1,31 +1,60 @@
-"""Data parallelism: replicated (dp), sharded (fsdp) and both (HSDP).
+"""Data parallelism: replicated (dp), with sharded optimizer state and gradients (+zero1, +zero2), sharded (fsdp), both
+(HSDP).
 
-``fully_shard`` does all of it. It also carries mixed precision and, under tensor parallelism, the placement of
-gradients, so it wraps layers without a data-parallel axis as well. Where none of this is needed, because every rank
-keeps whole parameters and computes in their precision, it would only copy every parameter and gradient several times a
-step (a third of a small model's step): such layers stay plain modules, and `GradientSum` adds up their gradients.
+``fully_shard`` does all that shards; it also carries mixed precision and offloading. Where none of this is needed,
+because every rank keeps what it computes with in the precision it computes in, it would only copy every parameter and
+gradient several times a step (a third of a small model's step): such layers stay plain modules, and `GradientSum` adds
+up their gradients.
+
+| kind   | ``fully_shard`` over | parameters are gathered             | gradients are reduced          |
+|--------|----------------------|-------------------------------------|--------------------------------|
+| dp     | none, or one rank    |                                     | at the step's last micro-batch |
+| zero1  | dp                   | once a step                         | at the step's last micro-batch |
+| zero2  | dp                   | once a step                         | at every micro-batch           |
+| fsdp   | fsdp                 | for every use; once a step under pp | at the step's last micro-batch |
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from vitpar.models.vit import local
+from vitpar.parallel.mesh import data_mesh, size
 
-def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
-    """Apply ``fully_shard`` to one module so that gradients are *summed* over `mesh`, never averaged.
 
-    mesh: one axis (shards the parameters) or two (replicate, shard), see ``vitpar.parallel.mesh.data_mesh``.
-    Leaves a module alone that has nothing to gain (see above).
-    """
-    split = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if mesh.shape[-1] == 1 and not split and policy == MixedPrecisionPolicy():
-        return
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+@dataclass(frozen=True)
+class Sharding:
+    """How one layer's parameters are kept: the layer's mesh, precision, and when gathered copies are dropped."""
+
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    offload: bool = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether ``fully_shard`` has anything to do."""
+        return size(self.mesh, "shard") > 1 or self.policy != MixedPrecisionPolicy() or self.offload
+
+
+def shard(module: nn.Module, sharding: Sharding, *, ignored: set[nn.Parameter] | None = None) -> None:
+    """Apply ``fully_shard`` to one module so that gradients are *summed*, never averaged. ignored: parameters to leave
+    alone."""
+    on_gpu = sharding.mesh.device_type == "cuda"
+    fully_shard(
+        module,
+        mesh=data_mesh(sharding.mesh),
+        mp_policy=sharding.policy,
+        reshard_after_forward=sharding.reshard_after_forward,
+        offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy(),
+        ignored_params=ignored,
+    )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -35,41 +64,66 @@ class GradientSum:
     """Sums the gradients of a plain layer over `group` as soon as the step's last backward has reached them, while
     backward goes on through the layers before it.
 
-    backwards: how many of them a step has, one for every micro-batch.
+    backwards: how many of them a step has, one for every micro-batch; None where hooks do not see them, so that all is
+    summed at the end.
     """
 
-    def __init__(self, layer: nn.Module, group: dist.ProcessGroup, backwards: int) -> None:
+    def __init__(self, layer: nn.Module, group: dist.ProcessGroup, backwards: int | None) -> None:
         self._parameters, self._group = list(layer.parameters()), group
-        self._expected = self._missing = backwards * len(self._parameters)
+        self._expected = self._missing = (backwards or 0) * len(self._parameters)
         self._running: tuple[Tensor, dist.Work] | None = None
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+        if backwards is not None:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _accumulated(self, parameter: Tensor) -> None:
         self._missing -= 1
         if self._missing == 0:
             self._missing = self._expected
-            total = torch.cat([p.grad.flatten() for p in self._parameters])  # one message a layer
-            work = dist.all_reduce(total, group=self._group, async_op=True)
-            self._running = total, work
+            self._start()
+
+    def _start(self) -> None:
+        total = torch.cat([local(p.grad).flatten() for p in self._parameters])  # one message a layer
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        self._running = total, work
 
     def wait(self) -> None:
         """Must follow the step's last backward: from here on the gradients are the sums."""
-        assert self._running is not None, "not every parameter of the layer has a gradient"
+        if self._running is None:
+            assert not self._expected, "not every parameter of the layer has a gradient"
+            self._start()
+        assert self._running is not None
         total, work = self._running
         work.wait()
-        parts = total.split([p.numel() for p in self._parameters])
+        parts = total.split([local(p.grad).numel() for p in self._parameters])
         for parameter, part in zip(self._parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+            whole = part.view_as(local(parameter.grad))
+            if isinstance(parameter, DTensor):
+                whole = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
+            parameter.grad = whole
         self._running = None
 
 
-def gradient_sums(layers: Iterable[nn.Module], mesh: DeviceMesh, backwards: int) -> list[GradientSum]:
-    """For those of `layers` that ``fully_shard`` has not taken, over the dp axis of `mesh`."""
-    if mesh["dp"].size() == 1:
-        return []
-    plain = [layer for layer in layers if not any(isinstance(p, DTensor) for p in layer.parameters())]
-    return [GradientSum(layer, mesh["dp"].get_group(), backwards) for layer in plain]
+def gradient_sums(layers: Iterable[tuple[nn.Module, DeviceMesh]], backwards: int | None) -> list[GradientSum]:
+    """For those layers, given with their meshes, that ``fully_shard`` has not taken."""
+    return [
+        GradientSum(layer, mesh.get_group("replicate"), backwards)
+        for layer, mesh in layers
+        if size(mesh, "replicate") > 1 and not isinstance(layer, FSDPModule)
+    ]
+
+
+def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Let the gradients of `layers`, which are wrapped, be reduced at every micro-batch (ZeRO-2), whenever those under
+    `root` are told to wait: by us, or by a pipeline schedule."""
+    eager, set_all = list(layers), root.set_requires_gradient_sync
+
+    def set_the_others(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        set_all(requires_gradient_sync, recurse=recurse)
+        for layer in eager:
+            layer.set_requires_gradient_sync(True)
+
+    root.set_requires_gradient_sync = set_the_others
 
 
 def set_last_micro_batch(root: nn.Module, last: bool) -> None:

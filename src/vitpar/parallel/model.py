@@ -5,7 +5,8 @@ summed over data-parallel ranks and micro-batches, never averaged.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -15,73 +16,111 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import IGNORED, ViTConfig
-from vitpar.models.vit import ViT
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
-from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tokens, send_tokens
+from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tokens, send_tokens, travel_layouts
 from vitpar.parallel.precision import Precision
-from vitpar.strategy import Plan, batch_arithmetic
+from vitpar.parallel.stage import Stage
+from vitpar.parallel.tensor import PartialGradient, TensorSums
+from vitpar.strategy import SCHEDULES, Part, Plan, batch_arithmetic, image_layout, logit_layout
+from vitpar.strategy.batch import smallest_microbatch
+from vitpar.strategy.layout import copies
 
 
 class ParallelModel:
     """The stages this rank holds and how to run them. Made by ``vitpar.parallel.parallelize``.
 
-    Images go in on ranks where `takes_images`, logits and losses come out on ranks where `gives_logits`; the others
-    pass None. Every call is collective over the ranks of the plan.
+    Images go in on ranks where `takes_images`, each rank's own rows of the batch (`image_rows`); labels and keys are
+    those of the whole batch, on every rank. Logits and losses come out where `gives_logits`. Every call is collective
+    over the ranks of the plan.
+
+    pipe: the mesh (pp, stage). meshes: each layer's mesh, by name. loss_scale: what the loss is multiplied by before
+    backward, and so the gradients (fp16).
     """
 
     def __init__(
         self,
         config: ViTConfig,
         plan: Plan,
-        mesh: DeviceMesh,
-        stages: dict[int, ViT],
+        pipe: DeviceMesh,
+        stages: dict[int, Stage],
+        meshes: dict[str, DeviceMesh],
+        partial: Sequence[PartialGradient],
+        *,
         batch_size: int,
         device: torch.device,
         numbers: Precision,
         label_smoothing: float,
     ) -> None:
-        self.config, self.plan, self.mesh, self.stages, self.device, self.precision = (
-            config,
-            plan,
-            mesh,
-            stages,
-            device,
-            numbers,
-        )
-        self.batch_size, self.label_smoothing = batch_size, label_smoothing
-        arithmetic = batch_arithmetic(plan, batch_size)
-        self.microbatches = arithmetic.microbatches
+        self.config, self.plan, self.pipe, self.stages, self.device = config, plan, pipe, stages, device
+        self.precision, self.batch_size, self.label_smoothing = numbers, batch_size, label_smoothing
+        self.loss_scale: float | Tensor = 1.0
+        self.batch = batch_arithmetic(plan, batch_size)
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
+        strategies = plan.strategies(config.layer_names)
+        self._images, self._logits = image_layout(strategies["stem"]), logit_layout(strategies["head"])
+        self._stage_rank = pipe.get_local_rank("stage")
+        self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        layers = [layer for stage in stages.values() for layer in stage.layers().values()]
-        self._gradient_sums = gradient_sums(layers, mesh, self.microbatches)
+        layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
+        whole_backwards = plan.pp == 1 or not SCHEDULES[plan.schedule].splits_backward
+        backwards = self.batch.microbatches if whole_backwards else None
+        self._gradient_sums = gradient_sums([(layer, meshes[name]) for name, layer in layers.items()], backwards)
+        self._tensor_sums = TensorSums(partial)
         self._schedule = None
         if plan.pipeline_degree > 1:
-            group = mesh["pp"].get_group()
-            shape = (config, arithmetic.microbatch_size, numbers.compute, device, group)
-            pipeline = [pipeline_stage(stage, index, plan.num_stages, *shape) for index, stage in stages.items()]
-            self._schedule = build_schedule(plan, pipeline, self.microbatches, self.loss)
+            pipeline = [
+                pipeline_stage(stage, index, plan.num_stages, *self._shapes(index), device, pipe.get_group("pp"))
+                for index, stage in stages.items()
+            ]
+            self._schedule = build_schedule(plan, pipeline, self.batch.microbatches, self.loss)
+
+    def image_rows(self, batch: int) -> list[int]:
+        """Which images, of `batch` over all ranks, this rank takes, in order."""
+        return self._rows(self._images[self._stage_rank], batch)
+
+    def logit_rows(self, batch: int) -> list[int]:
+        """Of which images, of `batch` over all ranks, this rank gives the logits, in order."""
+        return self._rows(self._logits[self._stage_rank], batch)
+
+    @property
+    def first_of_images(self) -> bool:
+        """Whether this is the first of the ranks that take the same images."""
+        return self.takes_images and copies(self._images, self._stage_rank)[0] == self._stage_rank
+
+    @property
+    def first_of_logits(self) -> bool:
+        """Whether this is the first of the ranks that give the same logits."""
+        return self.gives_logits and copies(self._logits, self._stage_rank)[0] == self._stage_rank
+
+    @property
+    def sample_replicas(self) -> int:
+        """How many ranks compute the logits of the same sample."""
+        return len(copies(self._logits, self._stage_rank))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy summed over the samples here, divided by the global batch size.
+        """Cross-entropy summed over the samples here, divided by the global batch size, times `loss_scale`.
 
-        logits: [batch, classes]. labels: int64 [batch], IGNORED for none.
+        logits: [this rank's rows, classes]. labels: int64, those of the whole micro-batch, IGNORED for none.
         """
+        rows = self._logits[self._stage_rank].row_range(len(labels))
         wide = logits if logits.dtype is torch.float64 else logits.float()
         total = F.cross_entropy(
-            wide, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing
+            wide,
+            labels[rows.start : rows.stop],
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
-        return total / self.batch_size
+        return total / self.batch_size * self.loss_scale
 
     def forward_backward(self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None) -> Tensor:
         """Gradients of one step, accumulated over the micro-batches and reduced over the data-parallel ranks.
 
-        images: [local batch, channels, size, size], normalised, or None where not `takes_images`. labels: int64 [local
-        batch].
-        keys: int64 [local batch], the samples' random keys.
-        Returns this rank's part of the loss (0-dim, detached; zero where not `gives_logits`): the sum over ranks that
-        differ in their samples is the loss of the global batch.
+        images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised, or None where not
+        `takes_images`. labels: int64 [batch], those of all ranks. keys: int64 [batch], the samples' random keys.
+        Returns this rank's part of the loss (0-dim, detached, not scaled; zero where not `gives_logits`): the sum over
+        ranks that differ in their samples is the loss of the global batch.
         """
         for stage in self.stages.values():
             stage.train()
@@ -95,41 +134,50 @@ class ParallelModel:
         else:
             (stage,) = self.stages.values()
             assert images is not None, "a model without pipeline takes images on every rank"
-            parts = [
-                x.chunk(self.microbatches) if x is not None else (None,) * self.microbatches
-                for x in (images, labels, keys)
-            ]
+            count = self.batch.microbatches
+            parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, labels, keys)]
             for number, (part, target, key) in enumerate(zip(*parts, strict=True), start=1):
-                set_last_micro_batch(stage, number == self.microbatches)
+                set_last_micro_batch(stage, number == count)
                 loss = self.loss(stage(part, key), target)
                 loss.backward()
                 losses.append(loss)
         for total in self._gradient_sums:
             total.wait()
+        self._tensor_sums.run()
         if not losses:
             return torch.zeros((), device=self.device)
-        return torch.stack(losses).sum().detach()
+        return torch.stack(losses).sum().detach() / self.loss_scale
 
     @torch.no_grad()
     def predict(self, images: Tensor | None, batch: int) -> Tensor | None:
-        """Logits [batch, classes] in evaluation mode, or None where not `gives_logits`.
+        """Logits of this rank's `logit_rows` [rows, classes] in evaluation mode, or None where not `gives_logits`.
 
-        images: [batch, channels, size, size], or None where not `takes_images`. batch: images of this rank's part, any
-        number that is the same on all ranks of a pipeline.
+        images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
+        any multiple of `smallest_batch`.
         """
-        shape = (batch, self.config.tokens, self.config.width)
         x = images
+        last = self.plan.num_stages - 1
         for index, stage in self.stages.items():
             stage.eval()
             if index > 0:
-                x = receive_tokens(index, self.plan, self.mesh["pp"], shape, self.precision.compute, self.device)
+                part = self._travel[index - 1]
+                if index - 1 not in self.stages:
+                    shape = self._token_shape(part, batch)
+                    x = receive_tokens(index, self.plan, self.pipe["pp"], shape, self.precision.compute, self.device)
+            else:
+                part = self._images[self._stage_rank]
             assert x is not None, "a rank that holds the stem needs images"
-            x = torch.cat([stage(part) for part in x.split(-(-batch // self.microbatches))])
-            if index < self.plan.num_stages - 1:
-                self._sent.append(send_tokens(x, index, self.plan, self.mesh["pp"]))
+            x = torch.cat([stage(piece) for piece in x.split([len(part.row_range(n)) for n in self._pieces(batch)])])
+            if index < last and index + 1 not in self.stages:
+                self._sent.append(send_tokens(x, index, self.plan, self.pipe["pp"]))
         while len(self._sent) > len(self.stages):
             self._sent.popleft()[0].wait()  # the next batch may start while the last one is on its way
         return x if self.gives_logits else None
+
+    @property
+    def smallest_batch(self) -> int:
+        """The number of images that divides every batch the layers can cut among their ranks."""
+        return smallest_microbatch(self.plan) * self.plan.data_parallel
 
     def parameters_changed(self) -> None:
         """To be called after parameters were written other than by the optimizer: drops stale gathered copies."""
@@ -151,7 +199,29 @@ class ParallelModel:
                 shards *= size if not placement.is_replicate() else 1
         return dist.get_world_size() // self.plan.pipeline_degree // shards
 
-    @property
-    def sample_replicas(self) -> int:
-        """How many ranks compute the logits of the same sample."""
-        return self.plan.strategy.degree("tp")
+    def _pieces(self, batch: int) -> list[int]:
+        """How `batch` images are taken at a time: micro-batches as in training, what is left of them at the end."""
+        ends = [*range(0, batch, self.batch.microbatch_rows), batch]
+        return [end - start for start, end in pairwise(ends)]
+
+    def _rows(self, part: Part, batch: int) -> list[int]:
+        found, start = [], 0
+        for size in self._pieces(batch):
+            found += [start + row for row in part.row_range(size)]
+            start += size
+        return found
+
+    def _token_shape(self, part: Part, batch: int) -> tuple[int, int, int]:
+        rows = sum(len(part.row_range(piece)) for piece in self._pieces(batch))
+        return rows, self.config.tokens, len(part.feature_range(self.config.width))
+
+    def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
+        """What stage `index` takes and gives in a micro-batch, on meta."""
+        c, n = self.config, self.batch.microbatch_rows
+        takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), c.channels, c.image_size, c.image_size)
+        gives: tuple[int, ...] = (len(self._logits[self._stage_rank].row_range(n)), c.num_classes)
+        if index > 0:
+            takes = self._token_shape(self._travel[index - 1], n)
+        if index < self.plan.num_stages - 1:
+            gives = self._token_shape(self._travel[index], n)
+        return tuple(torch.empty(shape, dtype=self.precision.compute, device="meta") for shape in (takes, gives))  # type: ignore[return-value]

@@ -1,35 +1,36 @@
 """From a model and a plan to this rank's part of the parallel model: every wrapper, in order, in one place.
 
-Order of wrapping:
+Order of wrapping, for each layer by its own strategy:
 
 1. build on meta, only the layers of this rank's stages (names of parameters are those of the whole model)
-2. tensor parallel: split the parameters each layer class declares
+2. tensor parallel: split what each layer class declares
 3. compile the forward of each block
-4. activation checkpoint: blocks recompute their forward in backward
-5. ``fully_shard`` each layer, then the stage: sharding, mixed precision, gradient reduction (where there is any of it
-   to do, see ``vitpar.parallel.data``)
-6. materialise on the device and initialise from (seed, parameter name)
+4. activation checkpoint: layers recompute their forward in backward
+5. ``fully_shard`` each layer, then the stage: sharding, mixed precision, offloading, gradient reduction (where there is
+   any of it to do, see ``vitpar.parallel.data``)
+6. redistributions where the layouts of neighbours differ
+7. materialise on the device and initialise from (seed, parameter name)
 
 The optimizer is made after this, and saved weights are loaded after that.
 """
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
-from vitpar.parallel.data import shard
-from vitpar.parallel.mesh import build_mesh, data_mesh
+from vitpar.parallel.checkpointing import recompute_in_backward
+from vitpar.parallel.data import Sharding, reduce_always, shard
+from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
-from vitpar.parallel.pipeline import stage_layers
+from vitpar.parallel.pipeline import stage_layers, travel_layouts
 from vitpar.parallel.precision import Precision, precision
-from vitpar.parallel.tensor import apply_tensor_parallel
-from vitpar.strategy import Plan, stages_of_rank
+from vitpar.parallel.redistribute import Redistribute
+from vitpar.parallel.stage import Stage
+from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
+from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
+from vitpar.strategy.support import refuse_clashes
 
 
 def parallelize(
@@ -39,6 +40,7 @@ def parallelize(
     batch_size: int,
     device: torch.device,
     precision_name: str = "fp32",
+    reduce_dtype: str | None = None,
     seed: int = 0,
     label_smoothing: float = 0.0,
     compile_blocks: bool = False,
@@ -46,43 +48,94 @@ def parallelize(
     """This rank's part of `config` under `plan`, initialised and ready to train.
 
     plan: validated against the model and `batch_size` (``vitpar.strategy.validate``). batch_size: images of a step over
-    all ranks. Needs an initialised process group whose world size is the plan's; all ranks call it together.
+    all ranks. precision_name, reduce_dtype: as ``vitpar.parallel.precision`` takes them. Needs an initialised process
+    group whose world size is the plan's; all ranks call it together.
     """
-    numbers = precision(precision_name)
-    mesh = build_mesh(plan, device.type)
-    parts = stage_layers(config, plan)
-    mine = stages_of_rank(mesh["pp"].get_local_rank(), plan)
-    stages = {index: _wrapped(config, parts[index], plan, mesh, numbers, compile_blocks) for index in mine}
-    for stage in stages.values():
-        stage.to_empty(device=device)
+    refuse_clashes(plan, precision_name, compile_blocks)
+    numbers = precision(precision_name, reduce_dtype)
+    pipe = pipeline_mesh(plan, device.type)
+    strategies = plan.strategies(config.layer_names)
+    meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
+    by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
+    parts, partial_gradients = stage_layers(config, plan), []
+    stages = {}
+    for index in stages_of_rank(pipe.get_local_rank("pp"), plan):
+        with torch.device("meta"):
+            stage = Stage(config, parts[index]).to(numbers.parameters)
+        for name, layer in stage.layers().items():
+            partial_gradients += _compute(name, layer, strategies[name], by_name[name], compile_blocks)
+        _shard(stage, strategies, by_name, plan, numbers)
+        _connect(stage, index, strategies, config, plan, pipe)
+        _materialise(stage, strategies, device)
         initialise(stage, seed, config)
-    return ParallelModel(config, plan, mesh, stages, batch_size, device, numbers, label_smoothing)
+        stages[index] = stage
+    return ParallelModel(
+        config,
+        plan,
+        pipe,
+        stages,
+        by_name,
+        partial_gradients,
+        batch_size=batch_size,
+        device=device,
+        numbers=numbers,
+        label_smoothing=label_smoothing,
+    )
 
 
-def _wrapped(
-    config: ViTConfig, names: tuple[str, ...], plan: Plan, mesh: DeviceMesh, numbers: Precision, compile_blocks: bool
-) -> ViT:
-    """One stage on meta with every wrapper on it."""
-    with torch.device("meta"):
-        stage = ViT(config, names).to(numbers.parameters)
-    strategy, tensor_mesh = plan.strategy, mesh["tp"]  # one object for all layers, or the compiler tells them apart
+def _compute(
+    name: str, layer: nn.Module, strategy: Strategy, mesh: DeviceMesh, compile_blocks: bool
+) -> list[PartialGradient]:
+    """Steps 2 to 4: how a layer computes. Returns its partial gradients."""
+    axes = tensor_mesh(mesh)  # one object for all layers, or the compiler tells them apart
+    found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
+    if compile_blocks and name.startswith("blocks."):
+        layer.forward = torch.compile(layer.forward)
+    if strategy.checkpoint:
+        recompute_in_backward(layer, strategy.checkpoint)
+    return found
+
+
+def _shard(
+    stage: Stage, strategies: dict[str, Strategy], meshes: dict[str, DeviceMesh], plan: Plan, numbers: Precision
+) -> None:
+    """Step 5."""
+    wrapped = None
     for name, layer in stage.layers().items():
-        if strategy.degree("tp") > 1:
-            apply_tensor_parallel(layer, tensor_mesh)
-        if name.startswith("blocks."):
-            if compile_blocks:
-                layer.forward = torch.compile(layer.forward)
-            if strategy.checkpoint:
-                recompute_in_backward(layer)
-    # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
-    reshard = strategy.degree("fsdp") > 1 and plan.pipeline_degree == 1
+        strategy = strategies[name]
+        gathers = size(meshes[name], "shard") > 1 and not strategy.zero
+        # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
+        reshard = gathers and plan.pp == 1 and name != "head"
+        sharding = Sharding(meshes[name], numbers.policy, reshard, strategy.offload)
+        if sharding.needed:
+            shard(layer, sharding)
+            wrapped = sharding
+    if wrapped:
+        # The stage itself must be an FSDP module too, or pipeline schedules reduce gradients once per micro-batch; it
+        # must not take the parameters of layers that stay plain (upstream: it fails on overlapping meshes).
+        root = Sharding(wrapped.mesh, numbers.policy, reshard_after_forward=False)
+        shard(stage, root, ignored=set(stage.parameters()))
+        eager = [layer for name, layer in stage.layers().items() if strategies[name].zero == 2]
+        reduce_always(stage, eager)
+
+
+def _connect(
+    stage: Stage, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
+) -> None:
+    """Step 6."""
+    me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
+    layout = travel[index - 1] if index > 0 else image_layout(strategies["stem"])
+    for name in stage.layers():
+        wanted = token_layout(strategies[name])
+        stage.rows[name] = wanted[me]
+        if name != "stem" and layout != wanted:
+            stage.before[name] = Redistribute(layout, wanted, config.width, group)
+        layout = wanted
+    if index < plan.num_stages - 1 and layout != travel[index]:
+        stage.after = Redistribute(layout, travel[index], config.width, group)
+
+
+def _materialise(stage: Stage, strategies: dict[str, Strategy], device: torch.device) -> None:
+    """Step 7, but for the values."""
     for name, layer in stage.layers().items():
-        shard(layer, data_mesh(mesh), numbers.policy, reshard_after_forward=reshard and name != "head")
-    # The stage itself must be an FSDP module too, or pipeline schedules reduce gradients once per micro-batch.
-    shard(stage, data_mesh(mesh), numbers.policy, reshard_after_forward=False)
-    return stage
-
-
-def recompute_in_backward(layer: nn.Module) -> None:
-    """Full activation checkpointing. Random numbers follow the sample's key, so no generator state has to be kept."""
-    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.to_empty(device=torch.device("cpu") if strategies[name].offload else device)

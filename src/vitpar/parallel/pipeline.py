@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages with static shapes, and schedules by name."""
+"""Pipeline parallelism: stages with static shapes, schedules by name, and what travels between stages."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,16 +7,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from vitpar.models.config import ViTConfig
-from vitpar.strategy import Plan, split_blocks
+from vitpar.strategy import Plan, rank_of_stage, split_blocks, token_layout
+from vitpar.strategy.layout import Layout
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
+CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved1f1b": ScheduleInterleaved1F1B,
+    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
+    "zbvzerobubble": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
 
 
@@ -32,34 +44,27 @@ def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in stages)
 
 
+def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
+    """The layout in which tokens travel from each stage to the next: of what the last layer before gives and the first
+    layer behind takes, the one with the smaller parts."""
+    strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
+    found = []
+    for before, behind in zip(parts, parts[1:], strict=False):
+        given, taken = token_layout(strategies[before[-1]]), token_layout(strategies[behind[0]])
+        found.append(taken if taken[0].share < given[0].share else given)
+    return tuple(found)
+
+
 def pipeline_stage(
-    module: nn.Module,
-    index: int,
-    count: int,
-    config: ViTConfig,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: ProcessGroup,
+    module: nn.Module, index: int, count: int, takes: Tensor, gives: Tensor, device: torch.device, group: ProcessGroup
 ) -> PipelineStage:
-    """Stage `index` of `count` with the shapes of a micro-batch of `batch` images given, so that none is found by an
-    extra forward.
+    """Stage `index` of `count`. takes, gives: tensors on meta like those of a micro-batch, so that no shape has to be
+    found by an extra forward.
 
     upstream: without `input_args` and `output_args` the first step runs a real forward of each stage to infer them.
     """
-    tokens = torch.empty(batch, config.tokens, config.width, dtype=dtype, device="meta")
-    images = torch.empty(batch, config.channels, config.image_size, config.image_size, dtype=dtype, device="meta")
-    logits = torch.empty(batch, config.num_classes, dtype=dtype, device="meta")
-    first, last = index == 0, index == count - 1
-    return PipelineStage(
-        module,
-        index,
-        count,
-        device,
-        input_args=(images if first else tokens.requires_grad_(),),
-        output_args=(logits.requires_grad_() if last else tokens.detach().requires_grad_(),),
-        group=group,
-    )
+    args = {"input_args": (takes.requires_grad_(index > 0),), "output_args": (gives.requires_grad_(),)}
+    return PipelineStage(module, index, count, device, group=group, **args)
 
 
 def build_schedule(
@@ -69,7 +74,7 @@ def build_schedule(
 
     Gradients are not rescaled: `loss` divides by the global batch already.
     """
-    kind = SCHEDULES[plan.schedule]
+    kind = CLASSES[plan.schedule]
     if issubclass(kind, PipelineScheduleMulti):
         return kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
     (stage,) = stages
@@ -82,7 +87,7 @@ def send_tokens(tokens: Tensor, index: int, plan: Plan, pipe: DeviceMesh) -> tup
     Evaluation passes whole batches from stage to stage itself, outside the schedule, whose shapes are static and which
     would switch its buffers at every change between training and evaluation.
     """
-    work = dist.isend(tokens, group=pipe.get_group(), group_dst=(index + 1) % plan.pipeline_degree)
+    work = dist.isend(tokens, group=pipe.get_group(), group_dst=rank_of_stage(index + 1, plan))
     assert work is not None
     return work, tokens
 
@@ -92,5 +97,5 @@ def receive_tokens(
 ) -> Tensor:
     """The input of stage `index`, which `send_tokens` sent on the rank of the stage before."""
     tokens = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(tokens, group=pipe.get_group(), group_src=(index - 1) % plan.pipeline_degree)
+    dist.recv(tokens, group=pipe.get_group(), group_src=rank_of_stage(index - 1, plan))
     return tokens

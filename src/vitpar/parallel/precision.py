@@ -1,13 +1,18 @@
 """Numeric precisions: what parameters are kept in, what is computed in, what gradients are reduced in.
 
-| precision | parameters and optimizer | compute and activations | gradient reduction |
-|-----------|--------------------------|-------------------------|--------------------|
-| fp64      | float64                  | float64                 | float64            |
-| fp32      | float32                  | float32                 | float32            |
-| bf16      | float32                  | bfloat16                | float32            |
+| precision | parameters and optimizer | compute and activations | gradient reduction            |
+|-----------|--------------------------|-------------------------|-------------------------------|
+| fp64      | float64                  | float64                 | float64                       |
+| fp32      | float32                  | float32                 | float32                       |
+| bf16      | float32                  | bfloat16                | float32, or bfloat16 if asked |
+| fp16      | float32                  | float16                 | float32, or float16 if asked  |
+
+Reduction is the sum over data-parallel ranks. A number type of 16 bits halves what it sends; several micro-batches then
+also add up in it before they are sent, and shards are float32 again after it. float16 ends at 65504 and loses what is
+below 6e-8, so the loss is scaled up before backward (``vitpar.train.loss_scale``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,24 +26,41 @@ class Precision:
 
     parameters: torch.dtype
     compute: torch.dtype
+    reduce: torch.dtype
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """The same, as FSDP2 takes it."""
         if self.compute is self.parameters:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.parameters)
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients need a scaled loss: only float16 has too small a range for them."""
+        return self.compute is torch.float16
 
 
 PRECISIONS = {
-    "fp64": Precision(torch.float64, torch.float64),
-    "fp32": Precision(torch.float32, torch.float32),
-    "bf16": Precision(torch.float32, torch.bfloat16),
+    "fp64": Precision(torch.float64, torch.float64, torch.float64),
+    "fp32": Precision(torch.float32, torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
+    "fp16": Precision(torch.float32, torch.float16, torch.float32),
 }
 
 
-def precision(name: str) -> Precision:
-    """The precision called `name`. Raises RecipeError for an unknown one."""
+def precision(name: str, reduce_dtype: str | None = None) -> Precision:
+    """The precision called `name`, with gradients reduced in `reduce_dtype` ("fp32", "bf16", "fp16"; None: in what the
+    table says first).
+
+    Raises RecipeError for an unknown name, and for a reduction that the table does not have.
+    """
     if name not in PRECISIONS:
         raise RecipeError(f"unknown precision '{name}': use {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    numbers = PRECISIONS[name]
+    if reduce_dtype is None:
+        return numbers
+    if numbers.compute is numbers.parameters or reduce_dtype not in ("fp32", name):
+        kinds = "fp32 or itself" if numbers.compute is not numbers.parameters else "itself alone"
+        raise RecipeError(f"{name} cannot reduce gradients in '{reduce_dtype}': it reduces in {kinds}")
+    return replace(numbers, reduce=PRECISIONS[reduce_dtype].compute)

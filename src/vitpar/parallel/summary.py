@@ -1,30 +1,30 @@
-"""What a plan makes of a model, by arithmetic alone: needs no devices, no data and no process group.
-
-The numbers come from the same tables that the runtime reads: `stage_layers`, the layer classes' `TENSOR_PARALLEL` and
-the plan's axes, on parameters of the meta device.
-"""
+"""What a plan makes of a model, by arithmetic alone: needs no devices, no data and no process group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from functools import cache
+from itertools import pairwise
 
 from vitpar.models.config import ViTConfig
-from vitpar.models.vit import ViT
-from vitpar.parallel.pipeline import stage_layers
-from vitpar.strategy import BatchArithmetic, Plan, Role, batch_arithmetic, stages_of_rank
+from vitpar.parallel.bubble import idle_share
+from vitpar.parallel.communication import AxisSummary, FlagSummary, axis_words, flag_words, pipeline_words
+from vitpar.parallel.held import layer_parameters, sharding_axes
+from vitpar.parallel.pipeline import stage_layers, travel_layouts
+from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, stages_of_rank, token_layout
+from vitpar.strategy.layout import Layout
 
 
 @dataclass(frozen=True)
 class PipelineRank:
     """What the ranks at one place of the pp axis hold.
 
-    stages: their numbers, several under an interleaved schedule. layers: the names of each of these stages' layers.
+    stages: their numbers, several under some schedules. layers: the names of each of these stages' layers.
     flops_share: the part of the model's FLOPs computed here, 0 to 1. parameters: elements on the fullest rank here.
-    state_bytes: what it keeps for them (parameters, gradients, optimizer state; no activations, no gathered copies).
+    state_bytes: what it keeps for them (parameters, gradients, optimizer state). host_bytes: how much of that is in
+    host memory (+offload). Not counted: activations, gathered copies of sharded parameters, and whole gradients that
+    wait to be reduced to the shard.
     """
 
     pp: int
@@ -33,26 +33,55 @@ class PipelineRank:
     flops_share: float
     parameters: int
     state_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True)
-class AxisSummary:
-    """One axis of the mesh, and the communication along it in a training step, in words."""
+class StrategySummary:
+    """One strategy of a plan: the names of the layers that have it, its axes, outermost first, and its flags.
 
-    role: Role
-    degree: int
-    communication: str
+    shards: whether ranks keep parts of parameters that they gather to compute.
+    """
+
+    strategy: str
+    layers: tuple[str, ...]
+    axes: tuple[AxisSummary, ...]
+    flags: tuple[FlagSummary, ...]
+    shards: bool
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """Where an activation changes its layout, in front of `layer` on the ranks of `stage`.
+
+    source, target: the strategies of the layers around. forward, backward: how much of a whole micro-batch's activation
+    (and of its gradient, the other way) the rank that receives most has to receive, 0 to 1.
+    """
+
+    layer: str
+    stage: int
+    source: str
+    target: str
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """A plan applied to a model. parameters: elements of the whole model. idle_share: see `idle_share`."""
+    """A plan applied to a model.
+
+    parameters: elements of the whole model. idle_share: see `idle_share`. travel: for each stage but the last, how much
+    of a whole micro-batch's activation each of its ranks sends on, 0 to 1. pipeline_axis: None without pp.
+    """
 
     parameters: int
     batch: BatchArithmetic
     idle_share: float
     pipeline: tuple[PipelineRank, ...]
-    axes: tuple[AxisSummary, ...]
+    pipeline_axis: AxisSummary | None
+    travel: tuple[float, ...]
+    strategies: tuple[StrategySummary, ...]
+    redistributions: tuple[Redistribution, ...]
 
 
 def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_parameter: int) -> PlanSummary:
@@ -60,14 +89,28 @@ def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_paramete
 
     bytes_per_parameter: what a rank keeps for every element of its parameters (``vitpar.train.state``).
     """
+    batch = batch_arithmetic(plan, batch_size)
+    return PlanSummary(
+        parameters=sum(layer_parameters(config, Plan()).values()),
+        batch=batch,
+        idle_share=idle_share(plan, batch.microbatches),
+        pipeline=_pipeline(config, plan, bytes_per_parameter),
+        pipeline_axis=pipeline_words(plan) if plan.pipeline_degree > 1 else None,
+        travel=tuple(layout[0].share for layout in travel_layouts(config, plan)),
+        strategies=_strategies(config, plan),
+        redistributions=_redistributions(config, plan),
+    )
+
+
+def _pipeline(config: ViTConfig, plan: Plan, bytes_per_parameter: int) -> tuple[PipelineRank, ...]:
     parts, flops = stage_layers(config, plan), config.layer_flops
-    held = layer_parameters(config, plan, {})  # the first rank of every axis is the fullest
-    pipeline = []
+    held, strategies = layer_parameters(config, plan), plan.strategies(config.layer_names)
+    found = []
     for pp in range(plan.pipeline_degree):
         stages = stages_of_rank(pp, plan)
         names = [name for stage in stages for name in parts[stage]]
         parameters = sum(held[name] for name in names)
-        pipeline.append(
+        found.append(
             PipelineRank(
                 pp=pp,
                 stages=stages,
@@ -75,85 +118,65 @@ def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_paramete
                 flops_share=sum(flops[name] for name in names) / config.flops,
                 parameters=parameters,
                 state_bytes=parameters * bytes_per_parameter,
+                host_bytes=sum(held[name] for name in names if strategies[name].offload) * bytes_per_parameter,
             )
         )
-    batch = batch_arithmetic(plan, batch_size)
-    return PlanSummary(
-        parameters=sum(layer_parameters(config, Plan(), {}).values()),
-        batch=batch,
-        idle_share=idle_share(plan, batch.microbatches),
-        pipeline=tuple(pipeline),
-        axes=tuple(AxisSummary(axis.role, axis.size, communication(axis.role, plan)) for axis in plan.axes),
+    return tuple(found)
+
+
+def _strategies(config: ViTConfig, plan: Plan) -> tuple[StrategySummary, ...]:
+    """The strategies that layers have, in the order of the layers."""
+    layers: dict[Strategy, list[str]] = {}
+    for name, strategy in plan.strategies(config.layer_names).items():
+        layers.setdefault(strategy, []).append(name)
+    return tuple(
+        StrategySummary(
+            strategy=str(strategy),
+            layers=tuple(names),
+            axes=axis_words(strategy, plan, names),
+            flags=flag_words(strategy),
+            shards=bool(sharding_axes(strategy)),
+        )
+        for strategy, names in layers.items()
     )
 
 
-def idle_share(plan: Plan, microbatches: int) -> float:
-    """The part of a step that a pipeline rank waits, 0 to 1, were all stages equally long and communication free.
-
-    With p ranks, v stages on each and m micro-batches it is (p - 1) / (v·m + p - 1). Source: "Efficient Large-Scale
-    Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, whose ratio is of
-    idle to ideal time.
-    """
-    waiting = plan.pipeline_degree - 1
-    return waiting / (plan.virtual_stages * microbatches + waiting)
-
-
-def communication(role: Role, plan: Plan) -> str:
-    """What ranks along the axis `role` send each other in a training step, in words."""
-    match role:
-        case "pp":
-            return "send activations to the next stage and their gradients back, for every micro-batch"
-        case "dp":
-            return "all-reduce gradients, once a step"
-        case "fsdp" if plan.pipeline_degree > 1:  # see `reshard` in vitpar.parallel.parallelize
-            return "all-gather parameters and reduce-scatter gradients, once a step"
-        case "fsdp":
-            return (
-                "all-gather parameters layer by layer, in forward and in backward of every micro-batch; "
-                "reduce-scatter gradients, once a step"
+def _redistributions(config: ViTConfig, plan: Plan) -> tuple[Redistribution, ...]:
+    """Between two stages it is on the side whose layout does not travel, see `travel_layouts`."""
+    strategies, travel = plan.strategies(config.layer_names), travel_layouts(config, plan)
+    stage_of = {name: stage for stage, names in enumerate(stage_layers(config, plan)) for name in names}
+    found = []
+    for before, behind in pairwise(config.layer_names):
+        source, target = token_layout(strategies[before]), token_layout(strategies[behind])
+        if source == target:
+            continue
+        stage = stage_of[behind]
+        if stage_of[before] < stage and travel[stage_of[before]] == target:
+            stage = stage_of[before]
+        found.append(
+            Redistribution(
+                layer=behind,
+                stage=stage,
+                source=str(strategies[before]),
+                target=str(strategies[behind]),
+                forward=most_received(source, target),
+                backward=most_received(target, source),
             )
-        case "tp":
-            return "all-reduce activations, twice a block in forward and twice in backward, for every micro-batch"
+        )
+    return tuple(found)
 
 
-def layer_parameters(config: ViTConfig, plan: Plan, place: Mapping[Role, int]) -> dict[str, int]:
-    """How many elements of each layer's parameters a rank of its stage keeps, by the layer's name.
+@cache
+def most_received(source: Layout, target: Layout) -> float:
+    """How much of the whole activation the rank that receives most has to receive: what it is to hold but does not.
 
-    place: the rank's index along tp and fsdp, 0 where it is not given.
+    The same as ``vitpar.strategy.layout.received_share``, which looks at every pair of ranks.
     """
-    with torch.device("meta"):
-        model = ViT(config, ("stem", "blocks.0", "head"))  # the blocks are alike
-    held = {name: _elements(layer, plan, place) for name, layer in model.layers().items()}
-    return {name: held["blocks.0" if name.startswith("blocks.") else name] for name in config.layer_names}
-
-
-def _elements(layer: nn.Module, plan: Plan, place: Mapping[Role, int]) -> int:
-    """The elements of `layer` that a rank keeps: split over tp as the layer declares, then over fsdp along dim 0."""
-    tp, fsdp = plan.strategy.degree("tp"), plan.strategy.degree("fsdp")
-    total = 0
-    for name, parameter in layer.named_parameters():
-        shape = list(parameter.shape)
-        dim = _tensor_parallel_dim(layer.TENSOR_PARALLEL.get(name.rpartition(".")[0]), len(shape))
-        if dim is not None:
-            shape[dim] = chunk_length(shape[dim], tp, place.get("tp", 0))
-        shape[0] = chunk_length(shape[0], fsdp, place.get("fsdp", 0))
-        total += torch.Size(shape).numel()
-    return total
-
-
-def _tensor_parallel_dim(split: str | None, dims: int) -> int | None:
-    """Which dim of a parameter with `dims` dims is split over tp (table in ``vitpar.parallel.tensor``), or None."""
-    match split:
-        case None | "heads":
-            return None
-        case "column":
-            return 0
-        case "row" | "row_replicated_input":
-            return 1 if dims > 1 else None  # a bias is added once, after the sum over the ranks
-    raise AssertionError(f"unknown split {split}")
-
-
-def chunk_length(length: int, parts: int, index: int) -> int:
-    """The length of part `index` of `parts`, as torch.chunk deals them: full ones first, the last may be empty."""
-    full = -(-length // parts)
-    return max(0, min(full, length - index * full))
+    batch = math.lcm(source[0].rows, target[0].rows)
+    width = math.lcm(source[0].features, target[0].features)
+    most = 0
+    for held, wanted in zip(source, target, strict=True):
+        kept = held.overlap(wanted, batch, width)
+        whole = len(wanted.row_range(batch)) * len(wanted.feature_range(width))
+        most = max(most, whole - (len(kept[0]) * len(kept[1]) if kept else 0))
+    return most / (batch * width)

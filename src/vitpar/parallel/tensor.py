@@ -1,129 +1,248 @@
-"""1-D tensor parallelism: the splits that layers declare, as styles for ``parallelize_module``.
+"""Tensor parallelism: how every mode splits what layers declare, as one table of placements.
 
-| split                | weight    | input            | output                                |
-|----------------------|-----------|------------------|---------------------------------------|
-| column               | Shard(0)  | replicated       | features sharded                      |
-| row                  | Shard(1)  | features sharded | replicated (one all-reduce)           |
-| row_replicated_input | Shard(1)  | replicated       | replicated (one all-reduce)           |
-| heads                | Replicate | heads sharded    | heads sharded                         |
+A layer class says what its modules and parameters are (`TENSOR_PARALLEL`: name -> kind); `SPLITS` says for every mode
+where such a kind's weight and bias go and how it computes. W is stored [out, in], X is [batch, tokens, features], S(n)
+= Shard(n), R = Replicate, P = Partial; a layer's mesh has the axis j, in 3d j and k. The axes i and d of 2d, 2.5d and
+3d split the batch and are data-parallel axes (``vitpar.parallel.mesh``): ``fully_shard`` gathers weights over i.
+
+| mode    | linear | X      | W      | before the product  | Y      | after the product   | X of the next  |
+|---------|--------|--------|--------|---------------------|--------|---------------------|----------------|
+| 1d      | column | R      | S0     | (backward: sum)     | S2     |                     | S2             |
+| 1d      | row    | S2     | S1     |                     | P      | all-reduce          | R              |
+| 1d +sp  | column | S0     | S0     | gather batch        | S2     |                     | S2             |
+| 1d +sp  | row    | S2     | S1     |                     | P      | reduce-scatter      | S0             |
+| 2d 2.5d | both   | S2     | S0     | gather features     | S2     |                     | S2             |
+| 3d j, k | column | S0, S2 | S0, S1 | gather batch over j | S2, P  | reduce-scatter on k | S2, S0         |
+| 3d j, k | row    | S2, S0 | S1, S0 | gather batch over k | P, S2  | reduce-scatter on j | S0, S2         |
+
++sp splits the batch, not the tokens: it moves as much, and 197 tokens are a prime. Norms of split features add up their
+statistics. Biases come after the sum. A parameter that is not split along an axis whose ranks see unlike samples (or
+heads) has a partial gradient there: `Split.sums` names these axes, and `TensorSums` adds them up once a step.
 
 Parameters are DTensors, so that sharding, gradients and checkpoints know their layout; the arithmetic runs on local
-tensors between two explicit redistributions, because dispatching every operation on DTensors costs more host time than
-small layers compute. Parameters that no split names stay whole on every tp rank: their inputs are replicated, so their
-gradients are equal there.
+tensors between the explicit collectives of ``vitpar.parallel.collective``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from vitpar.models.vit import local
+from vitpar.parallel.collective import (
+    all_reduce,
+    cut,
+    enter,
+    gather,
+    gathered_linear,
+    leave,
+    leave_in_parts,
+    split_layer_norm,
+)
+from vitpar.strategy import Strategy
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
-class _Enter(torch.autograd.Function):
-    """A replicated activation into a sharded region: forward nothing, backward the gradients are summed over the ranks.
+@dataclass(frozen=True)
+class Split:
+    """weight, bias: the axes that split them, and how. sums: axes over which the gradient of what they do not split is
+    partial. forward: on local tensors; None for the module's own."""
 
-    As placements: Replicate -> Replicate, its gradient Partial -> Replicate.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+    weight: Mapping[str, Placement] = field(default_factory=dict)
+    bias: Mapping[str, Placement] = field(default_factory=dict)
+    sums: tuple[str, ...] = ()
+    forward: Forward | None = None
 
 
-class _Leave(torch.autograd.Function):
-    """Partial sums out of a sharded region: forward they are summed over the ranks, backward nothing.
-
-    As placements: Partial -> Replicate, its gradient Replicate -> Replicate.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+def _group(module: nn.Module, axis: str) -> ProcessGroup:
+    return module.tensor_mesh.get_group(axis)
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A third of the host time of DTensor.redistribute, which a small model's step would feel.
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+def _column(module: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(enter(x, _group(module, "j")), local(module.weight), local(module.bias))
 
 
-def _slice_features(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A replicated activation to the local slice of its features; backward the gradient's slices are gathered."""
-    whole = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-    return whole.redistribute(placements=(Shard(x.dim() - 1),)).to_local()
+def _row(module: nn.Module, x: Tensor) -> Tensor:
+    return leave(F.linear(x, local(module.weight)), _group(module, "j")) + local(module.bias)
 
 
-def _column(module: nn.Linear, x: Tensor) -> Tensor:
-    group = module.tensor_mesh.get_group()
-    return F.linear(_Enter.apply(x, group), module.weight.to_local(), module.bias.to_local())
+def _row_of_whole(module: nn.Module, x: Tensor) -> Tensor:
+    return _row(module, cut(x, -1, _group(module, "j")))
 
 
-def _row(module: nn.Linear, x: Tensor) -> Tensor:
-    # The bias after the sum, or it would be added once per rank.
-    group = module.tensor_mesh.get_group()
-    return _Leave.apply(F.linear(x, module.weight.to_local()), group) + module.bias.to_local()
+def _column_of_batch_parts(module: nn.Module, x: Tensor) -> Tensor:
+    return gathered_linear(x, local(module.weight), 0, _group(module, "j")) + local(module.bias)
 
 
-def _row_replicated_input(module: nn.Linear, x: Tensor) -> Tensor:
-    return _row(module, _slice_features(x, module.tensor_mesh))
+def _row_to_batch_parts(module: nn.Module, x: Tensor) -> Tensor:
+    return leave_in_parts(F.linear(x, local(module.weight)), _group(module, "j")) + local(module.bias)
 
 
-def _heads(module: nn.LayerNorm, x: Tensor) -> Tensor:
-    # Each rank sees only its own heads: its gradient of the shared weight is a partial sum (upstream: titan#1805).
-    weight = module.weight.to_local(grad_placements=(Partial(),))
-    bias = module.bias.to_local(grad_placements=(Partial(),))
-    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+def _gather_batch(module: nn.Module, x: Tensor) -> Tensor:
+    return gather(x, 0, _group(module, "j"))
 
 
-class Split(ParallelStyle):
-    """A split by name: where the weight and bias go, and the forward on local tensors between them."""
+def _features(axis: str) -> Forward:
+    """A linear of split features to split features."""
 
-    def __init__(self, weight: Placement, bias: Placement, forward: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._placements, self._forward = {"weight": weight, "bias": bias}, forward
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        return gathered_linear(x, local(module.weight), -1, _group(module, axis)) + local(module.bias)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self._placements.items():
-            whole = getattr(module, name)
-            setattr(module, name, nn.Parameter(distribute_tensor(whole, device_mesh, (placement,), src_data_rank=None)))
-        module.tensor_mesh = device_mesh
-        # A bound method: over a partial, another object in every layer, the compiler would make a graph for each.
-        module.forward = MethodType(self._forward, module)
-        return module
+    return forward
 
 
-SPLITS = {
-    "column": Split(Shard(0), Shard(0), _column),
-    "row": Split(Shard(1), Replicate(), _row),
-    "row_replicated_input": Split(Shard(1), Replicate(), _row_replicated_input),
-    "heads": Split(Replicate(), Replicate(), _heads),
+def _features_to_whole(axis: str) -> Forward:
+    """A linear of split features to whole ones."""
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        return leave(F.linear(x, local(module.weight)), _group(module, axis)) + local(module.bias)
+
+    return forward
+
+
+def _norm(axis: str) -> Forward:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        return split_layer_norm(x, local(module.weight), local(module.bias), module.eps, _group(module, axis))
+
+    return forward
+
+
+def _on_cube(gathered: str, summed: str) -> Forward:
+    """A linear of 3d: the batch gathered over one axis, its products summed and parted over the other."""
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        products = gathered_linear(x, local(module.weight), 0, _group(module, gathered))
+        return leave_in_parts(products, _group(module, summed)) + local(module.bias)
+
+    return forward
+
+
+def _own(module: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, local(module.weight), local(module.bias))
+
+
+S0, S1, LAST = Shard(0), Shard(1), Shard(-1)
+_OF_FEATURES = {
+    axis: {
+        "norm": Split({axis: S0}, {axis: S0}, forward=_norm(axis)),
+        "scale": Split({axis: S0}),
+        "token": Split({axis: LAST}),
+        "embedding": Split({axis: S0}, {axis: S0}, forward=_own),
+        "representation": Split({axis: S0}, {axis: S0}, forward=_features(axis)),
+        "classifier": Split({axis: S1}, forward=_features_to_whole(axis)),
+    }
+    for axis in ("j", "k")
 }
+_PARTIAL = Split(sums=("j",))
+_LINEAR_2D = Split({"j": S0}, {"j": S0}, forward=_features("j"))
+SPLITS: dict[str, dict[str, Split]] = {
+    "1d": {
+        "column": Split({"j": S0}, {"j": S0}, forward=_column),
+        "row": Split({"j": S1}, forward=_row),
+        "heads": _PARTIAL,
+        "classifier": Split({"j": S1}, forward=_row_of_whole),
+    },
+    "sp": {
+        "column": Split({"j": S0}, {"j": S0}, forward=_column_of_batch_parts),
+        "row": Split({"j": S1}, sums=("j",), forward=_row_to_batch_parts),
+        **dict.fromkeys(("heads", "norm", "scale", "token", "embedding"), _PARTIAL),
+        "pooled": Split(forward=_gather_batch),
+        "classifier": Split({"j": S1}, forward=_row_of_whole),
+    },
+    "2d": {"column": _LINEAR_2D, "row": _LINEAR_2D, "heads": _PARTIAL, **_OF_FEATURES["j"]},
+    "3d": {
+        "column": Split({"j": S0, "k": S1}, {"j": S0}, sums=("k",), forward=_on_cube("j", "k")),
+        "row": Split({"j": S1, "k": S0}, {"k": S0}, sums=("j",), forward=_on_cube("k", "j")),
+        "heads": Split(sums=("j", "k")),
+        **{kind: Split(s.weight, s.bias, ("j",), s.forward) for kind, s in _OF_FEATURES["k"].items()},
+    },
+}
+SPLITS["2.5d"] = SPLITS["2d"]
+"""By mode and kind. What a mode does not name stays as it is, whole on every rank, with whole gradients."""
 
 
-def apply_tensor_parallel(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the parameters of `layer` over the one-axis `mesh` as its class declares."""
-    plan = {}
-    for name, split in layer.TENSOR_PARALLEL.items():
+def splits_of(strategy: Strategy) -> dict[str, Split]:
+    """The splits of a layer under `strategy`, by kind."""
+    return SPLITS["sp" if strategy.sequence_parallel else strategy.tensor_mode]
+
+
+@dataclass(frozen=True)
+class PartialGradient:
+    """A parameter, by the module that holds it (wrappers replace the object), and a group that adds up its gradient."""
+
+    module: nn.Module
+    name: str
+    group: ProcessGroup
+
+
+def apply_tensor_parallel(layer: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> list[PartialGradient]:
+    """Split the parameters of `layer` over `mesh`, the tensor axes of its mesh, as its class declares and `strategy`
+    says. Returns the gradients that are partial."""
+    found = []
+    splits = splits_of(strategy)
+    for name, kind in layer.TENSOR_PARALLEL.items():
         owner, _, attribute = name.rpartition(".")
-        module = getattr(layer.get_submodule(owner), attribute)
-        if module is not None and not isinstance(module, nn.Identity):
-            plan[name] = SPLITS[split]
-    if plan:
-        parallelize_module(layer, mesh, plan)
+        holder = layer.get_submodule(owner)
+        target = getattr(holder, attribute)
+        split = splits.get(kind)
+        if split is None or target is None:
+            continue
+        if isinstance(target, nn.Parameter):
+            parts = [(holder, attribute, split.weight)]
+        else:
+            parts = [(target, part, getattr(split, part)) for part in ("weight", "bias") if hasattr(target, part)]
+            if split.forward is not None:
+                target.tensor_mesh = mesh
+                # A bound method: over a partial, another object in every layer, the compiler would make a graph for each.
+                target.forward = MethodType(split.forward, target)
+        for module, part, axes in parts:
+            _place(module, part, axes, mesh)
+            found += [PartialGradient(module, part, mesh.get_group(axis)) for axis in split.sums if axis not in axes]
+    if hasattr(layer, "take_features") and (axis := feature_axis(strategy)):
+        layer.take_features(mesh.get_local_rank(axis), mesh.shape[(mesh.mesh_dim_names or ()).index(axis)])
+    return found
+
+
+def feature_axis(strategy: Strategy) -> str | None:
+    """The axis that splits the features between layers, if one does."""
+    return {"1d": None, "2d": "j", "2.5d": "j", "3d": "k"}[strategy.tensor_mode]
+
+
+def _place(module: nn.Module, name: str, axes: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    if not axes:
+        return
+    whole = getattr(module, name)
+    placements = [axes.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ()]
+    placements = [Shard(p.dim % whole.dim()) if isinstance(p, Shard) else p for p in placements]
+    setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+
+
+class TensorSums:
+    """Adds up gradients that are partial over tensor axes: one all-reduce for each group, after the last backward."""
+
+    def __init__(self, gradients: Iterable[PartialGradient]) -> None:
+        self._by_group: dict[ProcessGroup, list[PartialGradient]] = {}
+        for gradient in gradients:
+            self._by_group.setdefault(gradient.group, []).append(gradient)
+
+    def run(self) -> None:
+        """Must follow the step's last backward and the reduction over data-parallel ranks."""
+        for group, partial in self._by_group.items():
+            shards = [local(getattr(p.module, p.name).grad) for p in partial]
+            kinds = {(shard.dtype, shard.device) for shard in shards}
+            for kind in sorted(kinds, key=str):
+                same = [shard for shard in shards if (shard.dtype, shard.device) == kind]
+                _add_up(same, group)
+
+
+def _add_up(shards: list[Tensor], group: ProcessGroup) -> None:
+    total = all_reduce(torch.cat([shard.flatten() for shard in shards]), group)
+    for shard, part in zip(shards, total.split([shard.numel() for shard in shards]), strict=True):
+        shard.copy_(part.view_as(shard))

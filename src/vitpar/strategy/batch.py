@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vitpar.errors import StrategyError
+from vitpar.strategy.layer import Strategy
+from vitpar.strategy.layout import Part, row_parts
 from vitpar.strategy.plan import Plan
+from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.words import closest, count, divisors, either
 
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """global_batch = data_parallel × local_batch and local_batch = microbatches × microbatch_size, in images."""
+    """global_batch = data_parallel × local_batch and local_batch = microbatches × microbatch_size, in images.
+
+    Micro-batch m of the step is images [m·n, (m + 1)·n) of the global batch, n = `microbatch_rows`; every layer cuts it
+    among the ranks of its stage as its layout says (`vitpar.strategy.layout`).
+    """
 
     global_batch: int
     data_parallel: int
@@ -19,15 +27,25 @@ class BatchArithmetic:
     microbatches: int
     microbatch_size: int
 
+    @property
+    def microbatch_rows(self) -> int:
+        """Images of a micro-batch over all ranks of a stage."""
+        return self.data_parallel * self.microbatch_size
+
+    def rows(self, part: Part) -> list[int]:
+        """The images of the global batch that a rank with `part` of every micro-batch works on, in its order."""
+        n = self.microbatch_rows
+        return [m * n + row for m in range(self.microbatches) for row in part.row_range(n)]
+
 
 def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
     """How `batch_size` images a step are divided under `plan`.
 
     Raises StrategyError when the batch does not divide into the plan's data-parallel parts, or a part does not divide
-    into micro-batches that the schedule can run.
+    into micro-batches that the schedule and the layers can run.
     """
     refuse_both_ways(plan)
-    parts = plan.strategy.data_parallel
+    parts = plan.data_parallel
     if batch_size < 1:
         raise StrategyError(f"the batch size is {batch_size}: use 1 or more")
     local, rest = divmod(batch_size, parts)
@@ -39,6 +57,12 @@ def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
         )
     microbatches = _microbatches(plan, batch_size, local)
     return BatchArithmetic(batch_size, parts, local, microbatches, local // microbatches)
+
+
+def smallest_microbatch(plan: Plan) -> int:
+    """The number of images that must divide every micro-batch of a data-parallel part: more than 1 where a layer cuts
+    its batch further (+sp and 3d, over tp)."""
+    return math.lcm(plan.data_parallel, *(row_parts(strategy) for strategy in plan.kinds)) // plan.data_parallel
 
 
 def default_microbatches(plan: Plan, working: list[int]) -> int:
@@ -53,19 +77,15 @@ def default_microbatches(plan: Plan, working: list[int]) -> int:
 
 
 def schedule_objection(plan: Plan, microbatches: int) -> str | None:
-    """Why the plan's schedule cannot run that many micro-batches, None if it can.
-
-    The rules are those of torch 2.13 (torch/distributed/pipelining/schedules.py): Schedule1F1B wants as many as stages,
-    ScheduleInterleaved1F1B equal rounds of about pp, that is `microbatches` a multiple of `microbatches // pp`.
-    """
-    pp, stages = plan.pipeline_degree, plan.num_stages
+    """Why the plan's schedule cannot run that many micro-batches, None if it can (`vitpar.strategy.schedules`)."""
+    pp, stages, schedule = plan.pipeline_degree, plan.num_stages, SCHEDULES[plan.schedule]
     if pp == 1:
         return None
-    if plan.schedule == "1f1b" and microbatches < stages:
-        return f"schedule 1f1b over {stages} stages needs at least {stages} micro-batches, not {microbatches}"
-    if plan.schedule == "interleaved1f1b" and microbatches % max(1, microbatches // pp):
+    if microbatches < schedule.needs * stages:
+        return f"schedule {schedule.name} over {stages} stages needs at least {stages} micro-batches, not {microbatches}"
+    if schedule.rounds and microbatches % max(1, microbatches // pp):
         return (
-            f"schedule interleaved1f1b over pp{pp} cannot run {microbatches} micro-batches "
+            f"schedule {schedule.name} over pp{pp} cannot run {microbatches} micro-batches "
             f"in {microbatches // pp} equal rounds"
         )
     return None
@@ -82,12 +102,18 @@ def refuse_both_ways(plan: Plan) -> None:
 
 def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
     """The number of micro-batches for `local` images per data-parallel part."""
-    working = [n for n in divisors(local) if not schedule_objection(plan, n)]
+    unit = smallest_microbatch(plan)
     part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{plan}')"
+    if local % unit:
+        raise StrategyError(
+            f"the {part} cannot be cut into {unit}, as '{_most_cut(plan)}' cuts a micro-batch over tp: "
+            f"use a batch of {either(n * unit * plan.data_parallel for n in (local // unit, local // unit + 1) if n)}"
+        )
+    working = [n for n in divisors(local // unit) if not schedule_objection(plan, n)]
     if not working:
         raise StrategyError(
             f"schedule {plan.schedule} over {plan.num_stages} stages needs at least {plan.num_stages} micro-batches, "
-            f"more than the {part}: use a batch of {plan.num_stages * plan.strategy.data_parallel} or more, "
+            f"more than the {part}: use a batch of {plan.num_stages * unit * plan.data_parallel} or more, "
             "fewer stages, or schedule gpipe"
         )
     if plan.microbatches is not None:
@@ -95,7 +121,7 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
         if local % number:
             problem = f"{count(number, 'micro-batch')} cannot share the {part} equally"
         else:
-            problem = schedule_objection(plan, number) or ""
+            problem = schedule_objection(plan, number) or _cut_objection(plan, local // number) or ""
         fix = f"use {either(closest(working, number))}"
     elif plan.microbatch_size is not None:
         size = plan.microbatch_size
@@ -103,10 +129,22 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
         if local % size:
             problem = f"micro-batches of {count(size, 'image')} do not divide the {part}"
         else:
-            problem = schedule_objection(plan, number) or ""
+            problem = schedule_objection(plan, number) or _cut_objection(plan, size) or ""
         fix = f"use a microbatch_size of {either(closest([local // n for n in working], size))}"
     else:
         return default_microbatches(plan, working)
     if problem:
         raise StrategyError(f"{problem}: {fix}")
     return number
+
+
+def _cut_objection(plan: Plan, size: int) -> str | None:
+    """Why the layers cannot cut micro-batches of `size` images, None if they can."""
+    unit = smallest_microbatch(plan)
+    if size % unit == 0:
+        return None
+    return f"micro-batches of {count(size, 'image')} cannot be cut into {unit}, as '{_most_cut(plan)}' does over tp"
+
+
+def _most_cut(plan: Plan) -> Strategy:
+    return max(plan.kinds, key=lambda strategy: row_parts(strategy) // strategy.data_parallel)

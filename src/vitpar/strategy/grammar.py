@@ -3,25 +3,34 @@
     uniform := axis { "x" axis } { "+" flag }      pp2xtp2xdp2    tp2xdp    dp2xfsdp4+ckpt
     axis    := role [ degree ]                     at most one axis leaves its degree open
     role    := pp | dp | fsdp | tp                 each at most once
-    flag    := ckpt [ "." policy ]                 ckpt is ckpt.full
+    flag    := 2d | 2.5d[@depth] | 3d | sp         how tp splits
+             | zero1 | zero2                       what dp shards
+             | ckpt[.full] | ckpt.selective | offload
+    layered := "pp" [ N ] ":" group { "," group }  pp1: 0-19=dp8, 20-31=fsdp8
+    group   := layers "=" uniform without pp       pp2: stem=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt
+    layers  := "stem" | "head" | N | N "-" M | "*" "*" stands for the layers that no group names
 
-The leftmost axis is the outermost: its rank varies slowest, as in DeviceMesh. Upper case is read too. Words of the full
-language that vitpar does not run yet are in `unbuilt.py` and refused by name.
+The leftmost axis is the outermost: its rank varies slowest, as in DeviceMesh. Upper case is read too. White space may
+stand around the signs of a layered plan, nowhere else.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from vitpar.errors import StrategyError, nearest
-from vitpar.strategy.plan import CHECKPOINT_POLICIES, ROLES, Axis, Plan, Role, Strategy
-from vitpar.strategy.unbuilt import UNBUILT, refuse_unbuilt
+from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
+from vitpar.strategy.plan import Plan
+from vitpar.strategy.selectors import blocks_of
 
-FLAGS = ("ckpt",)
+FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "offload")
 _ROLE_NAMED: dict[str, Role] = {role: role for role in ROLES}
 _AXIS = re.compile(r"([a-z]+)(-?[0-9]{1,9})?")
-_LAYERED = re.compile(r"pp[0-9]*\s*:")
+_LAYERED = re.compile(r"(pp(?:[0-9]{1,9})?)\s*:")
+_CHOICE = {"2d": "tensor mode", "2.5d": "tensor mode", "3d": "tensor mode", "zero1": "zero", "zero2": "zero"}
+"""Flags of which one excludes the other."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,13 @@ class _Span:
     @property
     def place(self) -> str:
         return f"at position {self.start + 1} of '{self.text}'"
+
+    @property
+    def stripped(self) -> _Span:
+        """The piece without white space around it."""
+        piece = self.text[self.start : self.end]
+        start = self.start + len(piece) - len(piece.lstrip())
+        return _Span(self.text, start, max(start, self.start + len(piece.rstrip())))
 
     def part(self, start: int, end: int) -> _Span:
         """The piece from `start` up to `end`, both counted from this one's start."""
@@ -66,19 +82,56 @@ def parse(text: str) -> Plan:
         raise StrategyError("the strategy is empty: write roles and degrees, as in dp2xtp2")
     if not text.isprintable():
         raise StrategyError(f"the strategy {text!r} is no line of text: write roles and degrees, as in dp2xtp2")
-    if _LAYERED.match(whole.word):
-        refuse_unbuilt("layerwise plans", f" {whole.place}")
-    axes, checkpoint = _parse_uniform(whole)
-    return Plan(layers=(("*", Strategy(checkpoint=checkpoint)),)).with_axes(axes)
+    if match := _LAYERED.match(whole.word):
+        pipeline = _parse_axis(whole.part(*match.span(1)))
+        groups = [_parse_group(piece) for piece in whole.part(match.end(), len(text)).split(",")]
+        return Plan(layers=tuple(groups), pp=pipeline.degree)
+    axes, flags = _parse_uniform(whole)
+    roles = [axis.role for axis in axes if axis.degree != 1]
+    pp = next((axis.degree for axis in axes if axis.role == "pp"), 1)
+    pp_index = roles.index("pp") if "pp" in roles else 0
+    return Plan(layers=(("*", _strategy(axes, flags)),), pp=pp, pp_index=pp_index)
 
 
 def format_plan(plan: Plan) -> str:
-    """The canonical string of a plan's axes and flags; one rank without axes is `dp1`."""
-    return "x".join(map(str, plan.axes or (Axis("dp", 1),))) + _format_flags(plan.strategy)
+    """The canonical string of a plan's layers, axes and flags; one rank without axes is `dp1`."""
+    if plan.is_uniform:
+        return "x".join(map(str, plan.axes or (Axis("dp", 1),))) + _format_flags(plan.strategy)
+    return f"{Axis('pp', plan.pp)}: " + ", ".join(f"{selector}={strategy}" for selector, strategy in plan.layers)
 
 
-def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], str | None]:
-    """Axes (degrees of 1 included) and checkpoint policy of one strategy."""
+def format_strategy(strategy: Strategy) -> str:
+    """The canonical string of one layer's strategy."""
+    return "x".join(map(str, strategy.axes or (Axis("dp", 1),))) + _format_flags(strategy)
+
+
+def _parse_group(span: _Span) -> tuple[str, Strategy]:
+    """`0-11=tp2xfsdp2`, with white space around it and around the sign."""
+    span = span.stripped
+    if not span.word:
+        raise StrategyError(f"empty group {span.place}: write layers and their strategy, as in 0-11=dp2")
+    selector, *rest = span.split("=")
+    selector = selector.stripped
+    if len(rest) != 1:
+        raise StrategyError(f"cannot read '{span.word}' {span.place}: a group is layers=strategy, as in 0-11=dp2")
+    try:
+        blocks_of(selector.word)
+    except StrategyError as error:
+        raise StrategyError(f"{error} ({selector.place})") from None
+    axes, flags = _parse_uniform(rest[0].stripped)
+    for axis in axes:
+        if axis.role == "pp":
+            raise StrategyError(f"'{axis}' stands in a group {span.place}: pp is the same for all layers, before the ':'")
+    return selector.word, _strategy(axes, flags)
+
+
+def _strategy(axes: tuple[Axis, ...], flags: dict[str, Any]) -> Strategy:
+    kept = tuple(axis for axis in axes if axis.degree != 1 and axis.role != "pp")
+    return Strategy(axes=kept, **flags)
+
+
+def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
+    """Axes (pp and degrees of 1 included) and flags of one strategy."""
     if space := re.search(r"\s", span.word):
         raise StrategyError(f"white space {span.part(*space.span()).place}: write the strategy without it")
     axes_span, *flag_spans = span.split("+")
@@ -113,7 +166,7 @@ def _parse_axes(span: _Span) -> tuple[Axis, ...]:
 
 def _parse_axis(span: _Span) -> Axis:
     word = span.word
-    if word in FLAGS or f"+{word}" in UNBUILT:
+    if word in FLAGS:
         raise StrategyError(f"'{word}' {span.place} is a flag, not an axis: write +{word} at the end")
     match = _AXIS.fullmatch(word)
     if not match:
@@ -128,27 +181,48 @@ def _parse_axis(span: _Span) -> Axis:
     return Axis(_ROLE_NAMED[role], None if degree is None else int(degree))
 
 
-def _parse_flags(spans: list[_Span]) -> str | None:
-    """The checkpoint policy the flags ask for, None for none."""
-    checkpoint = None
+def _parse_flags(spans: list[_Span]) -> dict[str, Any]:
+    """The fields of Strategy that the flags set."""
+    flags: dict[str, Any] = {}
+    seen: set[str] = set()
     for span in spans:
         if not span.word:
             raise StrategyError(
                 f"empty flag {span.part(-1, 0).place}: write a flag after the '+', as in +ckpt, or drop it"
             )
-        refuse_unbuilt("+" + re.sub(r"@[0-9]+$", "", span.word), f" {span.place}")
-        name, dot, policy = span.word.partition(".")
-        if name not in FLAGS:
-            raise StrategyError(f"unknown flag '{span.word}' {span.place}: {_about_flags(span.word)}")
-        if dot and policy not in CHECKPOINT_POLICIES:
-            raise StrategyError(
-                f"unknown checkpoint policy '{policy}' {span.place}: policies are {', '.join(CHECKPOINT_POLICIES)}"
-                f"{nearest(policy, CHECKPOINT_POLICIES)}"
-            )
-        if checkpoint:
-            raise StrategyError(f"flag 'ckpt' stands again {span.place}: give each flag once")
-        checkpoint = policy or CHECKPOINT_POLICIES[0]
-    return checkpoint
+        name, fields = _parse_flag(span)
+        kind = _CHOICE.get(name, f"flag '{name}'")
+        if kind in seen:
+            kind = kind if kind.startswith("flag") else f"a {kind}"
+            raise StrategyError(f"{kind} stands again {span.place}: give each flag once")
+        seen.add(kind)
+        flags |= fields
+    return flags
+
+
+def _parse_flag(span: _Span) -> tuple[str, dict[str, Any]]:
+    """A flag's name, and the fields of Strategy that it sets."""
+    if match := re.fullmatch(r"2\.5d@([0-9]{1,9})", span.word):
+        return "2.5d", {"tensor_mode": "2.5d", "depth": int(match[1])}
+    if span.word in TENSOR_MODES[1:]:
+        return span.word, {"tensor_mode": span.word}
+    name, dot, policy = span.word.partition(".")
+    if name not in FLAGS or (dot and name != "ckpt"):
+        raise StrategyError(f"unknown flag '{span.word}' {span.place}: {_about_flags(span.word)}")
+    if dot and policy not in CHECKPOINT_POLICIES:
+        raise StrategyError(
+            f"unknown checkpoint policy '{policy}' {span.place}: policies are {', '.join(CHECKPOINT_POLICIES)}"
+            f"{nearest(policy, CHECKPOINT_POLICIES)}"
+        )
+    match name:
+        case "sp":
+            return name, {"sequence_parallel": True}
+        case "zero1" | "zero2":
+            return name, {"zero": int(name[-1])}
+        case "offload":
+            return name, {"offload": True}
+        case _:
+            return name, {"checkpoint": policy or CHECKPOINT_POLICIES[0]}
 
 
 def _about_flags(word: str) -> str:
@@ -159,6 +233,9 @@ def _about_flags(word: str) -> str:
 
 
 def _format_flags(strategy: Strategy) -> str:
-    if strategy.checkpoint is None:
-        return ""
-    return "+ckpt" if strategy.checkpoint == CHECKPOINT_POLICIES[0] else f"+ckpt.{strategy.checkpoint}"
+    flags = strategy.tensor_flag
+    if strategy.zero:
+        flags += f"+zero{strategy.zero}"
+    if strategy.checkpoint:
+        flags += "+ckpt" if strategy.checkpoint == CHECKPOINT_POLICIES[0] else f"+ckpt.{strategy.checkpoint}"
+    return flags + ("+offload" if strategy.offload else "")

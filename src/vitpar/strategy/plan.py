@@ -1,8 +1,7 @@
-"""Strategies and plans as frozen objects: which role every mesh axis plays, layer by layer.
+"""Plans as frozen objects: the pipeline split, the schedule, the micro-batches and a strategy per layer.
 
-Words: an *axis* is a mesh axis, a *dim* is a tensor dim. A *strategy* gives the roles and degrees of one layer on the
-ranks of its pipeline stage. A *plan* is the pipeline split, the schedule, the micro-batches and a strategy per layer.
-This package is pure Python; it never imports torch.
+A *strategy* (`vitpar.strategy.layer`) gives the roles and degrees of one layer on the ranks of its pipeline stage. This
+package is pure Python; it never imports torch.
 
 The constructors refuse (StrategyError) any field that is wrong by itself, so such a plan never exists. What only shows
 beside other fields, a model or a batch is the matter of `vitpar.strategy.validate`.
@@ -11,99 +10,33 @@ beside other fields, a model or a batch is the matter of `vitpar.strategy.valida
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from vitpar.errors import StrategyError, nearest
-from vitpar.strategy.unbuilt import refuse_unbuilt
+from vitpar.strategy.layer import Axis, Strategy
+from vitpar.strategy.schedules import SCHEDULES
+from vitpar.strategy.selectors import Groups, blocks_of, canonical, strategies
 from vitpar.strategy.words import count
 
-Role = Literal["pp", "dp", "fsdp", "tp"]
-ROLES: tuple[Role, ...] = ("pp", "dp", "fsdp", "tp")
-CHECKPOINT_POLICIES = ("full",)
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 SPLITS = ("even", "balanced")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One mesh axis: `role` and `degree` (its number of ranks; None = open, takes what is left of the world size)."""
-
-    role: Role
-    degree: int | None
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise StrategyError(f"unknown role '{self.role}': roles are {', '.join(ROLES)}{nearest(self.role, ROLES)}")
-        if self.degree is not None and self.degree < 1:
-            raise StrategyError(f"the degree of '{self.role}' is {self.degree}: use 1 or more")
-
-    @property
-    def size(self) -> int:
-        """The degree, once it is known."""
-        if self.degree is None:
-            raise StrategyError(f"the degree of '{self.role}' is open: give it a number or resolve it for a world size")
-        return self.degree
-
-    def __str__(self) -> str:
-        return self.role if self.degree is None else f"{self.role}{self.degree}"
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Roles of one layer on the ranks of its stage.
-
-    axes: outermost (slowest-varying rank) first, without pp, each role at most once, degrees of 1 left out.
-    checkpoint: activation checkpointing policy, None for none.
-    """
-
-    axes: tuple[Axis, ...] = ()
-    checkpoint: str | None = None
-
-    def __post_init__(self) -> None:
-        roles = [axis.role for axis in self.axes]
-        for axis in self.axes:
-            if axis.role == "pp":
-                raise StrategyError(f"'{axis}' stands in a layer's strategy: give the pipeline degree as the plan's pp")
-            if axis.degree == 1:
-                raise StrategyError(f"'{axis}' stands in a strategy: leave out axes of degree 1")
-            if roles.count(axis.role) > 1:
-                raise StrategyError(f"role '{axis.role}' stands twice in a strategy: give each role once")
-        if self.checkpoint is not None and self.checkpoint not in CHECKPOINT_POLICIES:
-            refuse_unbuilt(f"+ckpt.{self.checkpoint}")
-            raise StrategyError(
-                f"unknown checkpoint policy '{self.checkpoint}': policies are {', '.join(CHECKPOINT_POLICIES)}"
-                f"{nearest(self.checkpoint, CHECKPOINT_POLICIES)}"
-            )
-
-    def degree(self, role: Role) -> int:
-        """The degree of `role`, 1 where the strategy does not name it."""
-        return next((axis.size for axis in self.axes if axis.role == role), 1)
-
-    @property
-    def size(self) -> int:
-        """Ranks of the stage: the product of the degrees."""
-        return math.prod(axis.size for axis in self.axes)
-
-    @property
-    def data_parallel(self) -> int:
-        """Into how many parts this layer's batch is split: dp × fsdp."""
-        return self.degree("dp") * self.degree("fsdp")
 
 
 @dataclass(frozen=True)
 class Plan:
     """A complete plan.
 
-    layers: (selector, strategy) pairs; a uniform plan has the one pair ("*", strategy).
-    pp: pipeline degree, None = open. pp_index: how many of a uniform strategy's axes are outer to pp in the rank order.
-    schedule: one of SCHEDULES. virtual_stages: stages a rank holds (interleaved schedules).
+    layers: (selector, strategy) pairs in canonical order (`vitpar.strategy.selectors`); a uniform plan has the one pair
+    ("*", strategy).
+    pp: pipeline degree, None = open. pp_index: how many of a uniform strategy's axes are outer to pp in the rank order;
+    in a layerwise plan pp is the outermost.
+    schedule: a name in SCHEDULES. virtual_stages: stages a rank holds (interleaved and V-shaped schedules).
     microbatches: per step; None = one without pp, else `default_microbatches`. microbatch_size: the other way to say
     it, images per data-parallel part; at most one of the two is given.
     split: how blocks are dealt to stages: "even", "balanced" (by cost) or the blocks of each stage.
     """
 
-    layers: tuple[tuple[str, Strategy], ...] = (("*", Strategy()),)
+    layers: Groups = (("*", Strategy()),)
     pp: int | None = 1
     pp_index: int = 0
     schedule: str = "1f1b"
@@ -113,11 +46,10 @@ class Plan:
     split: str | tuple[int, ...] = "even"
 
     def __post_init__(self) -> None:
-        selectors = [selector for selector, _ in self.layers]
-        if selectors != ["*"]:
-            refuse_unbuilt("layerwise plans", f" (layers {', '.join(selectors) or 'none'})")
+        object.__setattr__(self, "layers", canonical(self.layers))
+        self._check_layers()
         Axis("pp", self.pp)
-        outermost = 0 if self.pp == 1 else len(self.strategy.axes)
+        outermost = len(self.strategy.axes) if self.is_uniform and self.pp != 1 else 0
         if not 0 <= self.pp_index <= outermost:
             raise StrategyError(
                 f"pp_index is {self.pp_index} but pp has {outermost} axes to stand behind: use 0 to {outermost}"
@@ -137,11 +69,44 @@ class Plan:
                 f"{nearest(self.split, SPLITS)}"
             )
 
+    def _check_layers(self) -> None:
+        if not any(selector == "*" or blocks_of(selector) for selector, _ in self.layers):
+            named = ", ".join(selector for selector, _ in self.layers) or "none"
+            raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")
+        if self.is_uniform:
+            return
+        if self.pp is None and any(strategy.is_open for _, strategy in self.layers):
+            raise StrategyError("both pp and a degree of a layer are open: give one of them a number")
+        sizes = {strategy.size: f"{selector}={strategy}" for selector, strategy in self.layers if not strategy.is_open}
+        if len(sizes) > 1:
+            (first, one), (second, other), *_ = sizes.items()
+            raise StrategyError(
+                f"'{one}' takes {count(first, 'rank')} of a stage but '{other}' takes {second}: "
+                "give all layers strategies of as many ranks"
+            )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have one strategy."""
+        return len(self.layers) == 1 and self.layers[0][0] == "*"
+
     @property
     def strategy(self) -> Strategy:
         """The one strategy of a uniform plan."""
-        assert len(self.layers) == 1, "a layerwise plan has no single strategy"
+        assert self.is_uniform, "a layerwise plan has no single strategy"
         return self.layers[0][1]
+
+    @property
+    def kinds(self) -> tuple[Strategy, ...]:
+        """The different strategies, in order."""
+        return tuple(dict.fromkeys(strategy for _, strategy in self.layers))
+
+    def strategies(self, layer_names: Sequence[str]) -> dict[str, Strategy]:
+        """The strategy of every layer, by name, in order (names as ``ViTConfig.layer_names`` gives them).
+
+        Raises StrategyError when the plan names other blocks than the model has.
+        """
+        return strategies(self.layers, layer_names)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -152,19 +117,34 @@ class Plan:
         return tuple(axes)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a degree is open."""
+        return self.pp is None or any(strategy.is_open for strategy in self.kinds)
+
+    @property
     def pipeline_degree(self) -> int:
         """Ranks along pp."""
         return Axis("pp", self.pp).size
 
     @property
+    def stage_size(self) -> int:
+        """Ranks of a stage."""
+        return max(strategy.size for strategy in self.kinds)
+
+    @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return math.prod(axis.size for axis in self.axes)
+        return self.pipeline_degree * self.stage_size
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages: pipeline degree × virtual stages."""
         return self.pipeline_degree * self.virtual_stages
+
+    @property
+    def data_parallel(self) -> int:
+        """The least number of parts that every layer's own number of batch parts divides."""
+        return math.lcm(*(strategy.data_parallel for strategy in self.kinds))
 
     def with_axes(self, axes: tuple[Axis, ...]) -> Plan:
         """The same uniform plan on other axes, which may include pp and degrees of 1, outermost first."""
@@ -175,34 +155,50 @@ class Plan:
         return replace(self, layers=(("*", replace(self.strategy, axes=tuple(kept))),), pp=pp, pp_index=pp_index)
 
     def resolve(self, world_size: int) -> Plan:
-        """The same plan with its open degree, if any, taking what is left of `world_size` ranks.
+        """The same plan with its open degrees, if any, taking what is left of `world_size` ranks.
 
         Raises StrategyError when the product of the degrees does not match `world_size`.
         """
         assert world_size >= 1, f"a world has at least one rank, not {world_size}"
-        known = math.prod(axis.degree for axis in self.axes if axis.degree is not None)
-        if all(axis.degree is not None for axis in self.axes):
-            if known != world_size:
+        if not self.is_open:
+            if self.world_size != world_size:
                 raise StrategyError(
-                    f"'{self}' needs {count(known, 'rank')} but the world has {world_size}: "
-                    f"start {known}, or leave one degree open as in '{self._opened()}'"
+                    f"'{self}' needs {count(self.world_size, 'rank')} but the world has {world_size}: "
+                    f"start {self.world_size}, or leave one degree open{self._opened()}"
                 )
             return self
-        left, rest = divmod(world_size, known)
+        if self.is_uniform:
+            known = math.prod(axis.degree for axis in self.axes if axis.degree is not None)
+            left = self._left(world_size, known)
+            return self.with_axes(tuple(Axis(a.role, left if a.degree is None else a.degree) for a in self.axes))
+        if self.pp is None:
+            return replace(self, pp=self._left(world_size, self.stage_size))
+        stage = self._left(world_size, self.pp)
+        filled = []
+        for selector, strategy in self.layers:
+            left = self._left(stage, strategy.known_size) if strategy.is_open else None
+            axes = (Axis(a.role, left if a.degree is None else a.degree) for a in strategy.axes)
+            filled.append((selector, replace(strategy, axes=tuple(axis for axis in axes if axis.degree != 1))))
+        return replace(self, layers=tuple(filled)).resolve(world_size)
+
+    def _left(self, ranks: int, known: int) -> int:
+        left, rest = divmod(ranks, known)
         if rest:
             raise StrategyError(
                 f"the degrees given in '{self}' multiply to {known}, which does not divide "
-                f"{count(world_size, 'rank')}: choose degrees whose product divides {world_size}"
+                f"{count(ranks, 'rank')}: choose degrees whose product divides {ranks}"
             )
-        return self.with_axes(tuple(Axis(a.role, left if a.degree is None else a.degree) for a in self.axes))
+        return left
 
     def _opened(self) -> str:
         """An example for a message: the plan's string with its last degree left open."""
+        if not self.is_uniform:
+            return ""
         open_axes = (*self.axes[:-1], Axis(self.axes[-1].role if self.axes else "dp", None))
-        return str(self.with_axes(open_axes))
+        return f" as in '{self.with_axes(open_axes)}'"
 
     def __str__(self) -> str:
-        """The canonical strategy string; parsing it gives the same axes and flags."""
+        """The canonical strategy string; parsing it gives the same layers, axes and flags."""
         from vitpar.strategy.grammar import format_plan
 
         return format_plan(self)

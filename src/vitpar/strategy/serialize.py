@@ -5,7 +5,14 @@
       "pp": 2,                            pipeline degree, null = open
       "pp_index": 0,                      axes that are outer to pp in the rank order
       "layers": [
-        {"layers": "*", "axes": [["tp", 2], ["dp", 2]], "checkpoint": null}
+        {"layers": "*",                 or "stem", "head", "3", "0-11"
+         "axes": [["tp", 2], ["dp", 2]], outermost first
+         "tensor_mode": "1d",           or "2d", "2.5d", "3d"
+         "depth": null,                 of 2.5d, null = the least
+         "sequence_parallel": false,
+         "zero": 0,                     or 1, 2
+         "checkpoint": null,            or "full", "selective"
+         "offload": false}
       ],
       "schedule": "1f1b",
       "virtual_stages": 1,
@@ -14,7 +21,8 @@
       "split": "even"                     or "balanced", or the blocks of each stage as in [6, 6]
     }
 
-"vitpar_plan" and "layers" must be there; any other key left out takes the default of `Plan`.
+"vitpar_plan" and "layers" must be there, and in a layer "layers" and "axes"; any other key left out takes the default
+of `Plan` or `Strategy`.
 """
 
 from __future__ import annotations
@@ -27,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.errors import StrategyError, nearest
-from vitpar.strategy.plan import Axis, Plan, Strategy
+from vitpar.strategy.layer import Axis, Strategy
+from vitpar.strategy.plan import Plan
 
 FORMAT = 1
 _Fits = Callable[[object], bool]
@@ -44,7 +53,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             {
                 "layers": selector,
                 "axes": [[axis.role, axis.degree] for axis in strategy.axes],
-                "checkpoint": strategy.checkpoint,
+                **{key: getattr(strategy, key) for key in _FLAG_KEYS},
             }
             for selector, strategy in plan.layers
         ],
@@ -108,6 +117,10 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -138,15 +151,22 @@ _PLAN_KEYS: _Keys = {
 _LAYER_KEYS: _Keys = {
     "layers": (_is_text, "text"),
     "axes": (_list_of(_is_axis), 'a list of [role, degree] pairs, as in [["tp", 2]]'),
+}
+_FLAG_KEYS: _Keys = {
+    "tensor_mode": (_is_text, "text"),
+    "depth": (_or_null(_is_int), "a whole number or null"),
+    "sequence_parallel": (_is_bool, "true or false"),
+    "zero": (_is_int, "a whole number"),
     "checkpoint": (_or_null(_is_text), "text or null"),
+    "offload": (_is_bool, "true or false"),
 }
 
 
 def _layer_from_json(record: dict[str, Any], where: str) -> tuple[str, Strategy]:
-    _check_record(record, _LAYER_KEYS, required=("layers", "axes"), where=where)
+    _check_record(record, _LAYER_KEYS | _FLAG_KEYS, required=("layers", "axes"), where=where)
     try:
         axes = tuple(Axis(role, degree) for role, degree in record["axes"])
-        return record["layers"], Strategy(axes, record.get("checkpoint"))
+        return record["layers"], Strategy(axes, **{key: record[key] for key in _FLAG_KEYS if key in record})
     except StrategyError as error:
         raise StrategyError(f"{where}: {error}") from None
 

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from vitpar.errors import StrategyError, nearest
 from vitpar.strategy.plan import SPLITS, Plan
+from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.words import count
 
 
@@ -45,10 +46,17 @@ def split_blocks(
     return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
 
 
+def rank_of_stage(stage: int, plan: Plan) -> int:
+    """The place on the pp axis that holds `stage`: stages go round the ranks, or down and up again (V-shaped)."""
+    assert 0 <= stage < plan.num_stages, f"stage {stage} is outside '{plan}'"
+    turn, place = divmod(stage, plan.pipeline_degree)
+    return plan.pipeline_degree - 1 - place if SCHEDULES[plan.schedule].v_shaped and turn % 2 else place
+
+
 def stages_of_rank(pp_rank: int, plan: Plan) -> tuple[int, ...]:
-    """The stages that rank `pp_rank` of the pp axis holds: stage s lives on rank s % pp (a loop over the ranks)."""
+    """The stages that rank `pp_rank` of the pp axis holds, in order."""
     assert 0 <= pp_rank < plan.pipeline_degree, f"pp rank {pp_rank} is outside '{plan}'"
-    return tuple(range(pp_rank, plan.num_stages, plan.pipeline_degree))
+    return tuple(stage for stage in range(plan.num_stages) if rank_of_stage(stage, plan) == pp_rank)
 
 
 def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> tuple[int, ...]:

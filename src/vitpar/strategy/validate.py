@@ -8,7 +8,9 @@ from typing import Protocol
 
 from vitpar.errors import StrategyError
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
+from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
+from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.stages import split_blocks
 from vitpar.strategy.words import closest, count, divisors, either
 
@@ -23,6 +25,10 @@ class ModelShape(Protocol):
         """Blocks."""
 
     @property
+    def width(self) -> int:
+        """Features of a token."""
+
+    @property
     def heads(self) -> int:
         """Attention heads of a block."""
 
@@ -33,6 +39,10 @@ class ModelShape(Protocol):
     @property
     def features(self) -> int:
         """Features that the classifier reads."""
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers in order: stem, blocks.0 …, head."""
 
 
 def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
@@ -45,7 +55,9 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
     Raises StrategyError when the plan has an open degree or does not fit the model, the batch or its own schedule.
     """
     _ = plan.world_size  # refuses an open degree
-    _check_tensor_parallel(plan, model)
+    plan.strategies(model.layer_names)  # refuses layers that the model lacks
+    for strategy in plan.kinds:
+        _check_tensor_parallel(strategy, model)
     _check_schedule(plan)
     _check_stages(plan, model)
     if batch_size is not None:
@@ -57,31 +69,44 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
     return plan
 
 
-def _check_tensor_parallel(plan: Plan, model: ModelShape) -> None:
-    tp = plan.strategy.degree("tp")
-    working = [f"tp{n}" for n in closest(divisors(math.gcd(model.heads, model.hidden, model.features))[1:], tp, most=4)]
-    for number, noun in (
-        (model.heads, "head"),
-        (model.hidden, "hidden feature"),
-        (model.features, "classifier feature"),
-    ):
-        if number % tp:
+def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
+    """What tp, or a side of its square or cube, has to divide."""
+    tp, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
+    split = {"head": model.heads, "hidden feature": model.hidden, "classifier feature": model.features}
+    if strategy.tensor_mode != "1d":
+        split["feature"] = model.width
+    divides = math.gcd(*split.values())
+    for noun, number in split.items():
+        if number % side == 0:
+            continue
+        if strategy.tensor_mode == "1d":
+            working = [f"tp{n}" for n in closest(divisors(divides)[1:], tp, most=4)]
             fix = f"use {either(working)}" if working else "leave tp out"
             raise StrategyError(f"tp{tp} does not divide the {count(number, noun)} of {model.name}: {fix}")
+        sides = [str(n) for n in closest(divisors(divides)[1:], side, most=4)]
+        fix = f"use sides of {either(sides)}" if sides else "use dp or fsdp instead"
+        raise StrategyError(
+            f"the side {side} of tp{tp}{strategy.tensor_flag} does not divide the {count(number, noun)} of "
+            f"{model.name}: {fix}"
+        )
 
 
 def _check_schedule(plan: Plan) -> None:
-    interleaved = plan.schedule == "interleaved1f1b"
-    if interleaved and plan.pp == 1:
+    schedule = SCHEDULES[plan.schedule]
+    if schedule.stages != "one" and plan.pp == 1:
         raise StrategyError(
             f"schedule {plan.schedule} needs pp, which '{plan}' lacks: add an axis such as pp2, or use schedule 1f1b"
         )
-    if interleaved and plan.virtual_stages == 1:
+    if schedule.stages == "several" and plan.virtual_stages == 1:
         raise StrategyError(
             f"schedule {plan.schedule} needs 2 or more virtual stages, not 1: "
             "set virtual_stages to 2, or use schedule 1f1b"
         )
-    if plan.virtual_stages > 1 and not interleaved:
+    if schedule.stages == "two" and plan.virtual_stages != 2:
+        raise StrategyError(
+            f"schedule {plan.schedule} needs 2 virtual stages, not {plan.virtual_stages}: set virtual_stages to 2"
+        )
+    if schedule.stages == "one" and plan.virtual_stages > 1:
         raise StrategyError(
             f"schedule {plan.schedule} holds 1 stage a rank, not {plan.virtual_stages}: "
             "set virtual_stages to 1, or use schedule interleaved1f1b"

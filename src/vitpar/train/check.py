@@ -19,14 +19,16 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
 from vitpar.parallel import ParallelModel, parallelize
-from vitpar.strategy import Plan, batch_arithmetic, data_index
+from vitpar.strategy import Plan
+from vitpar.train.gradient_norm import multiply_
 from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.recipe import Implementation, OptimizerSection
 
 STEPS = 3
 LEARNING_RATE = 0.05
 FLOOR = 1e-3
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.15}
+LOSS_SCALE = 1024.0  # of fp16, on both sides: a power of two, so that it rounds nothing
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.15, "fp16": 0.02}
 """Largest relative error allowed, by precision.
 
 bfloat16 keeps 8 bits, and single elements of a gradient are sums that cancel: 5 % is seen in sound plans. What a plan
@@ -87,6 +89,7 @@ def check_plan(
     batch_size: int,
     device: torch.device,
     precision: str = "fp32",
+    reduce_dtype: str | None = None,
     tolerance: float | None = None,
     seed: int = 0,
     label_smoothing: float = 0.0,
@@ -103,6 +106,7 @@ def check_plan(
         batch_size=batch_size,
         device=device,
         precision_name=precision,
+        reduce_dtype=reduce_dtype,
         seed=seed,
         label_smoothing=label_smoothing,
         compile_blocks=compile_blocks,
@@ -112,17 +116,19 @@ def check_plan(
     if dist.get_rank() == 0:
         reference = _one_process(model, images, labels, keys, seed)
 
-    local_batch = batch_arithmetic(plan, batch_size).local_batch
-    start = data_index(plan, dist.get_rank()) * local_batch
-    rows = slice(start, start + local_batch)
+    if model.precision.scales_loss:
+        model.loss_scale = LOSS_SCALE
+    rows = model.image_rows(batch_size)
     settings = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0, implementation=optimizer)
     updates = ShardedOptimizer(model.named_parameters(), settings)
     losses: list[float] = []
     gradients: tuple[Comparison, ...] = ()
     for step in range(STEPS):
         x = images[step][rows].to(device=device, dtype=model.precision.compute) if model.takes_images else None
-        part = model.forward_backward(x, labels[step][rows].to(device), keys[step][rows].to(device))
+        part = model.forward_backward(x, labels[step].to(device), keys[step].to(device))
         losses.append(_over_samples(part, model))
+        if model.precision.scales_loss:
+            multiply_(updates.gradients(), 1 / LOSS_SCALE)
         if step == 0:
             gradients = _compare(
                 model,
@@ -158,6 +164,7 @@ def _samples(config: ViTConfig, batch_size: int, seed: int) -> tuple[Tensor, Ten
 def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: Tensor, seed: int) -> _Reference:
     """The same steps by the plain model: no mesh, no wrappers, one batch. Only settings are taken from `parallel`."""
     config, numbers, device = parallel.config, parallel.precision, parallel.device
+    scale = LOSS_SCALE if numbers.scales_loss else 1.0
     model = ViT(config).to(device=device, dtype=numbers.parameters)
     initialise(model, seed, config)
     losses, gradients = [], {}
@@ -167,11 +174,12 @@ def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: 
         logits = functional_call(model, computed, inputs).to(numbers.parameters)
         loss = F.cross_entropy(logits, labels[step].to(device), label_smoothing=parallel.label_smoothing)
         model.zero_grad()
-        loss.backward()
+        (loss * scale).backward()
         losses.append(loss.item())
         with torch.no_grad():
             for name, p in model.named_parameters():
                 assert p.grad is not None, f"{name} has no gradient in one process"
+                p.grad /= scale
                 if step == 0:
                     gradients[name] = p.grad.clone()
                 p -= LEARNING_RATE * p.grad

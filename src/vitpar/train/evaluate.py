@@ -46,15 +46,14 @@ def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluatio
     Raises DataError when bad samples are skipped and all of them are bad.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
-    # Ranks along tp compute the same logits; one of them counts.
-    counts = model.gives_logits and model.mesh["tp"].get_local_rank() == 0
+    rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
     loader = source.eval_batches(shards)
     for batch in loader:
         labels = source.labels(batch)
         logits = model.predict(source.images(batch), len(labels))
-        if counts:
+        if model.first_of_logits:
             assert logits is not None
-            sums += _count(logits, labels)
+            sums += _count(logits, labels[rows])
     model.parameters_changed()
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)

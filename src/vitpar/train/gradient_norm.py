@@ -9,28 +9,39 @@ from vitpar.train.optimizer import local
 
 
 @torch.no_grad()
-def global_norm(gradients: dict[str, Tensor], model: ParallelModel) -> Tensor:
+def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
     """The 2-norm of all gradients of the whole model (0-dim, equal on every rank).
 
     Each shard's square sum is weighted by one over the ranks that hold the same shard, so one sum over the world counts
     every element once, whatever axes a parameter is sharded, replicated or piped over.
+
+    With a scaled loss it is finite exactly if all gradients of all ranks are, and `loss` (this rank's part) on every
+    rank: squares of large numbers, which may pass the end of float32, are added up in float64.
     """
     by_replicas: dict[int, list[Tensor]] = {}
     for gradient in gradients.values():
         by_replicas.setdefault(model.replicas(gradient), []).append(local(gradient))
-    total = torch.zeros((), device=model.device, dtype=model.precision.parameters)
+    wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
+    total = torch.zeros((), device=model.device, dtype=wide)
     for replicas, shards in by_replicas.items():
-        total += torch.stack(torch._foreach_norm(shards)).square().sum() / replicas
+        total += torch.stack(torch._foreach_norm(shards, dtype=wide)).square().sum() / replicas
+    if loss is not None:
+        total += loss * 0  # NaN where the loss is not finite, else nothing
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()
 
 
 @torch.no_grad()
-def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float) -> None:
-    """Scale all gradients by ``limit / norm`` where the global `norm` exceeds `limit`, without reading it on the
-    host."""
+def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float, scale: float = 1.0) -> None:
+    """Divide all gradients by `scale`, and by ``norm / limit`` where the global `norm` (after the first division)
+    exceeds `limit`: both at once, and without reading `norm` on the host. limit: 0 for none."""
+    multiply_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0) / scale if limit else 1 / scale)
+
+
+@torch.no_grad()
+def multiply_(gradients: dict[str, Tensor], factor: Tensor | float) -> None:
+    """All gradients times `factor` (0-dim, of any dtype)."""
     if gradients:
-        torch._foreach_mul_(
-            [local(gradient) for gradient in gradients.values()], (limit / (norm + 1e-6)).clamp(max=1.0)
-        )
+        parts = [local(gradient) for gradient in gradients.values()]
+        torch._foreach_mul_(parts, factor.to(parts[0].dtype) if isinstance(factor, Tensor) else factor)

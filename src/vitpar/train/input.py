@@ -18,7 +18,6 @@ from vitpar.data import (
     TrainTransform,
 )
 from vitpar.parallel import ParallelModel
-from vitpar.strategy import data_index
 from vitpar.train.recipe import Recipe
 
 
@@ -38,7 +37,7 @@ def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform
 class Input:
     """Input of one rank of `model`.
 
-    Only ranks that hold the stem decode images; the others read labels from the index.
+    Only ranks that hold the stem decode images, each its own rows; all read the batch's labels from the index.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
@@ -46,11 +45,11 @@ class Input:
         self._train, self._eval, self._normalize = transforms(recipe, model.config.image_size)
 
     def train_batches(self, shards: ShardSet) -> TrainLoader:
-        """This rank's slice of every global batch, without end."""
+        """Every global batch, with this rank's images, without end."""
         return TrainLoader(shards, self._train, seed=self._recipe.train.seed, **self._slice())
 
     def eval_batches(self, shards: ShardSet) -> EvalLoader:
-        """This rank's part of the whole set, in batches of the training shape; the tail is padded with IGNORED
+        """The whole set in batches of the training shape, with this rank's images; the tail is padded with IGNORED
         labels."""
         return EvalLoader(shards, self._eval, **self._slice())
 
@@ -58,38 +57,35 @@ class Input:
         """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
-        mine = loader.skipped if self._model.mesh["tp"].get_local_rank() == 0 else Skipped()  # along tp all read alike
+        mine = loader.skipped if self._model.first_of_images else Skipped()
         everyone = [Skipped()] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         return sum(everyone, Skipped())
 
     def _slice(self) -> dict:
-        plan = self._model.plan
+        size = self._model.batch_size
         return {
-            "batch_size": self._model.batch_size,
-            "data_index": data_index(plan, dist.get_rank()),
-            "data_parallel": plan.strategy.data_parallel,
+            "batch_size": size,
+            "rows": self._model.image_rows(size) if self._model.takes_images else (),
             "workers": self._recipe.data.workers,
-            "pixels": self._model.takes_images,
             "bad_sample": self._recipe.data.bad_sample,
         }
 
     def images(self, batch: Batch | EvalBatch) -> Tensor | None:
-        """Normalised images on the device in the compute precision, [local, 3, size, size], or None where there are
-        none."""
+        """This rank's images, normalised, on the device in the compute precision, [rows, 3, size, size], or None where
+        there are none."""
         if batch.images is None:
             return None
         return self._normalize(self.to_device(batch.images), self._model.precision.compute)
 
     def labels(self, batch: Batch | EvalBatch) -> Tensor:
-        """Labels on the device, int64 [local], IGNORED where there is no usable image.
+        """Labels of the whole batch on the device, int64 [batch], IGNORED where there is no usable image.
 
-        Which images are unusable is known where they are decoded; the other pipeline ranks are told.
+        Which images are unusable is known where they are decoded; all ranks are told.
         """
         labels = self.to_device(batch.labels)
-        pipe = self._model.mesh["pp"]
-        if self._recipe.data.bad_sample == "skip" and pipe.size() > 1:
-            dist.broadcast(labels, group=pipe.get_group(), group_src=0)
+        if self._recipe.data.bad_sample == "skip" and dist.get_world_size() > 1:
+            dist.all_reduce(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
 
     def to_device(self, tensor: Tensor) -> Tensor:

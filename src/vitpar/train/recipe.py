@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,9 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vitpar.errors import RecipeError, nearest
 from vitpar.models.config import ViTConfig, model_config
 from vitpar.strategy import Plan, parse, read_plan, validate
-
-Implementation = Literal["auto", "foreach", "fused", "for-loop"]
-"""Which of torch's optimizer implementations; auto is fused."""
+from vitpar.strategy.support import refuse_clashes
+from vitpar.train.loss_scale import LossScaleSection
+from vitpar.train.optimizer_section import Implementation as Implementation
+from vitpar.train.optimizer_section import OptimizerSection as OptimizerSection
 
 
 class _Section(BaseModel):
@@ -64,29 +65,6 @@ class DataSection(_Section):
     bad_sample: Literal["fail", "skip"] = "fail"
 
 
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerSection(_Section):
-    """AdamW or SGD. Weight decay leaves out biases, norms, positions, tokens and layer scales."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.05, ge=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    implementation: Implementation = "auto"
-
-    @model_validator(mode="after")
-    def _every_setting_is_used(self) -> Self:
-        others = {"sgd": ("betas", "eps"), "adamw": ("momentum",)}[self.name]
-        for field in others:
-            if (value := getattr(self, field)) != type(self).model_fields[field].default:
-                raise ValueError(f"optimizer.{field} is {value!r}, which {self.name} does not use: leave it out")
-        return self
-
-
 class LRScheduleSection(_Section):
     """Linear warm-up from 0, then cosine to `min_lr`. Give the warm-up in steps or in epochs."""
 
@@ -96,19 +74,37 @@ class LRScheduleSection(_Section):
 
 
 class TrainSection(_Section):
-    """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any."""
+    """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any.
+
+    reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16 and fp16 alone (None: fp32).
+    """
 
     batch_size: int = Field(128, ge=1)
     epochs: float | None = Field(None, gt=0)
     steps: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0, lt=2**63)
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad_norm: float = Field(1.0, ge=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
     compile: bool = False
     eval_every: int | None = Field(None, ge=1)
     log_every: int = Field(10, ge=1)
+
+    @model_validator(mode="after")
+    def _reduction_is_used(self) -> Self:
+        if self.reduce_dtype is not None and self.precision in ("fp64", "fp32"):
+            raise ValueError(
+                f"train.reduce_dtype is '{self.reduce_dtype}', which does nothing with train.precision "
+                f"'{self.precision}': leave it out, or set train.precision to bf16 or fp16"
+            )
+        if self.reduce_dtype not in (None, "fp32", self.precision):
+            raise ValueError(
+                f"train.reduce_dtype is '{self.reduce_dtype}', which train.precision '{self.precision}' does not have: "
+                f"use 'fp32' or '{self.precision}'"
+            )
+        return self
 
 
 class ParallelSection(_Section):
@@ -130,6 +126,7 @@ class Recipe(_Section):
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
     train: TrainSection = TrainSection()
+    loss_scale: LossScaleSection = LossScaleSection()
     parallel: ParallelSection = ParallelSection()
 
     @model_validator(mode="after")
@@ -138,6 +135,17 @@ class Recipe(_Section):
             raise ValueError(
                 f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_scale_is_used(self) -> Self:
+        if self.train.precision != "fp16":
+            for name, field in LossScaleSection.model_fields.items():
+                if (value := getattr(self.loss_scale, name)) != field.default:
+                    raise ValueError(
+                        f"loss_scale.{name} is {value}, which does nothing with train.precision "
+                        f"'{self.train.precision}': leave it out, or set train.precision to fp16"
+                    )
         return self
 
     def config(self, num_classes: int) -> ViTConfig:
@@ -150,7 +158,9 @@ class Recipe(_Section):
 
         resolve: fills the open degree, if the strategy leaves one, for the ranks there are.
         """
-        return validate(resolve(self.requested_plan()), config, self.train.batch_size)
+        plan = validate(resolve(self.requested_plan()), config, self.train.batch_size)
+        refuse_clashes(plan, self.train.precision, self.train.compile)
+        return plan
 
     def requested_plan(self) -> Plan:
         """The plan as it stands in the recipe, or in the JSON file that `parallel.mesh` names. Raises StrategyError."""
@@ -180,6 +190,8 @@ class Recipe(_Section):
     def to_toml(self) -> str:
         """The whole recipe, defaults included, as a file that `read_recipe` takes."""
         values = self.model_dump(exclude_none=True, mode="json")
+        if self.train.precision != "fp16":
+            del values["loss_scale"]
         if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which nothing else may stand
             values["parallel"] = {"mesh": self.parallel.mesh}
         return tomli_w.dumps(values)

@@ -5,7 +5,10 @@ from vitpar.train.recipe import Recipe
 
 
 def state_bytes(recipe: Recipe) -> int:
-    """Bytes kept for each element of a rank's parameters: the copies that `state_words` names."""
+    """Bytes kept for each element of a rank's parameters: the copies that `state_words` names.
+
+    Muon keeps less for some elements than for others: this is what it keeps at most.
+    """
     copies = 2 + _moments(recipe) + bool(recipe.train.ema_decay)
     return copies * PRECISIONS[recipe.train.precision].parameters.itemsize
 
@@ -14,7 +17,7 @@ def state_words(recipe: Recipe) -> str:
     """What these bytes hold: `parameters, gradients, adamw state in float32`."""
     kinds = ["parameters", "gradients"]
     if _moments(recipe):
-        kinds.append(f"{recipe.optimizer.name} state")
+        kinds.append(f"{recipe.optimizer.name} state{' (at most)' if recipe.optimizer.name == 'muon' else ''}")
     if recipe.train.ema_decay:
         kinds.append("running average")
     number = str(PRECISIONS[recipe.train.precision].parameters).removeprefix("torch.")
@@ -22,5 +25,6 @@ def state_words(recipe: Recipe) -> str:
 
 
 def _moments(recipe: Recipe) -> int:
-    """Numbers the optimizer remembers for each element."""
-    return {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}[recipe.optimizer.name]
+    """Numbers the optimizer remembers for each element, at most: muon's are 1 for matrices of blocks, 2 for others."""
+    momentum = 1 if recipe.optimizer.momentum else 0
+    return {"adamw": 2, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}[recipe.optimizer.name]

@@ -45,9 +45,9 @@ def save_weights(model: ParallelModel, folder: Path, recipe: Recipe) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    pipe = model.mesh["pp"]
+    pipe = model.pipe["pp"]
     name = f"model-{pipe.get_local_rank() + 1:05d}-of-{pipe.size():05d}.safetensors"
-    leader = all(model.mesh[axis].get_local_rank() == 0 for axis in ("dp", "fsdp", "tp"))
+    leader = model.pipe.get_local_rank("stage") == 0
     whole = {}
     for parameter_name, parameter in model.named_parameters():
         value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

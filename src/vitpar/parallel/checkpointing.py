@@ -1,0 +1,41 @@
+"""Activation checkpointing: layers that compute their forward again in backward instead of keeping what it made.
+
+| policy    | kept of a layer's forward                            | computed again   |
+|-----------|------------------------------------------------------|------------------|
+| full      | its input                                            | everything       |
+| selective | its input, matrix products, attention, communication | everything else  |
+
+Random numbers follow the sample's key, so no generator state has to be kept.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+SAVED = {
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    *(getattr(_aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    # Saved, or computing again would send again (upstream: pytorch#166926 and torchtitan's list of saved operations).
+    _c10d.all_reduce.default,
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.wait_tensor.default,
+}
+"""Operations whose results the selective policy keeps."""
+
+
+def recompute_in_backward(layer: nn.Module, policy: str) -> None:
+    """Checkpoint the forward of `layer` as it stands now. policy: "full" or "selective"."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if policy == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,102 @@
+"""From one layout of an activation to another: one exchange in which no rank gets what it has already.
+
+Who gives what to whom follows from the two layouts by arithmetic (``vitpar.strategy.layout.moves``), so it works for
+any degrees. Ranks that hold copies hold equal gradients too, so backward is the same exchange the other way round.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from vitpar.strategy.layout import Layout, Part, moves
+
+
+class Redistribute:
+    """Activations [batch, tokens, features] in layout `source` to layout `target`, differentiable.
+
+    width: features of the whole. group: the ranks of the stage. Both ends of every redistribution of a model are
+    written down by ``ParallelModel.redistributions``.
+    """
+
+    def __init__(self, source: Layout, target: Layout, width: int, group: ProcessGroup) -> None:
+        self.source, self.target, self._width, self._group = source, target, width, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        batch = x.shape[0] * self.source[0].rows
+        return _Exchange.apply(x, self.source, self.target, batch, self._width, self._group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, source: Layout, target: Layout, batch: int, width: int, group: ProcessGroup
+    ) -> Tensor:
+        ctx.settings = (target, source, batch, width, group)
+        return _exchange(x, source, target, batch, width, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _exchange(gradient, *ctx.settings), None, None, None, None, None
+
+
+def _exchange(x: Tensor, source: Layout, target: Layout, batch: int, width: int, group: ProcessGroup) -> Tensor:
+    me = group.rank()
+    given, taken, anything = _pieces(source, target, batch, width, me)
+    rows, features = target[me].row_range(batch), target[me].feature_range(width)
+    out = x.new_empty(len(rows), x.shape[1], len(features))
+    kept = given.get(me)
+    if kept is not None:
+        _piece(out, taken[me]).copy_(_piece(x, kept))
+    if not anything:
+        return out
+    others = [rank for rank in range(len(source)) if rank != me]
+    sent = [_piece(x, given[rank]).flatten() for rank in others if rank in given]
+    outgoing = torch.cat(sent) if sent else x.new_empty(0)
+    sizes = {rank: _elements(taken[rank]) * x.shape[1] for rank in others if rank in taken}
+    incoming = x.new_empty(sum(sizes.values()))
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        [sizes.get(rank, 0) for rank in range(len(source))],
+        [_elements(given[rank]) * x.shape[1] if rank != me and rank in given else 0 for rank in range(len(source))],
+        group=group,
+    )
+    for (rank, _), piece in zip(sizes.items(), incoming.split(list(sizes.values())), strict=True):
+        place = _piece(out, taken[rank])
+        place.copy_(piece.view_as(place))
+    return out
+
+
+_Piece = tuple[slice, slice]
+
+
+@lru_cache(maxsize=64)
+def _pieces(
+    source: Layout, target: Layout, batch: int, width: int, me: int
+) -> tuple[dict[int, _Piece], dict[int, _Piece], bool]:
+    """What rank `me` gives, by receiver, as slices of what it has; what it takes, by sender, as slices of what it
+    will have; and whether any two ranks exchange something."""
+    every = moves(source, target, batch, width)
+    given = {m.receiver: _slices(source[me], m.rows, m.features, batch, width) for m in every if m.sender == me}
+    taken = {m.sender: _slices(target[me], m.rows, m.features, batch, width) for m in every if m.receiver == me}
+    return given, taken, any(m.sender != m.receiver for m in every)
+
+
+def _slices(part: Part, rows: range, features: range, batch: int, width: int) -> _Piece:
+    first_row, first_feature = part.row_range(batch).start, part.feature_range(width).start
+    return (
+        slice(rows.start - first_row, rows.stop - first_row),
+        slice(features.start - first_feature, features.stop - first_feature),
+    )
+
+
+def _piece(x: Tensor, at: _Piece) -> Tensor:
+    return x[at[0], :, at[1]]
+
+
+def _elements(at: _Piece) -> int:
+    return (at[0].stop - at[0].start) * (at[1].stop - at[1].start)

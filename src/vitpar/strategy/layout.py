@@ -1,0 +1,185 @@
+"""Layouts: which part of an activation every rank of a stage holds, by arithmetic alone.
+
+An activation [batch, tokens, features] between layers is cut into equal parts of its batch (rows), and under 2d, 2.5d
+and 3d of its features as well. Axes that cut nothing hold copies. The batch's parts follow the rank order: of the axes
+that cut it, the leftmost is the outermost, but j is the innermost.
+
+| axis          | stem to head: rows | features | logits: rows |
+|---------------|--------------------|----------|--------------|
+| dp, fsdp      | yes                |          | yes          |
+| tp 1d         |                    |          |              |
+| tp 1d +sp (j) | yes                |          |              |
+| d, i          | yes                |          | yes          |
+| j of 2d, 2.5d |                    | yes      |              |
+| j of 3d       | yes                |          | yes          |
+| k of 3d       |                    | yes      |              |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+
+from vitpar.strategy.layer import Strategy
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `row` of `rows` equal parts of the batch, and `feature` of `features` of the features, from 0."""
+
+    row: int = 0
+    rows: int = 1
+    feature: int = 0
+    features: int = 1
+
+    def row_range(self, batch: int) -> range:
+        """The rows, of `batch` in all."""
+        return _range(self.row, self.rows, batch)
+
+    def feature_range(self, width: int) -> range:
+        """The features, of `width` in all."""
+        return _range(self.feature, self.features, width)
+
+    def overlap(self, other: Part, batch: int, width: int) -> tuple[range, range] | None:
+        """Rows and features that are in both, None where there are none."""
+        rows = _meet(self.row_range(batch), other.row_range(batch))
+        features = _meet(self.feature_range(width), other.feature_range(width))
+        return (rows, features) if rows and features else None
+
+    @property
+    def share(self) -> float:
+        """How much of the whole it is."""
+        return 1 / (self.rows * self.features)
+
+
+Layout = tuple[Part, ...]
+"""The part of every rank of a stage, in rank order."""
+
+
+def mesh_axes(strategy: Strategy) -> tuple[tuple[str, int], ...]:
+    """The axes of a layer's mesh with their degrees, outermost first: dp, fsdp, and what tp is arranged as."""
+    return tuple(
+        pair
+        for axis in strategy.axes
+        for pair in (strategy.tensor_shape if axis.role == "tp" else ((axis.role, axis.size),))
+    )
+
+
+def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
+    """The index of a rank of the stage along every axis of `mesh_axes`."""
+    found: dict[str, int] = {}
+    for name, size in reversed(mesh_axes(strategy)):
+        stage_rank, found[name] = divmod(stage_rank, size)
+    return found
+
+
+@cache
+def token_layout(strategy: Strategy) -> Layout:
+    """Of what goes into and comes out of a block, out of the stem and into the head."""
+    return _layout(strategy, _token_rows(strategy), _features(strategy))
+
+
+@cache
+def image_layout(strategy: Strategy) -> Layout:
+    """Of the images that go into a stem: the rows of its tokens."""
+    return _layout(strategy, _token_rows(strategy), ())
+
+
+@cache
+def logit_layout(strategy: Strategy) -> Layout:
+    """Of the logits that come out of a head."""
+    rows = _token_rows(strategy)
+    return _layout(strategy, [name for name in rows if name != "j"] if strategy.sequence_parallel else rows, ())
+
+
+def copies(layout: Layout, stage_rank: int) -> list[int]:
+    """The ranks of the stage that hold the same part as `stage_rank`, itself included, in order."""
+    return [rank for rank, part in enumerate(layout) if part == layout[stage_rank]]
+
+
+def row_parts(strategy: Strategy) -> int:
+    """Into how many parts the batch is split where it is split most."""
+    return token_layout(strategy)[0].rows
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows and features that rank `sender` of the stage gives to `receiver` (itself, where it has them already)."""
+
+    sender: int
+    receiver: int
+    rows: range
+    features: range
+
+    @property
+    def elements(self) -> int:
+        """Elements of every token."""
+        return len(self.rows) * len(self.features)
+
+
+def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
+    """What ranks must give each other to turn layout `source` into `target`: no rank gets what it has already.
+
+    Of several ranks that hold a part, the receivers take turns.
+    """
+    holders: dict[Part, list[int]] = {}
+    for rank, part in enumerate(source):
+        holders.setdefault(part, []).append(rank)
+    found = []
+    for receiver, wanted in enumerate(target):
+        for part, ranks in holders.items():
+            piece = part.overlap(wanted, batch, width)
+            if piece is not None:
+                sender = receiver if source[receiver] == part else ranks[receiver % len(ranks)]
+                found.append(Move(sender, receiver, *piece))
+    return found
+
+
+def received_share(source: Layout, target: Layout) -> float:
+    """How much of the whole activation the rank that receives most has to receive, 0 where nothing moves."""
+    batch = math.lcm(source[0].rows, target[0].rows)
+    width = math.lcm(source[0].features, target[0].features)
+    received = [0] * len(target)
+    for move in moves(source, target, batch, width):
+        received[move.receiver] += move.elements if move.sender != move.receiver else 0
+    return max(received) / (batch * width)
+
+
+def _token_rows(strategy: Strategy) -> list[str]:
+    rows = [name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i")]
+    if strategy.sequence_parallel or strategy.tensor_mode == "3d":
+        rows.append("j")  # innermost, so that what ranks along j gather are neighbouring rows
+    return rows
+
+
+def _features(strategy: Strategy) -> tuple[str, ...]:
+    return {"1d": (), "2d": ("j",), "2.5d": ("j",), "3d": ("k",)}[strategy.tensor_mode]
+
+
+def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]) -> Layout:
+    sizes = dict(mesh_axes(strategy))
+    parts = []
+    for rank in range(strategy.size):
+        at = place(strategy, rank)
+        parts.append(Part(*_index(rows, at, sizes), *_index(features, at, sizes)))
+    return tuple(parts)
+
+
+def _index(names: Collection[str], at: dict[str, int], sizes: dict[str, int]) -> tuple[int, int]:
+    """The index over several axes together, the first the outermost, and how many there are."""
+    index, count = 0, 1
+    for name in names:
+        index, count = index * sizes[name] + at[name], count * sizes[name]
+    return index, count
+
+
+def _range(index: int, parts: int, length: int) -> range:
+    size, rest = divmod(length, parts)
+    assert not rest, f"{length} does not divide into {parts} parts"
+    return range(index * size, (index + 1) * size)
+
+
+def _meet(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))

@@ -1,0 +1,94 @@
+"""Which layers a group of a plan is for: `stem`, `head`, `3`, `0-11`, or `*` for those that no other group names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from vitpar.errors import StrategyError
+from vitpar.strategy.layer import Strategy
+from vitpar.strategy.words import count
+
+Groups = tuple[tuple[str, Strategy], ...]
+_BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+def blocks_of(selector: str) -> range | None:
+    """The blocks that `selector` names, None for a word. Raises StrategyError for what is no selector."""
+    if selector in ("stem", "head", "*"):
+        return None
+    match = _BLOCKS.fullmatch(selector)
+    if not match:
+        raise StrategyError(f"'{selector}' names no layers: use stem, head, a block as in 3, blocks as in 0-11, or *")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise StrategyError(f"blocks '{selector}' run backwards: write {last}-{first}")
+    return range(first, last + 1)
+
+
+def canonical(groups: Groups) -> Groups:
+    """The same groups in order (stem, blocks, head, *), neighbours with one strategy joined, repetitions of `*` left
+    out.
+
+    Raises StrategyError when a layer is named twice.
+    """
+    words: dict[str, Strategy] = {}
+    blocks: list[tuple[range, Strategy]] = []
+    for selector, strategy in groups:
+        span = blocks_of(selector)
+        if span is None:
+            if selector in words:
+                raise StrategyError(f"'{selector}' stands in two groups: give it one strategy")
+            words[selector] = strategy
+        else:
+            blocks.append((span, strategy))
+    blocks.sort(key=lambda group: group[0].start)
+    joined: list[tuple[range, Strategy]] = []
+    for span, strategy in blocks:
+        if joined and span.start < joined[-1][0].stop:
+            raise StrategyError(f"block {span.start} stands in two groups: give it one strategy")
+        if joined and span.start == joined[-1][0].stop and strategy == joined[-1][1]:
+            span = range(joined.pop()[0].start, span.stop)
+        joined.append((span, strategy))
+    rest = words.get("*")
+    named = [("stem", words.get("stem")), *((_name(span), s) for span, s in joined), ("head", words.get("head"))]
+    kept = [(selector, strategy) for selector, strategy in named if strategy is not None and strategy != rest]
+    return (*kept, ("*", rest)) if rest is not None else tuple(kept)
+
+
+def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy]:
+    """The strategy of every layer, by name, in order (names as ``ViTConfig.layer_names`` gives them).
+
+    Without `*`, a stem or head that is not named takes the strategy of the block beside it. Raises StrategyError for a
+    block without a strategy, or a group for blocks that the model lacks.
+    """
+    words = {selector: strategy for selector, strategy in groups if blocks_of(selector) is None}
+    depth = len(layer_names) - 2
+    found: dict[str, Strategy] = {}
+    for selector, strategy in groups:
+        span = blocks_of(selector)
+        if span is None:
+            continue
+        if span.stop > depth:
+            raise StrategyError(
+                f"blocks {selector} are given a strategy but the model has {count(depth, 'block')}, 0 to {depth - 1}: "
+                "change the group"
+            )
+        found |= {f"blocks.{index}": strategy for index in span}
+    missing = [index for index in range(depth) if f"blocks.{index}" not in found]
+    if missing and "*" not in words:
+        raise StrategyError(f"block {missing[0]} has no strategy: add a group such as *=dp2 for all that are not named")
+    blocks = [found.get(f"blocks.{index}", words.get("*")) for index in range(depth)]
+    stem = words.get("stem", words.get("*", blocks[0]))
+    head = words.get("head", words.get("*", blocks[-1]))
+    chosen = [stem, *blocks, head]
+    return {name: strategy for name, strategy in zip(layer_names, chosen, strict=True) if strategy is not None}
+
+
+def example(groups: Iterable[tuple[str, Strategy]]) -> str:
+    """`stem=fsdp4, 0-11=tp2xfsdp2`."""
+    return ", ".join(f"{selector}={strategy}" for selector, strategy in groups)
+
+
+def _name(span: range) -> str:
+    return str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}"

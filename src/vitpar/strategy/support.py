@@ -1,0 +1,156 @@
+"""The support matrix: what a plan may be made of, and which two things do not go together.
+
+One table: refusals, the page ``docs/support.md`` (`page`) and the tests' combinations (`combinations`) follow from it.
+Whatever holds no clash runs, and equals one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from vitpar.errors import StrategyError
+from vitpar.strategy.plan import Plan
+
+DIMENSIONS: dict[str, tuple[str, ...]] = {
+    "data": ("no dp", "dp", "+zero1", "+zero2", "fsdp", "dp x fsdp"),
+    "tensor": ("no tp", "tp", "+sp", "+2d", "+2.5d", "+3d"),
+    "schedule": (
+        "no pp",
+        "gpipe",
+        "1f1b",
+        "interleaved1f1b",
+        "interleavedzerobubble",
+        "zbvzerobubble",
+        "dualpipev",
+    ),
+    "precision": ("fp64", "fp32", "bf16", "fp16"),
+    "checkpoint": ("no ckpt", "+ckpt", "+ckpt.selective"),
+    "offload": ("no offload", "+offload"),
+    "compile": ("no compile", "compile"),
+}
+"""What a combination chooses one of, by dimension. Any two layers of a plan may choose differently in data, tensor,
+checkpoint and offload."""
+SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two things that do not go together: why, and what to use instead."""
+
+    first: str
+    second: str
+    because: str
+    instead: str
+
+
+CLASHES = (
+    *(
+        Clash(
+            schedule,
+            "compile",
+            "it computes gradients of inputs and of weights apart, which a compiled block cannot (pytorch#161904)",
+            "leave out compile, or use schedule 1f1b or interleaved1f1b",
+        )
+        for schedule in SPLIT_BACKWARD
+    ),
+    *(
+        Clash(
+            schedule,
+            checkpoint,
+            "between its two halves of a backward it keeps what checkpointing would free (pytorch#136766)",
+            f"leave out {checkpoint}, or use schedule 1f1b or interleaved1f1b",
+        )
+        for schedule in SPLIT_BACKWARD
+        for checkpoint in ("+ckpt", "+ckpt.selective")
+    ),
+    *(
+        Clash(
+            schedule,
+            "+zero2",
+            "gradients of weights come in a backward of their own, where they cannot be reduced at once",
+            "use +zero1, or schedule 1f1b or interleaved1f1b",
+        )
+        for schedule in SPLIT_BACKWARD
+    ),
+    Clash(
+        "+ckpt.selective",
+        "compile",
+        "inside a compiled block no single operation can be chosen to be saved",
+        "use +ckpt, or train.activation_memory_budget, by which the compiler chooses",
+    ),
+)
+"""Clashes inside one strategy, such as +sp beside +2d, cannot even be written down as a combination; those are refused
+by ``vitpar.strategy.layer``."""
+
+
+def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
+    """Raise StrategyError if two things of a plan and the settings beside it clash."""
+    present = features(plan, precision, compile_blocks)
+    for clash in CLASHES:
+        if clash.first in present and clash.second in present:
+            raise StrategyError(
+                f"{clash.first} clashes with {clash.second} in '{plan}', as {clash.because}: {clash.instead}"
+            )
+
+
+def combinations(dimensions: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of one feature a dimension that holds no clash."""
+    for choice in product(*(DIMENSIONS[dimension] for dimension in dimensions)):
+        if not any(clash.first in choice and clash.second in choice for clash in CLASHES):
+            yield choice
+
+
+def page() -> str:
+    """The matrix as Markdown: for every two dimensions a table of what goes together, then the reasons."""
+    lines = ["# What goes with what", "", PREFACE, ""]
+    names = list(DIMENSIONS)
+    for index, down in enumerate(names):
+        for across in names[index + 1 :]:
+            clashing = [c for c in CLASHES if {c.first, c.second} & set(DIMENSIONS[down])]
+            if any({c.first, c.second} & set(DIMENSIONS[across]) for c in clashing):
+                lines += [f"## {down} and {across}", "", *_table(down, across), ""]
+    lines += ["## Why, and what to use instead", ""]
+    reasons: dict[tuple[str, str], list[Clash]] = {}
+    for clash in CLASHES:
+        reasons.setdefault((clash.because, clash.second), []).append(clash)
+    for (because, second), clashes in reasons.items():
+        lines.append(f"- {', '.join(c.first for c in clashes)} with {second}: {because}. Instead {clashes[0].instead}.")
+    return "\n".join(lines) + "\n"
+
+
+PREFACE = """<!-- written by `make docs` from src/vitpar/strategy/support.py -->
+Each layer chooses one of every row below, the schedule, precision and compilation are the plan's. Whatever is not
+refused here runs, and its gradients equal those of one process; the tests go through the same table. Degrees have to
+divide what they split, which `vitpar plan` checks for a model and a batch.
+
+""" + "\n".join(f"- **{name}**: {', '.join(f'`{f}`' for f in features)}" for name, features in DIMENSIONS.items())
+
+
+def _table(down: str, across: str) -> list[str]:
+    def cell(a: str, b: str) -> str:
+        return "refused" if any({c.first, c.second} == {a, b} for c in CLASHES) else "yes"
+
+    head = f"| | {' | '.join(DIMENSIONS[across])} |"
+    rows = [f"| {a} | {' | '.join(cell(a, b) for b in DIMENSIONS[across])} |" for a in DIMENSIONS[down]]
+    return [head, f"|{'---|' * (1 + len(DIMENSIONS[across]))}", *rows]
+
+
+def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
+    """What a plan and the settings beside it are made of. precision: a name in DIMENSIONS."""
+    found = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
+    for strategy in plan.kinds:
+        dp, fsdp = strategy.has("dp"), strategy.has("fsdp")
+        found.add(f"+zero{strategy.zero}" if strategy.zero else _DATA[dp, fsdp])
+        found.add(strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"))
+        found.add({None: "no ckpt", "full": "+ckpt"}.get(strategy.checkpoint, f"+ckpt.{strategy.checkpoint}"))
+        found.add("+offload" if strategy.offload else "no offload")
+    return found
+
+
+_DATA = {(False, False): "no dp", (True, False): "dp", (False, True): "fsdp", (True, True): "dp x fsdp"}
+
+
+if __name__ == "__main__":
+    print(page(), end="")

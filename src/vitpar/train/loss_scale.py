@@ -1,0 +1,105 @@
+"""The factor that the loss of a float16 step is multiplied by before backward.
+
+Gradients are smaller than activations, and float16 has no numbers below 6e-8: scaled up they survive. A scale that is
+too large makes them overflow; such a step is skipped, and the scale falls. It rises again after many good steps, so it
+stays near the largest that fits.
+"""
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+_ONLY_DYNAMIC = ("min_scale", "max_scale", "growth_factor", "backoff_factor")
+
+
+class LossScaleSection(BaseModel):
+    """How the loss is scaled in fp16. dynamic: whether the scale ever leaves `initial_scale`.
+
+    hysteresis: how many overflows it takes until the scale is multiplied by `backoff_factor`, as it then is at every
+    further one. growth_interval: after so many steps without an overflow between them the scale is multiplied by
+    `growth_factor`, and as many overflows as at first are borne again. Settings and defaults are ColossalAI's, but for
+    the default bounds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    dynamic: bool = True
+    initial_scale: float = Field(2.0**16, gt=0)
+    min_scale: float = Field(1.0, gt=0)
+    max_scale: float = Field(2.0**24, gt=0)
+    growth_factor: float = Field(2.0, gt=1)
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    growth_interval: int = Field(1000, ge=1)
+    hysteresis: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.dynamic and not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"loss_scale.initial_scale {self.initial_scale} is not within min_scale {self.min_scale} and max_scale "
+                f"{self.max_scale}: change one of them"
+            )
+        for name in () if self.dynamic else _ONLY_DYNAMIC:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"loss_scale.{name} is {value}, which a constant scale does not use: leave it out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _used_settings(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without settings that are not used, so that a recipe written for one kind of scale is read for the other."""
+        return {name: value for name, value in dump(self).items() if self.dynamic or name not in _ONLY_DYNAMIC}
+
+
+class LossScaler:
+    """The scale of a run, step by step. Every rank has its own, and all are told the same, so they stay equal.
+
+    scale: what the coming step's loss is multiplied by. exhausted: whether the last step overflowed where the scale
+    should have fallen and is as small as it may be (a constant scale always is), so that going on has no use.
+
+    Source: DynamicGradScaler of Megatron-LM and of ColossalAI; without hysteresis, "Mixed Precision Training" (arXiv
+    1710.03740), section 3.2.
+    """
+
+    def __init__(self, settings: LossScaleSection) -> None:
+        self._settings = settings
+        self.scale = settings.initial_scale
+        self.exhausted = False
+        self._good_steps = 0
+        self._hysteresis_left = settings.hysteresis
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        s = self._settings
+        return (s.min_scale, s.max_scale) if s.dynamic else (s.initial_scale, s.initial_scale)
+
+    def update(self, overflow: bool) -> None:
+        """Take in whether a step with `scale` overflowed, on any rank."""
+        s, (smallest, largest) = self._settings, self._bounds
+        self.exhausted = False
+        if not overflow:
+            self._good_steps += 1
+            if self._good_steps == s.growth_interval:
+                self._good_steps, self._hysteresis_left = 0, s.hysteresis
+                self.scale = min(self.scale * s.growth_factor, largest)
+            return
+        self._good_steps = 0
+        self._hysteresis_left = max(self._hysteresis_left - 1, 0)
+        if self._hysteresis_left == 0:
+            self.exhausted = self.scale <= smallest
+            self.scale = max(self.scale * s.backoff_factor, smallest)
+
+    def state(self) -> dict[str, Any]:
+        """All that a run to be continued needs, as plain numbers."""
+        return {
+            "scale": self.scale,
+            "good_steps": self._good_steps,
+            "hysteresis_left": self._hysteresis_left,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave; where the settings are others by now, within them."""
+        smallest, largest = self._bounds
+        self.scale = min(max(state["scale"], smallest), largest)
+        self._good_steps = min(state["good_steps"], self._settings.growth_interval - 1)
+        self._hysteresis_left = min(state["hysteresis_left"], self._settings.hysteresis)
+        self.exhausted = False

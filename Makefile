@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test test-full lint bench clean
+.PHONY: help setup demo test test-full soak lint docs bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -26,13 +26,20 @@ demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
 test: $(READY)   ## The tests
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not soak'
 
 test-full: $(READY)  ## The tests, slow ones too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not soak'
+
+soak: $(READY)   ## Hours of tests: every combination of the support matrix, hundreds of random layerwise plans
+	$(BIN)/python -m pytest -m soak tests/test_matrix.py
+	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/test_layerwise.py -k random
 
 lint: $(READY)   ## Style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: $(READY)   ## Write docs/support.md from the support matrix
+	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 
 bench: $(READY)  ## Step time and memory beside hand-written PyTorch, as ratios from one run
 	$(BIN)/python experiments/bench_cpu.py

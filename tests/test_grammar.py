@@ -202,9 +202,9 @@ def test_layerwise_refusals(text: str, message: str) -> None:
         ("tp4+2d+sp", "+sp clashes with +2d in 'tp4+2d': leave out +sp, 2d splits activations everywhere already"),
         ("tp6+2d", "+2d needs tp to be a square, not 6: use tp4 or tp9"),
         ("tp2+3d", "+3d needs tp to be a cube, not 2: use tp8 or tp27"),
-        ("tp16+2.5d@3", "+2.5d@3 needs tp to be 3 times a square, not 16: use a depth of 4"),
-        ("tp4+2.5d@2", "+2.5d@2 needs tp to be 2 times a square, not 4: use tp8+2.5d@2, or +2d"),
-        ("tp4+2.5d", "+2.5d needs tp to be a depth of 2 or more times a square, not 4: use tp8 or +2d"),
+        ("tp16+2.5d@3", "+2.5d@3 needs tp to be 3 times a square, not 16: use a depth of 1 or 4"),
+        ("tp4+2.5d@2", "+2.5d@2 needs tp to be 2 times a square, not 4: use a depth of 1"),
+        ("tp6+2.5d", "+2.5d needs tp to be a depth times a square, not 6: use tp8 or tp4"),
         ("fsdp2+zero1", "+zero1 shards over dp, which 'fsdp2+zero1' lacks: add an axis such as dp2"),
         (
             "dp2xfsdp2+zero2",

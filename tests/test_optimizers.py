@@ -1,6 +1,5 @@
 """LAMB, LARS and Muon: sharded parameters end as whole ones do in a plain loop over one process."""
 
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +16,11 @@ from collectives import Sent
 from ranks import RankPool
 from vitpar.errors import RecipeError
 from vitpar.train.muon import orthogonalise
-from vitpar.train.optimizer import ShardedOptimizer, decays
+from vitpar.train.optimizer import ShardedOptimizer, decays, local
 from vitpar.train.optimizer_section import OptimizerSection
 from vitpar.train.recipe import Recipe, read_recipe
 from vitpar.train.state import state_bytes, state_words
+from vitpar.train.whole_norms import WholeNorms
 
 # Dims that tensor parallelism divides, as it must, and fsdp often does not: over 3 ranks, or 2 under tp2, one has
 # nothing of fc1 in block 0.
@@ -31,7 +31,10 @@ RATES = (0.1, 0.03, 0.2, 0.05)
 LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
 LARS = {"name": "lars", "momentum": 0.7, "trust_coefficient": 0.5}
 MUON = {"name": "muon", "betas": (0.8, 0.9), "momentum": 0.9}
-VARIANTS = ({**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}, {**MUON, "nesterov": False}) + (
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {**LARS, "nesterov": True},
+    {**LARS, "momentum": 0.0},
+    {**MUON, "nesterov": False},
     {**MUON, "adjust_lr_fn": "original"},
     {**MUON, "ns_steps": 2},
 )
@@ -173,7 +176,8 @@ def replace_(root: nn.Module, name: str, value: Tensor) -> None:
 
 def wrapped(mesh: str) -> nn.Module:
     """This rank's modules under a strategy such as tp2xfsdp2: parameters split over tp, then ``fully_shard``."""
-    axes = {role: int(size) for role, size in re.findall(r"([a-z]+)(\d+)", mesh)}
+    axes = {part.rstrip("0123456789"): int(part.lstrip("dfpst")) for part in mesh.split("x")}
+    assert set(axes) <= {"pp", "dp", "fsdp", "tp"}
     devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     layers = LAYERS
     if "pp" in axes:
@@ -287,6 +291,25 @@ def test_sharded_equals_one_process(layout: str, settings: dict[str, Any], ranks
         for name, value in found.items():
             torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-11, rtol=1e-11, msg=name)
     assert seen == set(SHAPES)
+
+
+def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
+    """Norms of all whole parameters and of 3 times their gradients, by name; runs on every rank."""
+    root = built(layout)
+    give_gradients(root, 1)
+    named = dict(root.named_parameters())
+    values = [local(p.detach()) for p in named.values()], [3 * local(p.grad) for p in named.values()]
+    found = WholeNorms(list(named.values()))(*values)
+    return dict(zip(named, zip(*found.tolist(), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("layout", [*MESHES, *LAYOUTS])
+def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], RankPool]) -> None:
+    """The ratios of LAMB and LARS would hide a factor that both of their norms have."""
+    for found in ranks(LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]).run(norms, layout):
+        for name, pair in found.items():
+            expected = drawn("value", name).norm().item(), 3 * drawn("1", name).norm().item()
+            assert pair == pytest.approx(expected, rel=1e-12), name
 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS, MUON, *VARIANTS], ids=shown)
@@ -459,7 +482,7 @@ def test_singular_values_become_about_one(shape: tuple[int, ...], dtype: torch.d
         u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
         values = u.mT @ whitened.double() @ v.mT  # diagonal, if the singular vectors are the same
         off = values - values.diagonal().diag()
-        assert 0.5 < values.diagonal().min() and values.diagonal().max() < 1.3
+        assert values.diagonal().min() > 0.5 and values.diagonal().max() < 1.3
         assert off.abs().max() < (0.1 if dtype is torch.bfloat16 else 1e-3)
     assert not orthogonalise(torch.zeros(shape, dtype=dtype), 5).any()
 

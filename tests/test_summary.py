@@ -1,63 +1,88 @@
 """What `vitpar.parallel.summary` predicts, against numbers computed by hand and against what `parallelize` makes."""
 
-from concurrent.futures import ProcessPoolExecutor
+import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ranks import RankPool
 from vitpar.models import model_config
 from vitpar.models.config import ViTConfig
+from vitpar.models.vit import local
 from vitpar.parallel import parallelize
+from vitpar.parallel.held import chunk_length, layer_parameters
 from vitpar.parallel.pipeline import stage_layers
-from vitpar.parallel.summary import chunk_length, idle_share, layer_parameters, summarize
-from vitpar.strategy import Plan, coordinates, parse, stages_of_rank, validate
-from vitpar.train.optimizer import local
+from vitpar.parallel.summary import PlanSummary, most_received, summarize
+from vitpar.strategy import Plan, parse, place_of_rank, stages_of_rank, token_layout, validate
+from vitpar.strategy.layout import received_share
 
 TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes
 STEM = (768 * 192 + 192) + 192 + 197 * 192
 BLOCK = 2 * 2 * 192 + (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192)
 HEAD = 2 * 192 + (192 * 1000 + 1000)
+BASE = model_config("vit_base_patch16_224")
 
 
-def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: object) -> Plan:
+def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: Any) -> Plan:
     """The validated plan of a strategy string with some fields changed."""
     return validate(replace(parse(strategy), **fields), config, batch_size)
 
 
-def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> int:
-    """How many elements of parameters `rank` keeps under `plan`."""
-    place = coordinates(plan, rank)
-    held, parts = layer_parameters(config, plan, place), stage_layers(config, plan)
-    return sum(held[name] for stage in stages_of_rank(place["pp"], plan) for name in parts[stage])
+def summary_of(strategy: str, config: ViTConfig = BASE, **fields: Any) -> PlanSummary:
+    return summarize(config, planned(strategy, config, **fields), 64, bytes_per_parameter=16)
+
+
+def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -> str:
+    """What is said about an axis of the layer's strategy."""
+    part = next(part for part in summary_of(strategy, **fields).strategies if layer in part.layers)
+    return next(found.communication for found in part.axes if found.axis == axis)
+
+
+def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> dict[str, int]:
+    """How many elements of each layer's parameters `rank` keeps under `plan`."""
+    pp, stage_rank = place_of_rank(plan, rank)
+    held, parts = layer_parameters(config, plan, stage_rank), stage_layers(config, plan)
+    return {name: held[name] for stage in stages_of_rank(pp, plan) for name in parts[stage]}
 
 
 def test_a_whole_model_has_the_published_number_of_parameters() -> None:
     assert STEM + 12 * BLOCK + HEAD == 5_717_416  # timm's vit_tiny_patch16_224
-    assert layer_parameters(TINY, Plan(), {}) == {
-        "stem": STEM,
-        **{f"blocks.{i}": BLOCK for i in range(12)},
-        "head": HEAD,
-    }
-    assert rank_parameters(TINY, Plan(), 0) == 5_717_416
+    assert layer_parameters(TINY, Plan()) == {"stem": STEM, **{f"blocks.{i}": BLOCK for i in range(12)}, "head": HEAD}
 
 
 def test_tp_splits_weights_and_column_biases_but_not_row_biases() -> None:
     block = 2 * 2 * 192 + (192 * 192 + 192) + (64 * 192 + 192) + (192 * 256 + 256) + (256 * 192 + 192)
     head = 2 * 192 + (64 * 1000 + 1000)
-    made = layer_parameters(TINY, planned("tp3"), {})
+    made = layer_parameters(TINY, planned("tp3"))
     assert (made["stem"], made["blocks.0"], made["head"]) == (STEM, block, head)
+
+
+def test_every_layer_is_split_by_its_own_strategy() -> None:
+    made = layer_parameters(BASE, planned("pp1: 0-5=tp4, *=dp2xfsdp2", BASE))
+    whole = layer_parameters(BASE, Plan())
+    rows = 2 * 2 * 768 + 2 * 768  # norms, and biases of the matrices that give whole features
+    assert made["blocks.5"] == rows + (whole["blocks.5"] - rows) // 4
+    assert made["blocks.6"] == whole["blocks.6"] // 2
+    assert made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198  # token and positions have one row
+
+
+def test_zero_shards_what_plain_dp_keeps_whole() -> None:
+    whole, first = layer_parameters(BASE, planned("dp4", BASE)), layer_parameters(BASE, planned("dp4+zero1", BASE))
+    assert whole == layer_parameters(BASE, Plan())
+    assert first == layer_parameters(BASE, planned("fsdp4", BASE)) == layer_parameters(BASE, planned("dp4+zero2", BASE))
 
 
 def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
     plan = planned("fsdp5", batch_size=10)
-    first, last = (layer_parameters(TINY, plan, {"fsdp": index})["stem"] for index in (0, 4))
+    first, last = (layer_parameters(TINY, plan, rank)["stem"] for rank in (0, 4))
     assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and token have one row, which rank 0 gets
     assert last == 36 * 768 + 36
-    assert sum(rank_parameters(TINY, plan, rank) for rank in range(5)) == 5_717_416
+    assert sum(sum(rank_parameters(TINY, plan, rank).values()) for rank in range(5)) == 5_717_416
 
 
 @pytest.mark.parametrize(
@@ -69,78 +94,273 @@ def test_parts_are_those_of_torch_chunk(length: int, parts: int, lengths: list[i
 
 
 def test_stages_and_their_state() -> None:
-    summary = summarize(TINY, planned("dp2xpp2", split=(4, 8)), 64, bytes_per_parameter=16)
+    summary = summary_of("dp2xpp2", TINY, split=(4, 8))
     first, second = summary.pipeline
     assert (first.stages, second.stages) == ((0,), (1,))
     assert first.layers == (("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3"),)
     assert second.layers[0][-2:] == ("blocks.11", "head")
     assert (first.parameters, second.parameters) == (STEM + 4 * BLOCK, 8 * BLOCK + HEAD)
-    assert second.state_bytes == 16 * second.parameters
+    assert (second.state_bytes, second.host_bytes) == (16 * second.parameters, 0)
     assert first.flops_share + second.flops_share == pytest.approx(1)
     assert 1 / 3 < first.flops_share < 0.36  # a third of the blocks and the stem
     assert summary.parameters == 5_717_416
-    assert [(axis.role, axis.degree) for axis in summary.axes] == [("dp", 2), ("pp", 2)]
+    assert summary.idle_share == pytest.approx(1 / 5)
+    assert summary.pipeline_axis is not None and summary.pipeline_axis.degree == 2
+    assert summary_of("dp4", TINY).pipeline_axis is None
 
 
 def test_a_rank_of_an_interleaved_schedule_holds_several_stages() -> None:
-    summary = summarize(TINY, planned("pp2", schedule="interleaved1f1b", virtual_stages=3), 64, bytes_per_parameter=16)
+    summary = summary_of("pp2", TINY, schedule="interleaved1f1b", virtual_stages=3)
     assert [part.stages for part in summary.pipeline] == [(0, 2, 4), (1, 3, 5)]
     assert summary.pipeline[0].layers[1] == ("blocks.4", "blocks.5")
     assert summary.pipeline[0].parameters == STEM + 6 * BLOCK
 
 
+def test_the_first_rank_of_a_v_holds_both_ends() -> None:
+    summary = summary_of("pp2", TINY, schedule="zbvzerobubble", virtual_stages=2)
+    assert [part.stages for part in summary.pipeline] == [(0, 3), (1, 2)]
+    assert summary.pipeline[0].parameters == STEM + 6 * BLOCK + HEAD
+
+
+def test_offloaded_layers_count_as_host_memory() -> None:
+    (part,) = summary_of("pp1: stem=dp4, *=dp4+offload", TINY).pipeline
+    assert part.host_bytes == 16 * (12 * BLOCK + HEAD)
+    assert part.state_bytes == 16 * 5_717_416
+
+
+def test_strategies_come_with_their_layers() -> None:
+    found = summary_of("pp2: 4-7=tp4, *=dp4+ckpt").strategies
+    assert [(part.strategy, part.layers[0], part.layers[-1], len(part.layers)) for part in found] == [
+        ("dp4+ckpt", "stem", "head", 10),
+        ("tp4", "blocks.4", "blocks.7", 4),
+    ]
+    assert [flag.flag for flag in found[0].flags] == ["+ckpt"]
+    assert not found[0].shards
+    assert not summary_of("dp4").strategies[0].flags
+
+
 @pytest.mark.parametrize(
-    ("strategy", "fields", "microbatches", "share"),
+    ("strategy", "axes"),
     [
-        ("dp8", {}, 4, 0),
-        ("pp2", {"schedule": "gpipe"}, 4, 1 / 5),
-        ("pp4", {"schedule": "1f1b"}, 8, 3 / 11),
-        ("pp4", {"schedule": "interleaved1f1b", "virtual_stages": 2}, 8, 3 / 19),
+        ("dp2xtp4", ["dp2", "tp4"]),
+        ("tp4xdp2+sp", ["tp4", "dp2"]),
+        ("dp2xtp4+2d", ["dp2", "i2", "j2"]),
+        ("tp8xdp2+2.5d", ["d2", "i2", "j2", "dp2"]),
+        ("fsdp2xtp8+3d", ["fsdp2", "i2", "j2", "k2"]),
     ],
 )
-def test_idle_share(strategy: str, fields: dict[str, object], microbatches: int, share: float) -> None:
-    assert idle_share(replace(parse(strategy), **fields), microbatches) == pytest.approx(share)
+def test_tp_is_arranged_as_its_mode_says(strategy: str, axes: list[str]) -> None:
+    assert [f"{axis.axis}{axis.degree}" for axis in summary_of(strategy).strategies[0].axes] == axes
 
 
-def test_fsdp_gathers_once_a_step_under_a_pipeline() -> None:
-    def of_fsdp(strategy: str) -> str:
-        axes = summarize(TINY, planned(strategy), 64, bytes_per_parameter=16).axes
-        return next(axis.communication for axis in axes if axis.role == "fsdp")
-
-    assert "layer by layer" in of_fsdp("fsdp2")
-    assert "layer by layer" not in of_fsdp("pp2xfsdp2")
-
-
-UNEVEN = model_config("vit_nano_patch4_16", num_classes=10, qk_norm=True, layer_scale=0.1, registers=3)
-OF_EIGHT: list[tuple[str, dict[str, object]]] = [
-    ("pp2xtp2xdp2", {}),
-    ("tp4xfsdp2", {}),
-    ("fsdp8", {}),
-    ("dp2xfsdp4", {}),
-    ("pp2xfsdp2xtp2", {"schedule": "interleaved1f1b", "virtual_stages": 2}),
-]
-
-
-def predicted_and_held(rank: int) -> list[tuple[int, int]]:
-    """For every plan OF_EIGHT, what `rank` should keep and what it does keep.
-
-    For a process of its own: it pretends to be this rank in a world whose collectives do nothing, and torch caches
-    where a rank stands.
-    """
-    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
-    pairs = []
-    for strategy, fields in OF_EIGHT:
-        plan = planned(strategy, UNEVEN, 32, **fields)
-        model = parallelize(UNEVEN, plan, batch_size=32, device=torch.device("cpu"))
-        held = sum(local(parameter).numel() for _, parameter in model.named_parameters())
-        pairs.append((rank_parameters(UNEVEN, plan, rank), held))
-    return pairs
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("dp2xtp2", []),
+        ("pp1: 0-3=fsdp4, *=dp4", []),  # one layout
+        # From a quarter to all a rank needs three quarters more, the other way nothing.
+        ("pp1: 0-3=dp4, 4-11=tp4", [("blocks.4", 0, 0.75, 0)]),
+        # Rank 1 has the second quarter and needs the second half; the other way it has a half and needs a quarter.
+        ("pp1: stem=fsdp4, *=tp2xfsdp2", [("blocks.0", 0, 0.5, 0.25)]),
+        ("pp1: stem=fsdp4, *=fsdp2xtp2", [("blocks.0", 0, 0.25, 0)]),
+        # Between stages the smaller parts travel, so the side of the larger ones redistributes.
+        ("pp2: 0-5=dp4, 6-11=tp4", [("blocks.6", 1, 0.75, 0)]),
+        ("pp2: 0-5=tp4, 6-11=dp4", [("blocks.6", 0, 0, 0.75)]),
+    ],
+)
+def test_redistributions(strategy: str, changes: list[tuple[str, int, float, float]]) -> None:
+    summary = summary_of(strategy)
+    found = [(c.layer, c.stage, c.forward, c.backward) for c in summary.redistributions]
+    assert found == changes
+    assert summary.travel == ((0.25,) if strategy.startswith("pp2") else ())
 
 
-@pytest.mark.parametrize("rank", [3, 7])
-def test_a_rank_keeps_what_was_predicted(rank: int) -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        for (strategy, _), (predicted, held) in zip(
-            OF_EIGHT, process.submit(predicted_and_held, rank).result(), strict=True
-        ):
-            assert predicted == held, f"rank {rank} of {strategy}"
+def test_what_a_rank_receives_is_the_same_counted_move_by_move() -> None:
+    kinds = ["dp8", "tp8", "tp2xdp4", "fsdp2xtp4+sp", "tp4xdp2+2d", "tp8+2.5d", "tp8+3d"]
+    layouts = [token_layout(parse(kind).strategy) for kind in kinds]
+    shares = [most_received(source, target) for source in layouts for target in layouts]
+    assert shares == pytest.approx([received_share(source, target) for source in layouts for target in layouts])
+    assert len(set(shares)) > 5
+
+
+UNEVEN = model_config(
+    "vit_nano_patch4_16", num_classes=10, qk_norm=True, layer_scale=0.1, registers=3, distillation=True
+)
+INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
+V_SHAPED = {"schedule": "zbvzerobubble", "virtual_stages": 2}
+BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [
+        ("pp1: stem=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", {}),
+        ("pp2: stem=dp2+zero1, 0-2=tp2+sp, *=fsdp2", V_SHAPED),
+        ("tp4+2d", {}),
+        ("tp2xfsdp2+sp", {}),
+        ("dp4+zero1", {}),
+        ("dp2xfsdp2", {}),
+        ("fsdp4+offload", {}),
+    ],
+    8: [
+        ("tp8+2.5d", {}),
+        ("tp8+3d", {}),
+        ("fsdp8", {}),  # of 10 classes the last ranks get none
+        ("fsdp2xtp4+2d", {}),
+        ("dp2xtp4+2d+zero1", {}),
+        ("pp2xtp2xfsdp2", INTERLEAVED),
+        ("fsdp2xpp2xtp2", {}),
+        ("pp1: 0=tp8+3d, 1-2=tp4xfsdp2+2d, 3=tp2xfsdp4+sp, *=dp2xfsdp4", {}),
+    ],
+}
+
+
+def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
+    """For every plan, how many elements of each layer's parameters this rank keeps. Runs on every rank."""
+    found = []
+    for plan in plans:
+        model = parallelize(UNEVEN, plan, batch_size=32, device=device)
+        layers = {name: layer for stage in model.stages.values() for name, layer in stage.layers().items()}
+        found.append({name: sum(local(p).numel() for p in layer.parameters()) for name, layer in layers.items()})
+    return found
+
+
+@pytest.mark.parametrize("size", BY_RANKS)
+def test_a_rank_keeps_what_was_predicted(size: int, ranks: Callable[[int], RankPool]) -> None:
+    plans = [planned(strategy, UNEVEN, 32, **fields) for strategy, fields in BY_RANKS[size]]
+    kept = ranks(size).run(held_by_layer, plans)
+    for number, plan in enumerate(plans):
+        assert plan.world_size == size
+        for rank in range(size):
+            assert kept[rank][number] == rank_parameters(UNEVEN, plan, rank), f"rank {rank} of '{plan}'"
+        for part in summarize(UNEVEN, plan, 32, bytes_per_parameter=16).pipeline:
+            mates = [rank for rank in range(size) if place_of_rank(plan, rank)[0] == part.pp]
+            assert part.parameters == max(sum(kept[rank][number].values()) for rank in mates), f"fullest of '{plan}'"
+
+
+ONCE, FORWARD, EVERY = (
+    "once a step",
+    "in forward of every micro-batch",
+    "in forward and in backward of every micro-batch",
+)
+SENT: dict[int, list[tuple[str, str, dict[str, Any], list[int], str]]] = {
+    4: [
+        # A plan, an axis, and all-gathers, reduce-scatters and all-reduces of a block in a step along data axes.
+        ("dp4", "dp", {"microbatches": 2}, [0, 0, 1], f"all-reduce gradients, {ONCE}"),
+        ("dp4+zero1", "dp", {"microbatches": 2}, [2, 1, 0], f"{FORWARD}; reduce-scatter gradients, {ONCE}"),
+        (
+            "dp4+zero2",
+            "dp",
+            {"microbatches": 2},
+            [2, 2, 0],
+            f"{FORWARD}; reduce-scatter gradients, for every micro-batch",
+        ),
+        ("fsdp4", "fsdp", {"microbatches": 2}, [4, 1, 0], f"{EVERY}; reduce-scatter gradients, {ONCE}"),
+        ("dp2xfsdp2", "dp", {"microbatches": 1}, [2, 1, 1], f"all-reduce the shards of gradients, {ONCE}"),
+        ("pp2xfsdp2", "fsdp", {"microbatches": 4}, [1, 1, 0], f"parameters and reduce-scatter gradients, {ONCE}"),
+        (
+            "pp2xdp2+zero2",
+            "dp",
+            {"microbatches": 4},
+            [1, 4, 0],
+            f"{ONCE}; reduce-scatter gradients, for every micro-batch",
+        ),
+        (
+            "tp4+2d",
+            "i",
+            {"microbatches": 2},
+            [4, 1, 0],
+            f"split the batch; all-gather parameters layer by layer, {EVERY}",
+        ),
+    ],
+    8: [
+        ("tp8+2.5d", "d", {}, [2, 1, 1], f"split the batch; all-reduce the shards of gradients, {ONCE}"),
+        ("dp2xtp4+2d", "dp", {}, [2, 1, 1], f"all-reduce the shards of gradients, {ONCE}"),
+        ("fsdp2xtp4+2d", "i", {}, [2, 1, 0], "split the batch; communicate in one group with fsdp"),
+    ],
+}
+IN_BLOCKS: dict[int, list[tuple[str, list[int], dict[str, list[int]]]]] = {
+    4: [
+        # Along tensor axes of a block for a micro-batch, and the numbers in the words about each axis.
+        ("tp4", [0, 0, 4], {"tp": []}),
+        ("tp4+sp", [2 + 4, 2 + 2, 0], {"tp": [2, 4, 2, 2]}),
+        ("tp4+2d", [4 + 4, 4, 6], {"j": [4, 4, 4]}),
+    ],
+    8: [("tp8+3d", [2 * (2 + 4), 2 * (2 + 2), 6], {"j": [2, 4, 2, 2], "k": [2, 4, 2, 2]})],
+}
+KINDS = ("allgather", "reducescatter", "allreduce")
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives: those of ``fully_shard`` and `GradientSum` (data), and the functional ones (tensor)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.tensor = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = operation.name().partition("::")
+        kind = next((kind for kind in KINDS if name.replace("_", "").startswith(kind)), None)
+        if kind and "c10d" in namespace:
+            (self.tensor if "functional" in namespace else self.data)[kind] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], Counter[str]]:
+    """What the second of two steps of a model with so many blocks sends along data and along tensor axes."""
+    config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
+    model = parallelize(config, plan, batch_size=32, device=device)
+    images = torch.randn(32, 3, 16, 16)[model.image_rows(32)] if model.takes_images else None
+    labels = torch.zeros(32, dtype=torch.int64)
+    model.forward_backward(images, labels)
+    with Counted() as counted:
+        model.forward_backward(images, labels)
+    return counted.data, counted.tensor
+
+
+def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
+    """For every plan, collectives of one block in a step along data and along tensor axes. Runs on every rank."""
+    found = []
+    for plan in plans:
+        more, fewer = counts(device, plan, 4), counts(device, plan, 2)
+        blocks = 2 // plan.pipeline_degree
+        data, tensor = ([(a[kind] - b[kind]) // blocks for kind in KINDS] for a, b in zip(more, fewer, strict=True))
+        found.append((data, tensor))
+    return found
+
+
+@pytest.mark.parametrize("size", SENT)
+def test_the_words_tell_what_is_sent(size: int, ranks: Callable[[int], RankPool]) -> None:
+    plans = [planned(strategy, BASE, 32, **fields) for strategy, _, fields, _, _ in SENT[size]]
+    plans += [planned(strategy, BASE, 32) for strategy, _, _ in IN_BLOCKS[size]]
+    found = ranks(size).run(sent_by_a_block, plans)[0]
+    for (strategy, axis, fields, expected, words), (data, _) in zip(SENT[size], found, strict=False):
+        assert data == expected, strategy
+        assert words in words_of(strategy, axis, **fields)
+    for (strategy, expected, numbers), (_, tensor) in zip(IN_BLOCKS[size], found[len(SENT[size]) :], strict=True):
+        assert tensor == expected, strategy
+        for axis, wanted in numbers.items():
+            assert [int(number) for number in re.findall(r"\b\d\b", words_of(strategy, axis))] == wanted, strategy
+
+
+def test_layers_without_a_block_have_words_of_their_own() -> None:
+    assert "classifier" in words_of("pp1: head=tp4, *=dp4", "tp", "head")
+    assert "send nothing" in words_of("pp1: stem=tp4, *=dp4", "tp", "stem")
+    assert "twice a block" in words_of("pp1: 3=tp4, head=tp4, *=dp4", "tp", "head")
+
+
+def test_many_stages_on_a_rank_are_gathered_again() -> None:
+    fields = {"schedule": "interleaved1f1b", "microbatches": 4}
+    assert ONCE in words_of("pp2xfsdp2", "fsdp", virtual_stages=3, **fields).partition(";")[0]
+    assert "3 of a rank's stages at a time" in words_of("pp2xfsdp2", "fsdp", virtual_stages=4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("dp4", {}),
+        ("dp4+ckpt", {"+ckpt": "their forward again"}),
+        ("tp4+ckpt", {"+ckpt": "their forward, with what tp sends there, again"}),
+        ("tp4+ckpt.selective+offload", {"+ckpt.selective": "matrix products", "+offload": "host memory"}),
+    ],
+)
+def test_flags_have_words(strategy: str, flags: dict[str, str]) -> None:
+    found = {flag.flag: flag.effect for flag in summary_of(strategy).strategies[0].flags}
+    assert list(found) == list(flags)
+    assert all(words in found[flag] for flag, words in flags.items())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitpar.strategy import Plan
+from vitpar.strategy.batch import smallest_microbatch
 from vitpar_cli import recipe_options as o
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 TINY = "vit_nano_patch4_16"  # 8 blocks and 12 heads, so that most plans fit it
 ROWS_SHOWN = 8
 USED = (
-    *("model.…", "parallel.…", "optimizer.implementation"),
-    *(f"train.{key}" for key in ("batch_size", "seed", "precision", "label_smoothing", "compile")),
+    *("model.…", "parallel.…", "communication.…", "optimizer.implementation"),
+    *(f"train.{key}" for key in ("batch_size", "seed", "precision", "reduce_dtype", "label_smoothing", "compile")),
+    "train.activation_memory_budget",
 )
 """Settings that matter to a check."""
 
@@ -46,7 +48,7 @@ def check(
         float | None,
         typer.Option(
             "--tolerance",
-            help="Largest relative error allowed.  \\[default: 1e-9 in fp64, 1e-4 in fp32, 0.15 in bf16]",
+            help="Largest relative error allowed.  \\[default: 1e-9 in fp64, 1e-4 in fp32, 0.15 in bf16, 0.1 in fp16]",
         ),
     ] = None,
     device: o.DeviceName = None,
@@ -94,10 +96,13 @@ def check(
         t = merged.train
         settings: dict[str, Any] = {
             "precision": t.precision,
+            "reduce_dtype": t.reduce_dtype,
             "tolerance": tolerance,
             "seed": t.seed,
             "label_smoothing": t.label_smoothing,
             "compile_blocks": t.compile,
+            "activation_memory_budget": t.activation_memory_budget,
+            "communication": merged.communication.settings(),
             "optimizer": merged.optimizer.implementation,
         }
         result = check_plan(config, plan, batch_size=size, device=device, **settings)
@@ -109,9 +114,10 @@ def check(
 
 
 def _batch_that_divides(plan: Plan) -> int:
-    """The least batch of 16 or more images with two in every micro-batch, and twice as many of these as stages."""
+    """The least batch of 16 or more images with two in every part of a micro-batch, and twice as many micro-batches as
+    stages."""
     count = plan.microbatches or (2 * plan.num_stages if plan.num_stages > 1 else 1)
-    size = plan.strategy.data_parallel * count * (plan.microbatch_size or 2)
+    size = plan.data_parallel * count * (plan.microbatch_size or 2 * smallest_microbatch(plan))
     return size * -(-16 // size)
 
 

@@ -10,8 +10,6 @@ import typer
 from vitpar_cli import recipe_options as o
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from vitpar.models import ViTConfig
     from vitpar.parallel.summary import PlanSummary
     from vitpar.strategy import Plan
@@ -26,7 +24,11 @@ USED = (
 def plan(
     strategy: Annotated[
         str | None,
-        typer.Argument(metavar="STRATEGY", help="Roles and degrees, such as pp2xtp2xdp2.  \\[default: the recipe's]"),
+        typer.Argument(
+            metavar="STRATEGY",
+            help="Roles and degrees, such as pp2xtp2xdp2, for all layers or for each, or a plan.json.  "
+            "\\[default: the recipe's]",
+        ),
     ] = None,
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
@@ -47,9 +49,11 @@ def plan(
 ) -> None:
     """Show what a strategy makes of a model: ranks, stages, memory, batch and communication.
 
-    It needs no devices and no data.
+    It needs no devices and no data. A strategy with spaces stands in quotes.
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
+
+    Example: vitpar plan "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
     o.refuse_idle(assignments, "a plan", USED)
     merged = o.merged_recipe(
@@ -71,6 +75,7 @@ def plan(
     from vitpar.parallel.summary import summarize
     from vitpar.strategy import write_plan
     from vitpar.train.state import state_bytes, state_words
+    from vitpar_cli.plan_view import show
 
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged))
     if out is not None:
@@ -78,93 +83,46 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_to_json(config, made, summary)))
     else:
-        _print(config, made, summary, state_words(merged))
+        show(config, made, summary, state_words(merged))
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
 
 def _resolve(plan: "Plan", world_size: int | None) -> "Plan":
-    """The plan with its open degree filled. Raises StrategyError where there is one and nothing to fill it."""
+    """The plan with its open degrees filled. Raises StrategyError where there is one and nothing to fill it."""
     from vitpar.errors import StrategyError
 
     if world_size is not None:
         return plan.resolve(world_size)
-    for axis in plan.axes:
-        if axis.degree is None:
-            raise StrategyError(f"the degree of '{axis.role}' in '{plan}' is open: give it a number, or --world-size N")
+    roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
+    if plan.pp is None or roles:
+        role = "pp" if plan.pp is None else roles[0]
+        raise StrategyError(f"the degree of '{role}' in '{plan}' is open: give it a number, or --world-size N")
     return plan
 
 
 def _to_json(config: "ViTConfig", plan: "Plan", summary: "PlanSummary") -> dict[str, Any]:
-    from vitpar.strategy import plan_to_json, rank_grid
+    """All that is printed, as data. ranks: where every rank of the world stands; places, of a strategy: where every
+    rank of a stage stands on its axes."""
+    from vitpar.strategy import place_of_rank, plan_to_json
+    from vitpar.strategy.layout import place
+    from vitpar_cli.rank_grid import shown_axis
 
-    return {
+    found = {
         "model": config.name,
         "num_classes": config.num_classes,
         "strategy": str(plan),
         "world_size": plan.world_size,
         "plan": plan_to_json(plan),
         **asdict(summary),
-        "ranks": rank_grid(plan),
+        "ranks": [
+            dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
+        ],
     }
-
-
-def _print(config: "ViTConfig", plan: "Plan", summary: "PlanSummary", state: str) -> None:
-    """state: what the memory column counts."""
-    from rich.console import Console
-
-    from vitpar.strategy.words import count
-    from vitpar_cli.plan_words import batch_words, millions, pipeline_words
-    from vitpar_cli.rank_grid import draw_ranks
-
-    console = Console(highlight=False)
-    console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
-    classes = f"{config.num_classes:,} class{'es' * (config.num_classes > 1)}"
-    console.print(f"{millions(summary.parameters)} parameters, {classes}, {count(plan.world_size, 'rank')}\n")
-    console.print(draw_ranks(plan, console.width), no_wrap=True)
-    console.print()
-    console.print(_stages(plan, summary))
-    console.print(f"[dim]per rank; memory: {state}; no activations[/]\n")
-    facts = _two_columns()
-    facts.add_row("batch", batch_words(summary.batch))
-    if plan.pipeline_degree > 1:
-        facts.add_row("pipeline", pipeline_words(plan, summary.idle_share))
-    for axis in summary.axes:
-        facts.add_row(f"{axis.role}{axis.degree}", axis.communication)
-    if plan.strategy.checkpoint:
-        facts.add_row("+ckpt", "blocks keep their input alone and compute their forward again in backward")
-    console.print(facts)
-
-
-def _two_columns() -> "Table":
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    return table
-
-
-def _stages(plan: "Plan", summary: "PlanSummary") -> "Table":
-    """A row for every place on the pp axis, as in the rank grid."""
-    from rich import box
-    from rich.filesize import decimal
-    from rich.table import Table
-
-    from vitpar_cli.plan_words import layer_words, millions, percent
-    from vitpar_cli.rank_grid import row_name
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("layers")
-    for heading in ("FLOPs", "parameters", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for part in summary.pipeline:
-        table.add_row(
-            row_name(plan, part.pp),
-            layer_words(part.layers),
-            percent(part.flops_share),
-            millions(part.parameters),
-            decimal(part.state_bytes),
-        )
-    return table
+    kinds = {str(kind): kind for kind in plan.kinds}
+    for record in found["strategies"]:
+        kind = kinds[record["strategy"]]
+        record["places"] = [
+            {shown_axis(kind, axis): index for axis, index in place(kind, rank).items()} for rank in range(kind.size)
+        ]
+    return found

@@ -1,8 +1,14 @@
 """Sentences about a plan and its numbers, which `vitpar plan` and the header of `vitpar train` share."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from vitpar.strategy import BatchArithmetic, Plan
+
+if TYPE_CHECKING:
+    from vitpar.parallel.summary import Redistribution
 
 
 def batch_words(batch: BatchArithmetic) -> str:
@@ -21,16 +27,47 @@ def pipeline_words(plan: Plan, idle_share: float) -> str:
     return f"{plan.schedule}, in theory {percent(idle_share)} of the time idle"
 
 
-def layer_words(stages: Sequence[Sequence[str]]) -> str:
+def travel_words(shares: Sequence[float]) -> str:
+    """`a rank sends 25.0 % of each`. shares: how much of an activation a rank sends on, for each stage but the last."""
+    least, most = percent(min(shares)), percent(max(shares))
+    return f"a rank sends {least if least == most else f'{least} to {most}'} of each"
+
+
+def redistribution_words(change: Redistribution) -> str:
+    """`fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of each gradient`."""
+    if not (change.forward or change.backward):
+        return f"{change.source} -> {change.target}: ranks have what they need, nothing is sent"
+    received = [percent(share) if share else "nothing" for share in (change.forward, change.backward)]
+    return (
+        f"{change.source} -> {change.target}: a rank receives up to {received[0]} of each activation, "
+        f"{received[1]} of each gradient"
+    )
+
+
+def layer_words(stages: Iterable[Sequence[str]]) -> str:
     """`stem, blocks 0-1, 4-5`. stages: for each stage in order, the names of its consecutive layers."""
     names = [name for layers in stages for name in layers]
-    runs = []
+    runs, blocks = [], 0
     for layers in stages:
-        blocks = [name.removeprefix("blocks.") for name in layers if name.startswith("blocks.")]
-        runs.append(blocks[0] if len(blocks) == 1 else f"{blocks[0]}-{blocks[-1]}")
-    noun = "blocks" if len(names) - ("stem" in names) - ("head" in names) > 1 else "block"
-    ends = (["stem"] if "stem" in names else [], ["head"] if "head" in names else [])
-    return ", ".join([*ends[0], f"{noun} {', '.join(runs)}", *ends[1]])
+        numbers = [name.removeprefix("blocks.") for name in layers if name.startswith("blocks.")]
+        blocks += len(numbers)
+        if numbers:
+            runs.append(numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    middle = [f"{'blocks' if blocks > 1 else 'block'} {', '.join(runs)}"] if runs else []
+    return ", ".join([*(["stem"] if "stem" in names else []), *middle, *(["head"] if "head" in names else [])])
+
+
+def consecutive(names: Sequence[str]) -> list[list[str]]:
+    """Names of layers in order, cut where blocks are left out between them: what `layer_words` takes."""
+    runs: list[list[str]] = []
+    expected = None
+    for name in names:
+        number = int(name.removeprefix("blocks.")) if name.startswith("blocks.") else None
+        if number is None or number != expected:
+            runs.append([])
+        runs[-1].append(name)
+        expected = None if number is None else number + 1
+    return runs
 
 
 def millions(number: int) -> str:

@@ -57,8 +57,10 @@ class ConsoleReporter:
         """Show the step of `row`, on a terminal always, else at the first, the last and when CADENCE has passed."""
         step, now = row["step"], self._clock()
         self._first = self._first or (step, now)
+        loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # of a skipped step
+        scale = f"  scale {row['loss_scale']:g}{' skipped' * row['skipped']}" if "loss_scale" in row else ""
         line = (
-            f"{step:,}/{self._header.steps:,}  loss {row['loss']:.4f}  {_rate(row['images_per_second'])}"
+            f"{step:,}/{self._header.steps:,}  loss {loss}{scale}  {_rate(row['images_per_second'])}"
             f"  step {_ms(row['step_ms'])}  data {_ms(row['data_ms'])}  ETA {self._eta(step, now)}"
         )
         if self._live:
@@ -130,7 +132,7 @@ def _console() -> Console:
 
 def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     """What will run, as names and values of at most `width` columns where that is in our hand."""
-    from vitpar.parallel.summary import idle_share
+    from vitpar.parallel.bubble import idle_share
     from vitpar.train.state import state_words
 
     recipe, plan = header.recipe, header.plan

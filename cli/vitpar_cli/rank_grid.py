@@ -4,9 +4,11 @@
           tp 0  tp 1   tp 0  tp 1
         ┌────────────┬────────────┐
 stage 0 │  0     2   │  1     3   │      a row is a place on the pp axis
-        ├────────────┼────────────┤      a box works on one part of the batch
-stage 1 │  4     6   │  5     7   │      the ranks of a box split each layer
+        ├────────────┼────────────┤      a box is a tensor-parallel group: its ranks split each layer
+stage 1 │  4     6   │  5     7   │      a colour is a part of the batch
         └────────────┴────────────┘
+
+Under 2d and 2.5d a box is a square of rows i and columns j, under 3d of rows j and columns k.
 """
 
 from __future__ import annotations
@@ -16,22 +18,27 @@ from itertools import product
 
 from rich.text import Text
 
-from vitpar.strategy import Plan, Role, coordinates, rank_grid, stages_of_rank
+from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
+from vitpar.strategy.layout import mesh_axes, place
 
 MOST_RANKS = 64
 MOST_LINES = 32
+LAYERS_WIDTH = 24
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")  # of the parts of the batch, in turn
+DATA_AXES = ("dp", "fsdp", "d", "i")  # those that split the batch
 
 
 def draw_ranks(plan: Plan, width: int) -> Text:
-    """The grid in at most `width` columns; the groups along every axis where it would be too large to read."""
+    """The grid in at most `width` columns; the groups along every axis where it would be too large to read. Of a
+    layerwise plan a line for every strategy: the ranks of a stage by the part of the batch they work on."""
     if plan.world_size == 1:
         return Text("rank 0 holds the whole model and sees the whole batch")
+    if not plan.is_uniform:
+        return Text("\n").join(_strategies(plan, width))
     if plan.world_size <= MOST_RANKS:
-        # Data-parallel parts stand side by side, or below each other where that is too wide.
-        choices: tuple[tuple[Role, ...], ...] = (("pp",), ("pp", "dp"), ("pp", "dp", "fsdp"))
-        for down in choices:
-            lines = _grid(plan, down)
+        # Boxes stand side by side, or below each other where that is too wide.
+        for number in range(4):
+            lines = _grid(plan, _box_axes(plan.strategy)[:number])
             if max(line.cell_len for line in lines) <= width and len(lines) <= MOST_LINES:
                 return Text("\n").join(lines)
     return Text("\n").join(Text(line) for line in _groups(plan, width))
@@ -45,21 +52,47 @@ def row_name(plan: Plan, pp: int) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
-def _grid(plan: Plan, down: tuple[Role, ...]) -> list[Text]:
-    """The lines of the picture. down: the axes whose ranks stand below each other, the others' stand side by side."""
-    degree: dict[Role, int] = {"pp": plan.pipeline_degree}
-    data: tuple[Role, ...] = ("dp", "fsdp")
-    degree |= {role: plan.strategy.degree(role) for role in (*data, "tp")}
-    ranks = {tuple(place[role] for role in degree): rank for rank, place in enumerate(rank_grid(plan))}
-    across = [role for role in data if role not in down]
-    rows = [dict(zip(down, index, strict=True)) for index in product(*(range(degree[role]) for role in down))]
-    boxes = [dict(zip(across, index, strict=True)) for index in product(*(range(degree[role]) for role in across))]
+def shown_axis(strategy: Strategy, axis: str) -> str:
+    """What an axis of a layer's mesh is called: tp is itself as long as it is not arranged."""
+    return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
 
-    def label(place: dict[Role, int]) -> str:
-        return ", ".join(f"{role} {place[role]}" for role in place if role != "pp" and degree[role] > 1)
 
-    names = [f"{row_name(plan, row['pp'])}  {label(row)}".strip() if plan.pp != 1 else label(row) for row in rows]
-    heads = [f"tp {index}" if degree["tp"] > 1 else "" for index in range(degree["tp"])]
+def _box_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes whose ranks stand in different boxes."""
+    return ("dp", "fsdp", {"2.5d": "d", "3d": "i"}.get(strategy.tensor_mode, "d"))
+
+
+def _inside_axes(strategy: Strategy) -> tuple[str, str]:
+    """The axes of the rows and of the columns inside a box."""
+    return ("j", "k") if strategy.tensor_mode == "3d" else ("i", "j")
+
+
+def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
+    """The lines of the picture. below: the axes whose boxes stand below each other; the others stand side by side."""
+    strategy = plan.strategy
+    (down, across), beside = _inside_axes(strategy), [axis for axis in _box_axes(strategy) if axis not in below]
+    sizes = {"pp": plan.pipeline_degree, **dict.fromkeys((*_box_axes(strategy), down, across), 1)}
+    sizes |= dict(mesh_axes(strategy))
+    ranks = {}
+    for rank in range(plan.world_size):
+        pp, stage_rank = place_of_rank(plan, rank)
+        at = {"pp": pp, **place(strategy, stage_rank)}
+        ranks[tuple(at.get(axis, 0) for axis in sizes)] = rank
+
+    def every(axes: list[str]) -> list[dict[str, int]]:
+        return [dict(zip(axes, index, strict=True)) for index in product(*(range(sizes[axis]) for axis in axes))]
+
+    def label(at: dict[str, int]) -> str:
+        return ", ".join(f"{shown_axis(strategy, axis)} {at[axis]}" for axis in at if axis != "pp" and sizes[axis] > 1)
+
+    rows, boxes, columns = every(["pp", *below, down]), every(beside), every([across])
+    outer = [{axis: index for axis, index in row.items() if axis != down} for row in rows]
+    outer_names = [f"{row_name(plan, at['pp'])}  {label(at)}".strip() if plan.pp != 1 else label(at) for at in outer]
+    names = []
+    for row, name in zip(rows, outer_names, strict=True):
+        first = f"{name if row[down] == 0 else '':<{max(map(len, outer_names))}}"
+        names.append(f"{first}  {label({down: row[down]})}" if sizes[down] > 1 and first else first or label(row))
+    heads = [label(column) for column in columns]
     cell = max(len(heads[-1]), len(str(plan.world_size - 1)))
     inside = max(len(heads) * (cell + 2), *(len(label(box)) + 2 for box in boxes))
     margin = " " * max(map(len, names))
@@ -68,20 +101,21 @@ def _grid(plan: Plan, down: tuple[Role, ...]) -> list[Text]:
         return Text(f"{margin} {left}{between.join(['─' * inside] * len(boxes))}{right}", "dim")
 
     lines = [Text(f"{margin}  {' '.join(label(box).center(inside) for box in boxes)}")]
-    if degree["tp"] > 1:
+    if sizes[across] > 1:
         head = "".join(f" {text:^{cell}} " for text in heads).center(inside)
         lines.append(Text(f"{margin}  {' '.join([head] * len(boxes))}", "dim"))
     if not lines[0].plain.strip():
         lines.pop(0)
     lines.append(line("┌", "┬", "┐"))
     for number, (row, name) in enumerate(zip(rows, names, strict=True)):
-        if number and row["pp"] != rows[number - 1]["pp"]:
+        another = number and (row["pp"] != rows[number - 1]["pp"] or (sizes[down] > 1 and row[down] == 0))
+        if another:
             lines.append(line("├", "┼", "┤"))
         text = Text(f"{name:<{len(margin)}} ").append("│", "dim")
         for box in boxes:
-            place = row | box
-            colour = COLOURS[(place["dp"] * degree["fsdp"] + place["fsdp"]) % len(COLOURS)]
-            here = (ranks[place["pp"], place["dp"], place["fsdp"], tp] for tp in range(degree["tp"]))
+            at = row | box
+            colour = _colour([(at[axis], sizes[axis]) for axis in DATA_AXES if axis in at])
+            here = (ranks[tuple((at | column)[axis] for axis in sizes)] for column in columns)
             text.append("".join(f" {rank:^{cell}} " for rank in here).center(inside), colour).append("│", "dim")
         lines.append(text)
     lines.append(line("└", "┴", "┘"))
@@ -90,25 +124,63 @@ def _grid(plan: Plan, down: tuple[Role, ...]) -> list[Text]:
     return lines
 
 
+def _colour(indices: list[tuple[int, int]]) -> str:
+    """Of a part of the batch. indices: (index, size) along the axes that split it, outermost first."""
+    part = 0
+    for index, size in indices:
+        part = part * size + index
+    return COLOURS[part % len(COLOURS)]
+
+
 def _groups(plan: Plan, width: int) -> list[str]:
-    """A line for each axis: its groups of ranks, as many as fit."""
-    lines = []
-    for axis in plan.axes:
-        members: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank in range(plan.world_size):
-            place = coordinates(plan, rank)
-            members[tuple(index for role, index in place.items() if role != axis.role)].append(rank)
-        line = f"{axis.role + ':':<6}"
-        for number, group in enumerate(members.values()):
-            piece = (" | " if number else "") + _short(group)
-            if len(line) + len(piece) > width - len(" | …") and number:
-                line += " | …"
-                break
-            line += piece
-        lines.append(line)
+    """A line for each axis of a uniform plan: its groups of ranks, as many as fit."""
+    strategy = plan.strategy
+    arranged = [axis for axis, _ in strategy.tensor_shape]
+    names = [name for axis in plan.axes for name in (arranged if axis.role == "tp" else [axis.role])]
+    members: dict[str, dict[tuple[int, ...], list[int]]] = {name: defaultdict(list) for name in names}
+    for rank in range(plan.world_size):
+        pp, stage_rank = place_of_rank(plan, rank)
+        at = {"pp": pp, **place(strategy, stage_rank)}
+        for name in names:
+            members[name][tuple(at[other] for other in names if other != name)].append(rank)
+    return [
+        _fitting(f"{shown_axis(strategy, name) + ':':<6}", list(members[name].values()), width).plain for name in names
+    ]
+
+
+def _strategies(plan: Plan, width: int) -> list[Text]:
+    """The lines of a layerwise plan."""
+    layers: dict[Strategy, list[str]] = {}
+    for selector, strategy in plan.layers:
+        layers.setdefault(strategy, []).append(selector)
+    names = {strategy: _cut(", ".join(selectors), LAYERS_WIDTH) for strategy, selectors in layers.items()}
+    name, kind = (max(map(len, column)) for column in (names.values(), map(str, layers)))
+    counted = "ranks of a stage, counted from 0" if plan.pipeline_degree > 1 else "ranks"
+    lines = [Text(_cut(f"{counted}; | stands between parts of the batch", width), "dim")]
+    for strategy, selectors in names.items():
+        parts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for rank in range(strategy.size):
+            at = place(strategy, rank)
+            parts[tuple(at.get(axis, 0) for axis in DATA_AXES)].append(rank)
+        start = f"{selectors:<{name}}  {strategy!s:<{kind}}  "
+        if len(start) > width // 2:  # the ranks get a line of their own
+            lines.append(Text(_cut(start.rstrip(), width)))
+            start = "  "
+        lines.append(_fitting(start, list(parts.values()), width, coloured=True))
     return lines
 
 
-def _short(ranks: list[int]) -> str:
-    """`0 1 2 3`, `0 8 … 56`."""
-    return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"
+def _fitting(start: str, groups: list[list[int]], width: int, *, coloured: bool = False) -> Text:
+    """`start` and as many of `groups` as fit in `width` columns, with a sign where some do not."""
+    line = Text(start)
+    for number, group in enumerate(groups):
+        piece = " ".join(map(str, group)) if len(group) <= 4 else f"{group[0]} {group[1]} … {group[-1]}"
+        after = " | …" if number + 1 < len(groups) else ""
+        if number and len(line) + len(f" | {piece}{after}") > width:
+            return line.append(" | …", "dim")
+        line.append(" | " if number else "", "dim").append(piece, COLOURS[number % len(COLOURS)] if coloured else "")
+    return line
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

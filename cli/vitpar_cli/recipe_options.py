@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.strategy import SCHEDULES
 from vitpar.train.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
 RecipeFile = Annotated[
@@ -16,7 +17,10 @@ RecipeFile = Annotated[
 Mesh = Annotated[
     str | None,
     typer.Option(
-        "--mesh", metavar="STRATEGY", help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2, or a plan.json."
+        "--mesh",
+        metavar="STRATEGY",
+        help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in "
+        "'pp2: stem=fsdp4, \\*=tp2xfsdp2'; or a plan.json.",
     ),
 ]
 DataDir = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder made by `vitpar data pack`.")]
@@ -31,15 +35,24 @@ Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, help=
 MicrobatchSize = Annotated[
     int | None, typer.Option("--microbatch-size", min=1, help="Images of a micro-batch, instead.")
 ]
-Schedule = Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule: gpipe, 1f1b, interleaved1f1b.")]
+Schedule = Annotated[
+    str | None, typer.Option("--schedule", metavar="NAME", help=f"Pipeline schedule: {', '.join(SCHEDULES)}.")
+]
 VirtualStages = Annotated[
-    int | None, typer.Option("--virtual-stages", min=1, help="Stages a rank holds (interleaved1f1b).")
+    int | None,
+    typer.Option(
+        "--virtual-stages",
+        min=1,
+        help="Stages a rank holds: 2 or more with interleaved schedules, 2 with zbvzerobubble and dualpipev, else 1.",
+    ),
 ]
 Split = Annotated[
     str | None,
-    typer.Option("--split", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."),
+    typer.Option(
+        "--split", metavar="HOW", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."
+    ),
 ]
-Precision = Annotated[str | None, typer.Option("--precision", help="fp64, fp32 or bf16.")]
+Precision = Annotated[str | None, typer.Option("--precision", metavar="NAME", help="fp64, fp32, bf16 or fp16.")]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda.  \\[default: cuda where there is a GPU]")
 ]

@@ -14,7 +14,7 @@ up their gradients.
 | fsdp   | fsdp                 | for every use; once a step under pp | at the step's last micro-batch |
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,20 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.models.vit import local
 from vitpar.parallel.mesh import data_mesh, size
+
+
+@dataclass(frozen=True)
+class Communication:
+    """When gradients and gathered parameters are sent; changes speed and memory, never the result.
+
+    bucket_cap_mb: see `gradient_sums`. prefetch: how many layers ahead sharded parameters are gathered, in forward and
+    in backward; None as FSDP2 does by itself. reshard_after_forward: whether fsdp drops what it gathered after a
+    layer's forward; None where that is worth it (not under a pipeline, not in the head).
+    """
+
+    bucket_cap_mb: float | None = None
+    prefetch: int | None = None
+    reshard_after_forward: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -61,15 +75,16 @@ def shard(module: nn.Module, sharding: Sharding, *, ignored: set[nn.Parameter] |
 
 
 class GradientSum:
-    """Sums the gradients of a plain layer over `group` as soon as the step's last backward has reached them, while
-    backward goes on through the layers before it.
+    """Sums the gradients of plain layers over `group` in one message, as soon as the step's last backward has reached
+    them, while backward goes on through the layers before them.
 
     backwards: how many of them a step has, one for every micro-batch; None where hooks do not see them, so that all is
     summed at the end.
     """
 
-    def __init__(self, layer: nn.Module, group: dist.ProcessGroup, backwards: int | None) -> None:
-        self._parameters, self._group = list(layer.parameters()), group
+    def __init__(self, layers: Sequence[nn.Module], group: dist.ProcessGroup, backwards: int | None) -> None:
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._group = group
         self._expected = self._missing = (backwards or 0) * len(self._parameters)
         self._running: tuple[Tensor, dist.Work] | None = None
         if backwards is not None:
@@ -83,14 +98,14 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        total = torch.cat([local(p.grad).flatten() for p in self._parameters])  # one message a layer
+        total = torch.cat([local(p.grad).flatten() for p in self._parameters])
         work = dist.all_reduce(total, group=self._group, async_op=True)
         self._running = total, work
 
     def wait(self) -> None:
         """Must follow the step's last backward: from here on the gradients are the sums."""
         if self._running is None:
-            assert not self._expected, "not every parameter of the layer has a gradient"
+            assert not self._expected, "not every parameter of the layers has a gradient"
             self._start()
         assert self._running is not None
         total, work = self._running
@@ -104,13 +119,36 @@ class GradientSum:
         self._running = None
 
 
-def gradient_sums(layers: Iterable[tuple[nn.Module, DeviceMesh]], backwards: int | None) -> list[GradientSum]:
-    """For those layers, given with their meshes, that ``fully_shard`` has not taken."""
-    return [
-        GradientSum(layer, mesh.get_group("replicate"), backwards)
-        for layer, mesh in layers
-        if size(mesh, "replicate") > 1 and not isinstance(layer, FSDPModule)
-    ]
+def gradient_sums(
+    layers: Iterable[tuple[nn.Module, DeviceMesh]], backwards: int | None, bucket_cap_mb: float | None
+) -> list[GradientSum]:
+    """For those layers, given in order with their meshes, that ``fully_shard`` has not taken.
+
+    bucket_cap_mb: gradients of neighbouring layers share a message as long as it has at most so many MiB; None for a
+    message a layer.
+    """
+    buckets: list[tuple[DeviceMesh, list[nn.Module]]] = []
+    filled = 0.0
+    for layer, mesh in reversed(list(layers)):  # as backward reaches them
+        if size(mesh, "replicate") == 1 or isinstance(layer, FSDPModule):
+            continue
+        megabytes = sum(local(p).nbytes for p in layer.parameters()) / 2**20
+        filled += megabytes
+        if bucket_cap_mb is not None and buckets and buckets[-1][0] is mesh and filled <= bucket_cap_mb:
+            buckets[-1][1].append(layer)
+        else:
+            buckets.append((mesh, [layer]))
+            filled = megabytes
+    return [GradientSum(bucket, mesh.get_group("replicate"), backwards) for mesh, bucket in buckets]
+
+
+def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
+    """Let every wrapped layer, in order, ask for the parameters of the `ahead` layers that come after it in forward
+    and in backward."""
+    wrapped = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for index, layer in enumerate(wrapped):
+        layer.set_modules_to_forward_prefetch(wrapped[index + 1 : index + 1 + ahead])
+        layer.set_modules_to_backward_prefetch(wrapped[max(0, index - ahead) : index][::-1])
 
 
 def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:

@@ -46,6 +46,7 @@ class ParallelModel:
         meshes: dict[str, DeviceMesh],
         partial: Sequence[PartialGradient],
         *,
+        bucket_cap_mb: float | None,
         batch_size: int,
         device: torch.device,
         numbers: Precision,
@@ -65,7 +66,8 @@ class ParallelModel:
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
         whole_backwards = plan.pp == 1 or not SCHEDULES[plan.schedule].splits_backward
         backwards = self.batch.microbatches if whole_backwards else None
-        self._gradient_sums = gradient_sums([(layer, meshes[name]) for name, layer in layers.items()], backwards)
+        by_mesh = [(layer, meshes[name]) for name, layer in layers.items()]
+        self._gradient_sums = gradient_sums(by_mesh, backwards, bucket_cap_mb)
         self._tensor_sums = TensorSums(partial)
         self._schedule = None
         if plan.pipeline_degree > 1:

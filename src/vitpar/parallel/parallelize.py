@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.parallel.checkpointing import recompute_in_backward
-from vitpar.parallel.data import Sharding, reduce_always, shard
+from vitpar.parallel.data import Communication, Sharding, prefetch, reduce_always, shard
 from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
@@ -44,6 +44,8 @@ def parallelize(
     seed: int = 0,
     label_smoothing: float = 0.0,
     compile_blocks: bool = False,
+    activation_memory_budget: float | None = None,
+    communication: Communication = Communication(),
 ) -> ParallelModel:
     """This rank's part of `config` under `plan`, initialised and ready to train.
 
@@ -52,6 +54,8 @@ def parallelize(
     group whose world size is the plan's; all ranks call it together.
     """
     refuse_clashes(plan, precision_name, compile_blocks)
+    if activation_memory_budget is not None:
+        torch._functorch.config.activation_memory_budget = activation_memory_budget  # of all that compiles from here on
     numbers = precision(precision_name, reduce_dtype)
     pipe = pipeline_mesh(plan, device.type)
     strategies = plan.strategies(config.layer_names)
@@ -64,7 +68,7 @@ def parallelize(
             stage = Stage(config, parts[index]).to(numbers.parameters)
         for name, layer in stage.layers().items():
             partial_gradients += _compute(name, layer, strategies[name], by_name[name], compile_blocks)
-        _shard(stage, strategies, by_name, plan, numbers)
+        _shard(stage, strategies, by_name, plan, numbers, communication)
         _connect(stage, index, strategies, config, plan, pipe)
         _materialise(stage, strategies, device)
         initialise(stage, seed, config)
@@ -76,6 +80,7 @@ def parallelize(
         stages,
         by_name,
         partial_gradients,
+        bucket_cap_mb=communication.bucket_cap_mb,
         batch_size=batch_size,
         device=device,
         numbers=numbers,
@@ -97,16 +102,23 @@ def _compute(
 
 
 def _shard(
-    stage: Stage, strategies: dict[str, Strategy], meshes: dict[str, DeviceMesh], plan: Plan, numbers: Precision
+    stage: Stage,
+    strategies: dict[str, Strategy],
+    meshes: dict[str, DeviceMesh],
+    plan: Plan,
+    numbers: Precision,
+    communication: Communication,
 ) -> None:
     """Step 5."""
     wrapped = None
     for name, layer in stage.layers().items():
         strategy = strategies[name]
         gathers = size(meshes[name], "shard") > 1 and not strategy.zero
-        # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
-        reshard = gathers and plan.pp == 1 and name != "head"
-        sharding = Sharding(meshes[name], numbers.policy, reshard, strategy.offload)
+        reshard = communication.reshard_after_forward
+        if reshard is None:
+            # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
+            reshard = plan.pp == 1 and name != "head"
+        sharding = Sharding(meshes[name], numbers.policy, gathers and reshard, strategy.offload)
         if sharding.needed:
             shard(layer, sharding)
             wrapped = sharding
@@ -115,8 +127,9 @@ def _shard(
         # must not take the parameters of layers that stay plain (upstream: it fails on overlapping meshes).
         root = Sharding(wrapped.mesh, numbers.policy, reshard_after_forward=False)
         shard(stage, root, ignored=set(stage.parameters()))
-        eager = [layer for name, layer in stage.layers().items() if strategies[name].zero == 2]
-        reduce_always(stage, eager)
+        reduce_always(stage, [layer for name, layer in stage.layers().items() if strategies[name].zero == 2])
+        if communication.prefetch is not None:
+            prefetch(stage.layers().values(), communication.prefetch)
 
 
 def _connect(

@@ -82,7 +82,9 @@ def schedule_objection(plan: Plan, microbatches: int) -> str | None:
     if pp == 1:
         return None
     if microbatches < schedule.needs * stages:
-        return f"schedule {schedule.name} over {stages} stages needs at least {stages} micro-batches, not {microbatches}"
+        return (
+            f"schedule {schedule.name} over {stages} stages needs at least {stages} micro-batches, not {microbatches}"
+        )
     if schedule.rounds and microbatches % max(1, microbatches // pp):
         return (
             f"schedule {schedule.name} over pp{pp} cannot run {microbatches} micro-batches "

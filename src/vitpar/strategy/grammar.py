@@ -121,7 +121,9 @@ def _parse_group(span: _Span) -> tuple[str, Strategy]:
     axes, flags = _parse_uniform(rest[0].stripped)
     for axis in axes:
         if axis.role == "pp":
-            raise StrategyError(f"'{axis}' stands in a group {span.place}: pp is the same for all layers, before the ':'")
+            raise StrategyError(
+                f"'{axis}' stands in a group {span.place}: pp is the same for all layers, before the ':'"
+            )
     return selector.word, _strategy(axes, flags)
 
 

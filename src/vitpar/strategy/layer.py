@@ -1,7 +1,7 @@
 """The strategy of one layer: which role every mesh axis plays in it, and the flags that say how.
 
-Words: an *axis* is a mesh axis, a *dim* is a tensor dim. The constructors refuse (StrategyError) any field that is wrong
-by itself or beside the others here; what only shows beside a model or a batch is the matter of
+Words: an *axis* is a mesh axis, a *dim* is a tensor dim. The constructors refuse (StrategyError) any field that is
+wrong by itself or beside the others here; what only shows beside a model or a batch is the matter of
 `vitpar.strategy.validate`.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vitpar.errors import StrategyError, nearest
+from vitpar.strategy.words import either
 
 Role = Literal["pp", "dp", "fsdp", "tp"]
 ROLES: tuple[Role, ...] = ("pp", "dp", "fsdp", "tp")
@@ -48,7 +49,7 @@ class Strategy:
     """Roles of one layer on the ranks of its stage.
 
     axes: outermost (slowest-varying rank) first, without pp, each role at most once, degrees of 1 left out.
-    tensor_mode: one of TENSOR_MODES, how tp splits matrices. depth: of 2.5d, None for the least one that fits.
+    tensor_mode: one of TENSOR_MODES, how tp splits matrices. depth: of 2.5d, None for the least above 1 that fits.
     sequence_parallel: between the matrix products, ranks along tp hold unlike samples instead of copies.
     zero: what dp shards, as in ZeRO: 0 nothing, 1 optimizer state, 2 gradients too.
     checkpoint: activation checkpointing policy, None for none. offload: parameters, gradients and optimizer state live
@@ -157,13 +158,13 @@ class Strategy:
                 raise StrategyError(f"+2d needs tp to be a square, not {tp}: use {_either_power(tp, 2)}")
             return (("i", q), ("j", q))
         if self.tensor_mode == "2.5d":
-            depths = [d for d in range(2, tp + 1) if tp % d == 0 and (_root(tp // d, 2) or 0) > 1]
-            if self.depth is not None and self.depth not in depths:
-                fix = f"use a depth of {', '.join(map(str, depths))}" if depths else "use tp8+2.5d@2, or +2d"
-                raise StrategyError(f"+2.5d@{self.depth} needs tp to be {self.depth} times a square, not {tp}: {fix}")
+            depths = [d for d in range(1, tp + 1) if tp % d == 0 and _root(tp // d, 2)]
             if not depths:
-                raise StrategyError(f"+2.5d needs tp to be a depth of 2 or more times a square, not {tp}: use tp8 or +2d")
-            d = self.depth or depths[0]
+                raise StrategyError(f"+2.5d needs tp to be a depth times a square, not {tp}: use tp8 or tp4")
+            if self.depth is not None and self.depth not in depths:
+                fix = f"use a depth of {either(depths)}"
+                raise StrategyError(f"+2.5d@{self.depth} needs tp to be {self.depth} times a square, not {tp}: {fix}")
+            d = self.depth or next((d for d in depths if d > 1), 1)
             q = _root(tp // d, 2) or 1
             return (("d", d), ("i", q), ("j", q))
         if self.tensor_mode == "3d":

@@ -23,8 +23,10 @@ class Logged:
 
     def stepped(self, row: dict[str, Any]) -> None:
         """One line a log interval."""
+        loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))
+        scale = f"scale {row['loss_scale']:g}  " if "loss_scale" in row else ""
         self._log(
-            f"step {row['step']:,}  loss {row['loss']:.4f}  lr {row['lr']:.3g}  gradients {row['grad_norm']:.3g}  "
+            f"step {row['step']:,}  loss {loss:.4f}  lr {row['lr']:.3g}  gradients {norm:.3g}  {scale}"
             f"{row['images_per_second']:,.1f} images/s  step {row['step_ms']:,.1f} ms  data {row['data_ms']:,.1f} ms"
         )
         self._shown.stepped(row)

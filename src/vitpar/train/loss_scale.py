@@ -72,6 +72,12 @@ class LossScaler:
         s = self._settings
         return (s.min_scale, s.max_scale) if s.dynamic else (s.initial_scale, s.initial_scale)
 
+    @property
+    def floor(self) -> str:
+        """The setting below which the scale may not fall, with its value."""
+        name = "min_scale" if self._settings.dynamic else "initial_scale"
+        return f"loss_scale.{name} {self._bounds[0]:g}"
+
     def update(self, overflow: bool) -> None:
         """Take in whether a step with `scale` overflowed, on any rank."""
         s, (smallest, largest) = self._settings, self._bounds

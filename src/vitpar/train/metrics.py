@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,25 @@ if TYPE_CHECKING:
 
 # Dense matrix rate of one device in FLOP/s by name and precision, from the makers' data sheets.
 PEAK_FLOPS = {
-    ("H200", "bf16"): 989e12,
-    ("H100 80GB HBM3", "bf16"): 989e12,
-    ("A100", "bf16"): 312e12,
+    (chip, precision): rate
+    for chip, rate in {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}.items()
+    for precision in ("bf16", "fp16")
 }
 WARM_UP_STEPS = 1
 """Steps left out of the mean rate: the first allocates, connects and compiles."""
+
+
+class _Step(NamedTuple):
+    """What is known of a step when it is on its way; loss and norm are tensors still to be read."""
+
+    number: int
+    epoch: float
+    samples: int
+    loss: Tensor
+    norm: Tensor
+    lr: float
+    data_seconds: float
+    scaling: dict[str, Any]
 
 
 class StepLog:
@@ -37,7 +51,7 @@ class StepLog:
 
     def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel) -> None:
         self._recipe, self._config, self._model = recipe, config, model
-        self._pending: list[tuple[int, float, int, Tensor, Tensor, float, float]] = []
+        self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
         self._data_seconds = 0.0
         self._steps = 0
@@ -51,42 +65,50 @@ class StepLog:
         """The batch of the coming step has arrived: the time since the last step was spent waiting for it."""
         self._data_seconds = time.perf_counter() - self._waiting
 
-    def add(self, number: int, batch: Batch, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """Update `number` is done, or on its way on the device."""
-        self._pending.append((number, batch.epoch, batch.samples, loss, norm, lr, self._data_seconds))
+    def add(
+        self, number: int, batch: Batch, loss: Tensor, norm: Tensor, lr: float, scaling: dict[str, Any] | None = None
+    ) -> None:
+        """Update `number` is done, or on its way on the device. scaling: what else the row says, of a scaled loss."""
+        self._pending.append(
+            _Step(number, batch.epoch, batch.samples, loss, norm, lr, self._data_seconds, scaling or {})
+        )
         self._waiting = time.perf_counter()
 
     def flush(self) -> list[dict[str, Any]]:
-        """The rows since the last flush, with the losses of the global batches. Collective."""
+        """The rows since the last flush, with the losses of the global batches. Collective.
+
+        Of a skipped step, a loss or norm that is not finite is None.
+        """
         if not self._pending:
             return []
-        losses = torch.stack([loss for *_, loss, _, _, _ in self._pending]).double() / self._model.sample_replicas
+        losses = torch.stack([step.loss for step in self._pending]).double() / self._model.sample_replicas
         if dist.get_world_size() > 1:
             dist.all_reduce(losses)
-        norms = torch.stack([norm for *_, norm, _, _ in self._pending]).tolist()
+        norms = torch.stack([step.norm for step in self._pending]).tolist()
         totals = losses.tolist()  # waits for the device, so the clock below is honest
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
-        counted = sum(number > WARM_UP_STEPS for number, *_ in self._pending)
+        counted = sum(step.number > WARM_UP_STEPS for step in self._pending)
         self._steps += counted
         self._seconds += seconds * counted
         self._begun = self._waiting = now
         rows = [
             {
                 "kind": "train",
-                "step": number,
-                "epoch": round(epoch, 6),
-                "samples": samples,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": norm,
+                "step": step.number,
+                "epoch": round(step.epoch, 6),
+                "samples": step.samples,
+                "loss": _shown(loss, step),
+                "lr": step.lr,
+                "grad_norm": _shown(norm, step),
                 "step_ms": round(seconds * 1e3, 3),
-                "data_ms": round(data * 1e3, 3),
+                "data_ms": round(step.data_seconds * 1e3, 3),
                 "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
                 "mfu": self._mfu(seconds),
                 "memory_bytes": memory_bytes(self._model.device),
+                **step.scaling,
             }
-            for (number, epoch, samples, _, _, lr, data), loss, norm in zip(self._pending, totals, norms, strict=True)
+            for step, loss, norm in zip(self._pending, totals, norms, strict=True)
         ]
         self._pending.clear()
         return rows
@@ -102,6 +124,10 @@ class StepLog:
         if peak is None:
             return None
         return round(self._config.flops * self._recipe.train.batch_size / seconds / (peak * dist.get_world_size()), 4)
+
+
+def _shown(number: float, step: _Step) -> float | None:
+    return None if step.scaling.get("skipped") and not math.isfinite(number) else number
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -23,6 +23,9 @@ from vitpar.strategy.support import refuse_clashes
 from vitpar.train.loss_scale import LossScaleSection
 from vitpar.train.optimizer_section import Implementation as Implementation
 from vitpar.train.optimizer_section import OptimizerSection as OptimizerSection
+
+if TYPE_CHECKING:
+    from vitpar.parallel import Communication
 
 
 class _Section(BaseModel):
@@ -77,6 +80,8 @@ class TrainSection(_Section):
     """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any.
 
     reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16 and fp16 alone (None: fp32).
+    activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
+    1; what is dearest to compute again it keeps first (None: all).
     """
 
     batch_size: int = Field(128, ge=1)
@@ -89,8 +94,18 @@ class TrainSection(_Section):
     clip_grad_norm: float = Field(1.0, ge=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
     compile: bool = False
+    activation_memory_budget: float | None = Field(None, ge=0, le=1)
     eval_every: int | None = Field(None, ge=1)
     log_every: int = Field(10, ge=1)
+
+    @model_validator(mode="after")
+    def _budget_is_used(self) -> Self:
+        if self.activation_memory_budget is not None and not self.compile:
+            raise ValueError(
+                f"train.activation_memory_budget is {self.activation_memory_budget}, which only compiled blocks have: "
+                "set train.compile to true, or use +ckpt in the strategy"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reduction_is_used(self) -> Self:
@@ -118,6 +133,21 @@ class ParallelSection(_Section):
     split: str | tuple[int, ...] = "even"
 
 
+class CommunicationSection(_Section):
+    """When gradients and gathered parameters are sent (``vitpar.parallel.Communication``): speed and memory, never the
+    result."""
+
+    bucket_cap_mb: float | None = Field(None, gt=0)
+    prefetch: int | None = Field(None, ge=0)
+    reshard_after_forward: bool | None = None
+
+    def settings(self) -> Communication:
+        """The same, as the library takes it."""
+        from vitpar.parallel import Communication
+
+        return Communication(**self.model_dump())
+
+
 class Recipe(_Section):
     """One experiment, all settings in place."""
 
@@ -128,6 +158,7 @@ class Recipe(_Section):
     train: TrainSection = TrainSection()
     loss_scale: LossScaleSection = LossScaleSection()
     parallel: ParallelSection = ParallelSection()
+    communication: CommunicationSection = CommunicationSection()
 
     @model_validator(mode="after")
     def _rate_falls(self) -> Self:
@@ -218,8 +249,8 @@ def read_recipe(
     """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
     assignments.
 
-    own_model: whether to read the file's [model]. A later model.name, if another than the file's, brings its own sizes.
-    Options whose value is None are left out. Raises RecipeError naming the key, its value and what would be right.
+    own_model: whether to read the file's [model]. A later model.name, if another than the file's, brings its own sizes;
+    a later train.precision drops the file's train.reduce_dtype and [loss_scale]. Options whose value is None are left out. Raises RecipeError naming the key, its value and what would be right.
     """
     values = _read_toml(path) if path is not None else {}
     if not own_model:
@@ -235,7 +266,8 @@ def read_recipe(
     for source in (given, assigned):
         _check_alternatives(source)
     changes = [*given.items(), *assigned.items()]
-    for key, value in sorted(changes, key=lambda item: item[0] != "model.name"):  # the name first: it clears sizes
+    # First those that clear what only the file's model or precision uses.
+    for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
         section, dot, name = key.partition(".")
         if not dot or not isinstance(values.setdefault(section, {}), dict):
             raise RecipeError(f"'{key}' names no setting: use section.key, as in train.seed")
@@ -245,6 +277,9 @@ def read_recipe(
         if key == "model.name" and value != values["model"].get("name"):
             # Another model brings its own sizes; how it is built (pooling, positions, drop-path, …) stays.
             values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
+        if key == "train.precision" and value != values["train"].get("precision"):
+            values["train"].pop("reduce_dtype", None)
+            values.pop("loss_scale", None)
         values[section][name] = value
     try:
         recipe = Recipe.model_validate(values)

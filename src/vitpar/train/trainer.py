@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from vitpar.train.events import Reporter, RunHeader
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.input import Input, open_data
 from vitpar.train.log_file import Logged
+from vitpar.train.loss_scale import LossScaler
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
 from vitpar.train.optimizer import ShardedOptimizer, local
@@ -58,11 +59,15 @@ class Trainer:
             batch_size=train.batch_size,
             device=device,
             precision_name=train.precision,
+            reduce_dtype=train.reduce_dtype,
             seed=train.seed,
             label_smoothing=train.label_smoothing,
             compile_blocks=train.compile,
+            activation_memory_budget=train.activation_memory_budget,
+            communication=recipe.communication.settings(),
         )
         self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer)
+        self.scaler = LossScaler(recipe.loss_scale) if self.model.precision.scales_loss else None
         self.ema = EMA(self.model, train.ema_decay) if train.ema_decay else None
         self.total_steps = recipe.total_steps(len(self.train_set))
         self.lr = CosineWithWarmup(
@@ -87,8 +92,14 @@ class Trainer:
                 log.data_ready()
                 log.add(number, batch, *self.step(number, batch))
                 due = number == self.total_steps or number % eval_every == 0
-                if due or number % train.log_every == 0 or number == 1:
+                stuck = self.scaler and self.scaler.exhausted
+                if due or stuck or number % train.log_every == 0 or number == 1:
                     self._record(log.flush())
+                if self.scaler and stuck:
+                    self._fail(
+                        f"float16 overflows still at step {number} under {self.scaler.floor}, so the loss scale cannot "
+                        f"fall: lower that or optimizer.lr ({self.recipe.optimizer.lr}), or set train.precision to bf16"
+                    )
                 if due:
                     last = self.evaluate(number)
                     log.resume_clock()
@@ -100,23 +111,36 @@ class Trainer:
             )
         return self._finish(last, log)
 
-    def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float]:
-        """Update `number`, from 1.
+    def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float, dict[str, Any]]:
+        """Update `number`, from 1. Where the loss is scaled and something overflows on any rank, all skip it.
 
-        Returns this rank's part of the loss, the gradients' norm before clipping, the learning rate.
+        Returns this rank's part of the loss, the gradients' norm before clipping, the learning rate, and what else the
+        metrics say of a scaled loss.
         """
+        scale = self.scaler.scale if self.scaler else 1.0
+        self.model.loss_scale = scale
         loss = self.model.forward_backward(
             self.input.images(batch), self.input.labels(batch), self.input.to_device(batch.keys)
         )
         gradients = self.optimizer.gradients()
-        norm = global_norm(gradients, self.model)
-        if self.recipe.train.clip_grad_norm:
-            clip_(gradients, norm, self.recipe.train.clip_grad_norm)
         lr = self.lr(number)
+        if self.scaler is None:
+            norm, skipped, scaling = global_norm(gradients, self.model), False, {}
+        else:
+            norm = global_norm(gradients, self.model, loss) / scale
+            skipped = not math.isfinite(norm.item())  # waits for the device
+            self.scaler.update(skipped)
+            scaling = {"loss_scale": scale, "skipped": skipped}
+        if skipped:
+            for _, parameter in self.model.named_parameters():
+                parameter.grad = None
+            return loss, norm, lr, scaling
+        if self.recipe.train.clip_grad_norm or self.scaler:
+            clip_(gradients, norm, self.recipe.train.clip_grad_norm, scale)
         self.optimizer.step(lr)
         if self.ema:
             self.ema.update()
-        return loss, norm, lr
+        return loss, norm, lr, scaling
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
@@ -143,18 +167,24 @@ class Trainer:
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-                sentence = (
+            skipped = row.get("skipped", False)
+            if not skipped and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                self._fail(
                     f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm "
                     f"{row['grad_norm']}): lower optimizer.lr ({self.recipe.optimizer.lr}) or lengthen the warm-up"
                 )
-                if self.folder:
-                    self.folder.log(f"error: {sentence}")
-                raise RecipeError(sentence)  # rows are the same on every rank, so all stop together
             if self.folder:
                 self.folder.metric(row)
+                if skipped:
+                    self.folder.log(f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:g}")
         if self.folder and rows:
             self.reporter.stepped(rows[-1])
+
+    def _fail(self, sentence: str) -> NoReturn:
+        """Stop. What it is called for is the same on every rank, so all stop together."""
+        if self.folder:
+            self.folder.log(f"error: {sentence}")
+        raise RecipeError(sentence)
 
     def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
         folder = [str(self.folder.checkpoint(self.total_steps))] if self.folder else [""]

@@ -1,0 +1,84 @@
+"""`vitpar galvatron`: plans from and to Galvatron's strategy files."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitpar_cli import recipe_options as o
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Read and write Galvatron's strategy files.\n\n"
+    "Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json",
+    short_help="Read and write Galvatron's strategy files.",
+)
+
+
+@app.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Galvatron's JSON, with pp_deg and tp_sizes_enc.")],
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks it is for; the file does not say.")],
+    model: o.ModelName = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Turn a strategy file of Galvatron's into a plan.
+
+    Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
+    """
+    from vitpar.models import model_config
+    from vitpar.strategy import plan_to_json, write_plan
+    from vitpar.strategy.galvatron import read_galvatron
+    from vitpar.strategy.words import count
+
+    read = read_galvatron(file, world_size, model_config(model).depth if model else None)
+    if out is not None:
+        write_plan(out, read.plan)
+    if as_json:
+        found = {"plan": plan_to_json(read.plan), "strategy": str(read.plan), "batch_size": read.batch_size}
+        typer.echo(json.dumps({**found, "blocks": read.num_blocks, "notes": list(read.notes)}))
+        return
+    typer.echo(f"{read.plan}")
+    parts = count(read.plan.microbatches or 1, "micro-batch")
+    typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} a step")
+    for note in read.notes:
+        typer.echo(f"note: {note}")
+    if out is not None:
+        typer.echo(f"plan written to {out}: train with --mesh {out} --batch-size {read.batch_size}")
+
+
+@app.command("export")
+def export_command(
+    strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A strategy string, or a plan.json.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
+    model: o.ModelName = None,
+    batch_size: o.BatchSize = None,
+    microbatches: o.Microbatches = None,
+    schedule: o.Schedule = None,
+    split: o.Split = None,
+    recipe: o.RecipeFile = None,
+) -> None:
+    """Write a plan as a strategy file of Galvatron's; refused where Galvatron cannot say it.
+
+    Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
+    """
+    from vitpar.strategy.galvatron import write_galvatron
+
+    merged = o.merged_recipe(
+        recipe,
+        None,
+        None,
+        parallel__mesh=strategy,
+        model__name=model,
+        train__batch_size=batch_size,
+        parallel__microbatches=microbatches,
+        parallel__schedule=schedule,
+        parallel__split=o.parse_split(split),
+    )
+    config = merged.config(1000)
+    plan = merged.plan(config)
+    costs = [float(flops) for flops in config.layer_flops.values()]
+    write_galvatron(out, plan, config.depth, merged.train.batch_size, costs)
+    typer.echo(f"{plan} of {config.name} written to {out}")

@@ -1,0 +1,131 @@
+"""What `vitpar plan` prints for people: the ranks, the stages, the batch and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from vitpar.models import ViTConfig
+from vitpar.parallel.summary import PlanSummary, StrategySummary
+from vitpar.strategy import Plan, Strategy, rank_of_place
+from vitpar_cli.plan_words import (
+    batch_words,
+    consecutive,
+    layer_words,
+    millions,
+    percent,
+    pipeline_words,
+    redistribution_words,
+    travel_words,
+)
+from vitpar_cli.rank_grid import draw_ranks, row_name
+
+NAME_WIDTH = 20
+"""Columns of the names on the left, at most."""
+Row = tuple[str, str]
+"""A name and a sentence."""
+
+
+def show(config: ViTConfig, plan: Plan, summary: PlanSummary, state: str) -> None:
+    """Print it. state: what the memory column counts."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
+    classes = f"{config.num_classes:,} class{'es' * (config.num_classes > 1)}"
+    ranks = f"{plan.world_size:,} rank{'s' * (plan.world_size > 1)}"
+    console.print(f"{millions(summary.parameters)} parameters, {classes}, {ranks}\n")
+    console.print(draw_ranks(plan, console.width), no_wrap=True)
+    console.print()
+    console.print(_stages(plan, summary))
+    gathered = ", gathered parameters, gradients not yet reduced" * any(part.shards for part in summary.strategies)
+    console.print(f"[dim]per rank; memory: {state}; not counted: activations{gathered}[/]\n")
+    sections = list(_sections(plan, summary))
+    width = min(NAME_WIDTH, max(len(name) for _, rows in sections for name, _ in rows))
+    for heading, rows in sections:
+        if heading:
+            console.print(Text(f"\n{heading}", "bold"))
+        console.print(_two_columns(rows, width))
+
+
+def _stages(plan: Plan, summary: PlanSummary) -> Table:
+    """A row for every place on the pp axis, as in the rank grid."""
+    numbered, offloads = not plan.is_uniform and plan.pipeline_degree > 1, any(p.host_bytes for p in summary.pipeline)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    if numbered:
+        table.add_column("ranks", no_wrap=True)
+    table.add_column("layers")
+    for heading in ("FLOPs", "parameters", *(["on host"] if offloads else []), "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for part in summary.pipeline:
+        first = rank_of_place(plan, part.pp, 0)
+        last = first + plan.stage_size - 1
+        table.add_row(
+            row_name(plan, part.pp),
+            *([f"{first}-{last}" if last > first else str(first)] if numbered else []),
+            layer_words(part.layers),
+            percent(part.flops_share),
+            millions(part.parameters),
+            *([decimal(part.host_bytes)] if offloads else []),
+            decimal(part.state_bytes - part.host_bytes),
+        )
+    return table
+
+
+def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]]]:
+    """The sentences below the stages, under headings."""
+    first = [("batch", batch_words(summary.batch))]
+    if plan.pipeline_degree > 1:
+        first.append(("pipeline", pipeline_words(plan, summary.idle_share)))
+    pipeline = []
+    if summary.pipeline_axis:
+        words = summary.pipeline_axis.communication
+        pipeline = [(f"pp{plan.pp}", words if plan.is_uniform else f"{words}; {travel_words(summary.travel)}")]
+    if plan.is_uniform:
+        (only,) = summary.strategies
+        axes = _axis_rows(plan.strategy, only)
+        axes.insert(plan.pp_index, pipeline)
+        yield "", [*first, *(row for rows in axes for row in rows), *_flag_rows(only)]
+        return
+    yield "", first + pipeline
+    kinds = {str(kind): kind for kind in plan.kinds}
+    for part in summary.strategies:
+        rows = [row for rows in _axis_rows(kinds[part.strategy], part) for row in rows]
+        heading = f"{layer_words(consecutive(part.layers))}: {part.strategy}"
+        yield heading, [*rows, *_flag_rows(part)] or [("", "nothing is sent")]
+    changes: dict[str, list[str]] = {}
+    for change in summary.redistributions:
+        changes.setdefault(redistribution_words(change), []).append(change.layer)
+    if changes:
+        rows = [(layer_words(consecutive(layers)), words) for words, layers in changes.items()]
+        yield "redistributed in front of", rows
+
+
+def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:
+    """For each of the strategy's axes its rows: several where tp is arranged as a square or cube."""
+    left = iter(part.axes)
+    found = []
+    for axis in strategy.axes:
+        shape = strategy.tensor_shape if axis.role == "tp" else ((axis.role, axis.size),)
+        names = [f"{name}{size}" for name, size in shape]
+        rows = [(str(axis), f"arranged as {' x '.join(names)}")] if len(names) > 1 else []
+        found.append(rows + [(f"{a.axis}{a.degree}", a.communication) for _, a in zip(names, left, strict=False)])
+    return found
+
+
+def _flag_rows(part: StrategySummary) -> list[Row]:
+    return [(flag.flag, flag.effect) for flag in part.flags]
+
+
+def _two_columns(rows: list[Row], width: int) -> Table:
+    """width: of the names."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", width=width)
+    table.add_column()
+    for name, words in rows:
+        table.add_row(name, words)
+    return table

@@ -1,0 +1,125 @@
+"""From a plan to a file of Galvatron's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vitpar.errors import StrategyError
+from vitpar.strategy.galvatron.keys import SCHEDULE_NAMES, check_batch
+from vitpar.strategy.json_file import write_text
+from vitpar.strategy.layer import Strategy
+from vitpar.strategy.plan import Plan
+from vitpar.strategy.stages import split_blocks
+from vitpar.strategy.words import either
+
+
+def to_galvatron(plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None) -> dict[str, Any]:
+    """The plan as Galvatron's JSON, every key that it knows of a model without experts.
+
+    costs: of the layers, for split "balanced", as ``split_blocks`` takes them. Raises StrategyError naming the layer or
+    the field that Galvatron's file cannot say.
+    """
+    for what, fix in _beyond_plan(plan):
+        raise StrategyError(f"the plan ({plan}) has {what}, which Galvatron's file cannot say: {fix}")
+    if plan.microbatches is None:
+        raise StrategyError(f"the plan ({plan}) has no number of micro-batches, which Galvatron's file needs: give one")
+    names = ("stem", *(f"blocks.{index}" for index in range(num_blocks)), "head")
+    layers = {name.replace("blocks.", "block "): layer for name, layer in plan.strategies(names).items()}
+    _check_layers(layers)
+    check_batch(plan, batch_size)
+    outside, *blocks = list(layers.values())[:-1]
+    zero = any(layer.zero for layer in layers.values())
+
+    def column(values: Iterable[int]) -> str:
+        return ",".join(map(str, values))
+
+    return {
+        "pp_deg": plan.pipeline_degree,
+        "tp_sizes_enc": column(block.degree("tp") for block in blocks),
+        "tp_consecutive_flags": column(int(not _is_strided(block)) for block in blocks),
+        "dp_types_enc": column(int(block.has("fsdp")) for block in blocks),
+        "use_sp": column(0 for _ in blocks),
+        "checkpoint": column(int(block.checkpoint is not None) for block in blocks),
+        "global_bsz": batch_size,
+        "chunks": plan.microbatches,
+        "pp_division": column(len(part) for part in split_blocks(num_blocks, plan.pipeline_degree, plan.split, costs)),
+        "pipeline_type": "gpipe" if plan.schedule == "gpipe" and plan.pp != 1 else "pipedream_flush",
+        "default_dp_type": "zero2" if zero else "ddp",
+        "vtp": outside.degree("tp"),
+        "vsp": 0,
+        "embed_sdp": int(outside.has("fsdp")),
+        "cp_sizes_enc": column(1 for _ in blocks),
+        "vcp": 1,
+    }
+
+
+def write_galvatron(
+    path: str | os.PathLike[str], plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
+) -> None:
+    """Write `to_galvatron` to `path`, one key a line. A reader sees the old file or the whole new one.
+
+    Raises StrategyError when Galvatron's file cannot say the plan, or cannot be written.
+    """
+    write_text(path, json.dumps(to_galvatron(plan, num_blocks, batch_size, costs), indent=2) + "\n")
+
+
+def _beyond_plan(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What of the plan beside its layers the file cannot say, and what to use instead."""
+    if plan.pp is None:
+        yield "an open degree", "give pp a number"
+    if plan.pp_index:
+        yield "pp behind another axis", f"use {replace(plan, pp_index=0)}"
+    if plan.schedule not in SCHEDULE_NAMES.values():
+        yield f"schedule {plan.schedule}", f"use {either(SCHEDULE_NAMES.values())}"
+    if plan.virtual_stages > 1:
+        yield f"{plan.virtual_stages} virtual stages", "set virtual_stages to 1"
+
+
+def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
+    """What of the layer the file cannot say, and what to use instead."""
+    if layer.is_open:
+        yield "an open degree", "give every axis a number"
+    if layer.tensor_mode != "1d":
+        yield f"{layer.tensor_mode} tensor parallelism", f"use {replace(layer, tensor_mode='1d', depth=None)}"
+    if layer.sequence_parallel:
+        yield "+sp", f"use {replace(layer, sequence_parallel=False)}, and Galvatron's run-time flag for it"
+    if layer.has("dp") and layer.has("fsdp"):
+        yield "both dp and fsdp", f"use one, dp{layer.data_parallel} or fsdp{layer.data_parallel}"
+    if layer.zero == 1:
+        yield "+zero1", f"use {replace(layer, zero=2)} or {replace(layer, zero=0)}"
+    if layer.offload:
+        yield "+offload", f"use {replace(layer, offload=False)}"
+    if layer.checkpoint == "selective":
+        yield "+ckpt.selective", f"use {replace(layer, checkpoint='full')} or {replace(layer, checkpoint=None)}"
+    if name in ("stem", "head"):
+        if layer.checkpoint:
+            yield "+ckpt outside the blocks", f"use {replace(layer, checkpoint=None)} for stem and head"
+        if _is_strided(layer):
+            yield "tp as its outer axis", f"use {replace(layer, axes=layer.axes[::-1])} for stem and head"
+
+
+def _check_layers(layers: dict[str, Strategy]) -> None:
+    """Refuse what the file cannot say. layers: by the names that messages have for them."""
+    for name, layer in layers.items():
+        for what, fix in _beyond_layer(name, layer):
+            raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot say: {fix}")
+    stem, head = layers["stem"], layers["head"]
+    if stem != head:
+        raise StrategyError(
+            f"stem is {stem} but head is {head}, and Galvatron's file has one strategy for both: use either in both"
+        )
+    replicated = {layer.zero: f"{name} is {layer}" for name, layer in reversed(layers.items()) if layer.has("dp")}
+    if len(replicated) > 1:
+        raise StrategyError(
+            f"{replicated[0]} but {replicated[2]}, and Galvatron's file has one default_dp_type for all: "
+            "use +zero2 in both or neither, or fsdp"
+        )
+
+
+def _is_strided(layer: Strategy) -> bool:
+    """Whether neighbouring ranks are of another axis than tp."""
+    return len(layer.axes) > 1 and layer.axes[0].role == "tp"

@@ -1,0 +1,76 @@
+"""JSON files of plans: read and written whole, their keys and types checked, every refusal naming the place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vitpar.errors import StrategyError, nearest
+
+Fits = Callable[[object], bool]
+Keys = dict[str, tuple[Fits, str]]
+"""key -> does the value fit, and what would."""
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What the file `path` holds. Raises StrategyError, naming the file, when it cannot be read or is not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None
+    except OSError as error:
+        raise StrategyError(f"cannot read the plan {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
+        raise StrategyError(f"{path} is not JSON: {error}") from None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` to `path`. A reader sees the old file or the whole new one.
+
+    Raises StrategyError when the file cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        raise StrategyError(f"cannot write the plan {path}: {error.strerror}") from None
+    finally:
+        with suppress(OSError):  # already renamed, or never made
+            temporary.unlink()
+
+
+def check_record(record: object, keys: Keys, required: Iterable[str], where: str) -> None:
+    """Refuse what is not a dict with these keys and types of values."""
+    if not isinstance(record, dict):
+        raise StrategyError(f"{where} is {_shown(record)}: give an object with the keys {', '.join(keys)}")
+    for key, value in record.items():
+        if key not in keys:
+            raise StrategyError(f"unknown key '{key}' in {where}: keys are {', '.join(keys)}{nearest(str(key), keys)}")
+        fits, words = keys[key]
+        if not fits(value):
+            raise StrategyError(f"'{key}' in {where} is {_shown(value)}: give {words}")
+    for key in required:
+        if key not in record:
+            raise StrategyError(f"{where} has no key '{key}': add it, the value is {keys[key][1]}")
+
+
+def _shown(value: object) -> str:
+    """The value as JSON, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; refuses a key that stands twice, where json would keep the last."""
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise StrategyError(f"key '{twice}' stands twice: give it once")
+    return record

@@ -1,0 +1,91 @@
+"""The waiting of pipeline ranks: torch's own orders, replayed, against closed forms."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from vitpar.parallel.bubble import duration, idle_share, order
+from vitpar.strategy import Plan, parse
+
+
+def piped(ranks: int, schedule: str, virtual_stages: int = 1) -> Plan:
+    return replace(parse(f"pp{ranks}"), schedule=schedule, virtual_stages=virtual_stages)
+
+
+def waiting(plan: Plan, microbatches: int) -> int:
+    """Units that a rank waits, of the time a forward takes, by replaying torch's order."""
+    return duration(order(plan, microbatches), plan.num_stages) - 3 * plan.virtual_stages * microbatches
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [2, 3, 5])
+def test_the_replay_gives_the_closed_forms(ranks: int, rounds: int) -> None:
+    m = rounds * ranks
+    # Three units for each rank after the first: of 1f1b, gpipe and interleaved 1f1b (arXiv 2104.04473, section 2.2).
+    assert waiting(piped(ranks, "gpipe"), m) == 3 * (ranks - 1)
+    assert waiting(piped(ranks, "interleaved1f1b", 1), m) == 3 * (ranks - 1)  # of one stage a rank it is 1f1b
+    assert waiting(piped(ranks, "interleaved1f1b", 3), m) == 3 * (ranks - 1)
+    # (p - 1)·(F + I - W): zero bubble (arXiv 2401.10241, table 1); in V shape only the last ranks' delay is left.
+    assert waiting(piped(ranks, "interleavedzerobubble", 2), m) == ranks - 1
+    assert waiting(piped(ranks, "zbvzerobubble", 2), m) == ranks - 1
+    # (p - 1)·(F&B + B - 3W) where forward and backward of a pair follow each other (table in DeepSeek's DualPipe).
+    assert waiting(piped(ranks, "dualpipev", 2), m) == 2 * (ranks - 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "microbatches", "share"),
+    [
+        (parse("dp8"), 4, 0),
+        (piped(2, "gpipe"), 4, 1 / 5),
+        (piped(4, "1f1b"), 8, 3 / 11),
+        (piped(4, "1f1b"), 9, 3 / 12),
+        (piped(4, "interleaved1f1b", 2), 8, 3 / 19),
+        (piped(2, "interleavedzerobubble", 2), 4, 1 / 25),
+        (piped(4, "zbvzerobubble", 2), 4, 6 / 30),  # too few micro-batches to fill the V
+        (piped(4, "dualpipev", 2), 8, 6 / 54),
+    ],
+    ids=str,
+)
+def test_idle_share(plan: Plan, microbatches: int, share: float) -> None:
+    assert idle_share(plan, microbatches) == pytest.approx(share)
+
+
+class Kind(NamedTuple):
+    value: str
+
+
+class Action(NamedTuple):
+    """Like torch's."""
+
+    stage_index: int
+    computation_type: Kind
+    microbatch_index: int | None
+    sub_actions: "tuple[Action, ...] | None" = None
+
+
+def actions(text: str) -> list[Action | None]:
+    """`0F1 . 0F2+0B1`: stage, kind and micro-batch; a dot for None, a plus between two that are overlapped."""
+    found: list[Action | None] = []
+    for word in text.split():
+        parts = tuple(Action(int(part[0]), Kind(part[1]), int(part[2])) for part in word.split("+") if part != ".")
+        found.append(Action(-1, Kind("OVERLAP_F_B"), None, parts) if len(parts) > 1 else parts[0] if parts else None)
+    return found
+
+
+def test_a_rank_waits_for_what_an_action_needs() -> None:
+    alone = {0: actions("0F0 0I0 0W0"), 1: actions("1F0 . 1I0 1W0")}
+    assert duration(alone, 2) == 5  # 0F0, 1F0, 1I0, 0I0, 0W0
+    assert duration({**alone, 1: actions("1F0 1B0")}, 2) == 6  # what the weights need goes first
+
+
+def test_an_overlapped_pair_sends_when_both_are_done() -> None:
+    one_by_one = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1B0 1F1 1B1")}
+    assert duration(one_by_one, 2) == 9
+    pair = {0: actions("0F0 0F1+0B0 0B1"), 1: actions("1F0 1B0 1F1 1B1")}
+    assert duration(pair, 2) == 11  # 0F1 is done at 2 but sent at 6, when 0B0 is done
+
+
+def test_an_order_that_never_ends_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="wait for each other"):
+        duration({0: actions("0B0 0F0"), 1: actions("1F0 1B0")}, 2)

@@ -1,0 +1,106 @@
+"""The support matrix: refusals, the page in docs, and every combination that it allows against one process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations as pairs_of
+from pathlib import Path
+
+import pytest
+import torch
+
+from plans import Case
+from ranks import RankPool
+from vitpar import Plan, ViTConfig, model_config, parse, validate
+from vitpar.errors import StrategyError
+from vitpar.strategy.support import CLASHES, DIMENSIONS, Clash, combinations, features, page, refuse_clashes
+from vitpar.train.check import CheckResult, check_plan
+
+STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
+DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
+TENSOR = {"no tp": "", "tp": "tp2", "+sp": "tp2", "+2d": "tp4", "+2.5d": "tp8", "+3d": "tp8"}
+SMALL = {"depth": 4, "width": 24, "heads": 4, "hidden": 48, "qk_norm": True, "drop_path": 0.1}
+
+
+def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:
+    """The smallest plan that has these features."""
+    axes = ["" if schedule == "no pp" else "pp2", DATA[data], TENSOR[tensor]]
+    flags = [feature for feature in (tensor, data, checkpoint) if feature.startswith("+")]
+    plan = {"microbatches": 2} if schedule == "no pp" else {"schedule": schedule, "microbatches": 4}
+    if schedule not in ("no pp", "gpipe", "1f1b"):
+        plan["virtual_stages"] = 2
+    mesh = "x".join(filter(None, axes)) or "dp1"
+    return Case(mesh + "".join(flags), plan, SMALL, batch=16 * parse(mesh).data_parallel)
+
+
+def config_of(case: Case) -> ViTConfig:
+    return model_config("vit_nano_patch4_8", num_classes=5, **case.model)
+
+
+def plan_of(case: Case) -> Plan:
+    return validate(replace(parse(case.mesh), **case.plan), config_of(case), case.batch)
+
+
+def check_all_precisions(device: torch.device, case: Case, precisions: tuple[str, ...]) -> list[CheckResult]:
+    """Check a plan in each precision; runs on every rank."""
+    plan, config = plan_of(case), config_of(case)
+    return [
+        check_plan(config, plan, batch_size=case.batch, device=device, precision=precision) for precision in precisions
+    ]
+
+
+ALLOWED = [case_of(*choice) for choice in combinations(STRUCTURE)]
+
+
+@pytest.mark.parametrize("choice", list(combinations(STRUCTURE)), ids=" ".join)
+def test_every_allowed_combination_is_a_plan(choice: tuple[str, ...]) -> None:
+    plan = plan_of(case_of(*choice))
+    for precision in DIMENSIONS["precision"]:
+        refuse_clashes(plan, precision, False)
+    assert features(plan, "fp32", False) == {*choice, "fp32", "no compile", "no offload"}
+
+
+def covering() -> list[tuple[str, ...]]:
+    """Few combinations of at most 8 ranks in which every two features meet that can: greedily, the one with the most
+    new pairs next."""
+    choices = [c for c in combinations((*STRUCTURE, "precision")) if case_of(*c[:-1]).ranks <= 8]
+    missing = {pair for choice in choices for pair in pairs_of(choice, 2)}
+    found = []
+    while missing:
+        best = max(choices, key=lambda choice: len(missing.intersection(pairs_of(choice, 2))))
+        missing.difference_update(pairs_of(best, 2))
+        found.append(best)
+    return sorted(found, key=lambda choice: case_of(*choice[:-1]).ranks)
+
+
+@pytest.mark.parametrize("choice", covering(), ids=" ".join)
+def test_every_two_features_together_equal_one_process(
+    choice: tuple[str, ...], ranks: Callable[[int], RankPool]
+) -> None:
+    case = case_of(*choice[:-1])
+    for result in ranks(case.ranks).run(check_all_precisions, case, choice[-1:])[0]:
+        assert result.passed, (result.precision, result.worst)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", sorted(ALLOWED, key=lambda case: case.ranks), ids=str)
+def test_every_allowed_combination_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    for result in ranks(case.ranks).run(check_all_precisions, case, DIMENSIONS["precision"])[0]:
+        assert result.passed, (result.precision, result.worst)
+
+
+@pytest.mark.parametrize("clash", CLASHES, ids=lambda clash: f"{clash.first} {clash.second}")
+def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
+    chosen = {clash.first, clash.second}
+    schedule = next(iter(chosen & set(DIMENSIONS["schedule"])), "1f1b")
+    data = next(iter(chosen & set(DIMENSIONS["data"])), "dp")
+    checkpoint = next(iter(chosen & set(DIMENSIONS["checkpoint"])), "no ckpt")
+    plan = plan_of(case_of(data, "tp", schedule, checkpoint))
+    with pytest.raises(StrategyError) as caught:
+        refuse_clashes(plan, "fp32", "compile" in chosen)
+    assert str(caught.value).startswith(f"{clash.first} clashes with {clash.second} in '{plan}', as ")
+    assert str(caught.value).endswith(f": {clash.instead}")
+
+
+def test_the_page_in_docs_is_the_table() -> None:
+    assert (Path(__file__).parent.parent / "docs" / "support.md").read_text() == page(), "run `make docs`"

@@ -200,6 +200,11 @@ CASES = (
     Case("fsdp2+offload"),
     Case("tp2xdp2+zero1+offload", check={"precision": "bf16"}),
     Case("pp2xfsdp2+offload+ckpt"),
+    # micro-batches of one image a rank
+    Case("dp1", {"microbatches": 16}, check=FP64),
+    Case("fsdp2", {"microbatches": 8}, model=EVERYTHING, check=FP64),
+    Case("tp4+2d", {"microbatches": 4}, model=EVERYTHING, batch=8, check=FP64),
+    Case("pp2xtp2+sp", {"microbatches": 4}, batch=8, check=FP64),
     # tokens that no degree divides, and tokens that do
     Case("tp2xfsdp2+sp", model=T197, batch=8),
     Case("tp2xfsdp2+sp", model=T196, batch=8),

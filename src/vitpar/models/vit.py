@@ -7,7 +7,7 @@ mode makes of a kind stands in ``vitpar.parallel.tensor``).
 """
 
 from collections.abc import Collection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,25 @@ EPS = 1e-6  # of every LayerNorm, as in the published models
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor as a plain tensor, differentiably; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+def for_every_sample(parameter: Tensor) -> Tensor:
+    """A parameter [1, tokens, features] to add to or stand beside the tokens of every sample.
+
+    With one sample its gradient would be a part of the activation's, in the same memory, and accumulating into it would
+    change both: a DTensor around it hides that from autograd (upstream: AccumulateGrad takes over what it alone holds).
+    """
+    return _OwnGradient.apply(local(parameter))
 
 
 def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
@@ -83,11 +102,11 @@ class Stem(nn.Module):
         if self.pos_embed is None:
             x = x + self.positions.to(x.dtype)
         prefix = [
-            local(t).expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
+            for_every_sample(t).expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
         ]
         x = torch.cat([*prefix, x], dim=1) if prefix else x
         if self.pos_embed is not None:
-            x = x + local(self.pos_embed)
+            x = x + for_every_sample(self.pos_embed)
         if self.training and keys is not None and self.dropout:
             x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
         return x

@@ -5,7 +5,7 @@
     config = vitpar.model_config("vit_small_patch16_224", num_classes=10)
     plan = vitpar.validate(vitpar.parse("tp2xfsdp2"), config, batch_size=64)
     model = vitpar.parallelize(config, plan, batch_size=64, device=torch.device("cpu"))   # inside a process group of 4
-    loss = model.forward_backward(images, labels)
+    loss = model.forward_backward(images[model.image_rows(64)], labels)
 
 Importing vitpar does not import torch: what needs torch is loaded when it is first named.
 """

@@ -1,6 +1,7 @@
 """The table of plans that tests, and the support matrix in the docs, go through."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -257,7 +258,7 @@ def layerwise(draw: st.DrawFn, ranks: int, depth: int) -> Case:
     schedules = [{"schedule": "gpipe"}, {}, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV]
     plan = draw(st.sampled_from(schedules)) if pp > 1 else {"microbatches": draw(st.sampled_from([1, 2]))}
     bounds = sorted(draw(st.sets(st.integers(0, depth), min_size=2, max_size=4)))
-    names = [f"{a}-{b - 1}" for a, b in zip(bounds, bounds[1:], strict=False)]
+    names = [f"{a}-{b - 1}" for a, b in pairwise(bounds)]
     names += draw(st.sets(st.sampled_from(["stem", "head"])).map(sorted))
     groups = [f"{name}={draw(strategies_of(ranks // pp))}" for name in (*names, "*")]
     return Case(f"pp{pp}: {', '.join(groups)}", plan)

@@ -1,17 +1,24 @@
-"""`vitpar plan`, and the rank grid that it draws."""
+"""`vitpar plan`, and what the headers of `vitpar check` and `vitpar train` share with it."""
 
+import io
 import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vitpar.errors import RecipeError, StrategyError
-from vitpar.strategy import parse, read_plan
+from vitpar.models import model_config
+from vitpar.strategy import SCHEDULES, parse, read_plan, validate
+from vitpar_cli.check import _batch_that_divides
 from vitpar_cli.plan import plan
-from vitpar_cli.plan_words import batch_words, layer_words
+from vitpar_cli.plan_words import batch_words, consecutive, layer_words, travel_words
 from vitpar_cli.rank_grid import draw_ranks
 
 Run = Callable[..., str]
@@ -34,19 +41,88 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 BASE = ("--model", "vit_base_patch16_224", "--batch-size", "256")
+LAYERED = "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"
+
+
+def squeezed(shown: str) -> list[str]:
+    """The lines, with one space where there are more."""
+    return [" ".join(line.split()) for line in shown.splitlines()]
 
 
 def test_it_shows_ranks_stages_batch_and_communication(run: Run) -> None:
     shown = run("pp2xtp2xdp2", *BASE)
     assert "vit_base_patch16_224 under pp2xtp2xdp2\n86.6 M parameters, 1,000 classes, 8 ranks" in shown
     assert str(draw_ranks(parse("pp2xtp2xdp2"), 100)) in shown
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    lines = squeezed(shown)
     assert "stage 0 stem, blocks 0-5 50.3 % 22.0 M 352.3 MB" in lines
     assert "stage 1 blocks 6-11, head 49.7 % 21.7 M 346.6 MB" in lines
     assert "batch 256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32" in lines
     assert "pipeline 1f1b, in theory 20.0 % of the time idle" in lines
     assert any(line.startswith("tp2 all-reduce activations") for line in lines)
     assert any(line.startswith("dp2 all-reduce gradients") for line in lines)
+    assert [line.split()[0] for line in lines[-5:] if line] == ["pipeline", "pp2", "tp2", "micro-batch", "dp2"]
+    assert any(line.endswith("not counted: activations") for line in lines)
+
+
+def test_a_layerwise_plan_is_told_strategy_by_strategy(run: Run) -> None:
+    shown = run(LAYERED, *BASE)
+    assert str(draw_ranks(parse(LAYERED), 100)) in shown
+    lines = squeezed(shown)
+    # A quarter of stem and blocks but for what has one row (fsdp), and does not split over tp.
+    assert "stage 0 0-3 stem, blocks 0-5 50.3 % 10.9 M 175.0 MB" in lines
+    assert "stage 1 4-7 blocks 6-11, head 49.7 % 10.8 M 173.2 MB" in lines
+    assert "batch 256 images = 4 data-parallel parts x 64, each 4 micro-batches x 16" in lines
+    assert any("a rank sends 25.0 % of each" in f"{a} {b}" for a, b in pairwise(lines))
+    headings = ["stem: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistributed in front of"]
+    places = [lines.index(heading) for heading in headings]
+    assert places == sorted(places)
+    names = [line.split(" ")[0] for line in lines[places[1] + 1 : places[2]]]
+    assert "tp2" in names and "fsdp2" in names and "fsdp4" not in names
+    assert any(line.startswith("+ckpt layers keep their input") for line in lines[places[2] :])
+    assert lines[places[3] + 1].startswith("block 0 fsdp4 -> tp2xfsdp2: a rank receives up to 50.0 % of each")
+    assert lines[places[3] + 3].startswith("block 6 tp2xfsdp2 -> fsdp4+ckpt: a rank receives up to 25.0 % of each")
+    assert any("gradients not yet reduced" in line for line in lines)
+
+
+def test_equal_redistributions_stand_in_one_line(run: Run) -> None:
+    lines = squeezed(run("pp1: 0=tp4, 2=tp4, 4=tp4, *=dp4", *BASE))
+    lines = lines[lines.index("redistributed in front of") + 1 :]
+    assert " ".join(lines) == (
+        "blocks 0, 2, 4 dp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients "
+        "blocks 1, 3, 5 tp4 -> dp4: a rank receives up to 75.0 % of each gradient, nothing of activations"
+    )
+
+
+def test_arranged_tp_and_host_memory_are_shown(run: Run) -> None:
+    lines = squeezed(run("pp2xtp8xdp2+2.5d+offload", *BASE))
+    names = [line.split(" ")[0] for line in lines[lines.index("tp8 arranged as d2 x i2 x j2") - 2 :]]
+    assert [name for name in names if name[0] in "pdijt+" and not name.isalpha()] == [
+        *("pp2", "tp8", "d2", "i2", "j2", "dp2", "+offload")
+    ]
+    head = next(line for line in lines if line.startswith("layers FLOPs"))
+    assert head == "layers FLOPs parameters on host memory"
+    assert "stage 0 stem, blocks 0-5 50.3 % 10.9 M 173.7 MB 0 bytes" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "1f1b, in theory 20.0 % of the time idle"),
+        (("--schedule", "interleaved1f1b", "--virtual-stages", "2"), "interleaved1f1b, in theory 11.1 %"),
+        (("--schedule", "zbvzerobubble", "--virtual-stages", "2"), "zbvzerobubble, in theory 4.0 %"),
+        (("--schedule", "dualpipev", "--virtual-stages", "2"), "dualpipev, in theory 7.7 %"),
+    ],
+)
+def test_every_schedule_has_its_idle_share(run: Run, options: tuple[str, ...], words: str) -> None:
+    assert words in run("pp2xdp2", *BASE, "--microbatches", "4", *options)
+
+
+def test_a_thousand_ranks_take_no_time(run: Run) -> None:
+    strategy = "pp1: 0-3=fsdp1024, 4-7=tp2xfsdp512, *=dp64xtp16+2d"
+    run("dp1", *BASE)  # imports
+    begun = time.process_time()
+    assert "1,024 ranks" in run(strategy, "--model", "vit_large_patch16_224", "--batch-size", "1024")
+    assert time.process_time() - begun < 2
 
 
 def test_a_recipe_keeps_its_options_under_another_name(run: Run, tmp_path: Path) -> None:
@@ -63,7 +139,30 @@ def test_json_has_the_same_numbers(run: Run) -> None:
         **{"global_batch": 256, "data_parallel": 2, "local_batch": 128, "microbatches": 4, "microbatch_size": 32}
     }
     assert [part["state_bytes"] for part in found["pipeline"]] == [16 * p["parameters"] for p in found["pipeline"]]
-    assert found["ranks"][6] == {"pp": 1, "dp": 0, "fsdp": 0, "tp": 1}
+    assert found["ranks"][6] == {"pp": 1, "stage_rank": 2}
+    (strategy,) = found["strategies"]
+    assert strategy["places"][2] == {"tp": 1, "dp": 0}
+    assert [axis["axis"] for axis in strategy["axes"]] == ["tp", "dp"]
+    assert found["pipeline_axis"]["degree"] == 2
+
+
+def test_json_of_a_layerwise_plan_has_all_that_is_printed(run: Run) -> None:
+    found = json.loads(run(LAYERED, *BASE, "--json"))
+    assert found["strategy"] == LAYERED
+    assert found["ranks"][5] == {"pp": 1, "stage_rank": 1}
+    strategies = {part["strategy"]: part for part in found["strategies"]}
+    assert list(strategies) == ["fsdp4", "tp2xfsdp2", "fsdp4+ckpt"]
+    assert strategies["fsdp4+ckpt"]["layers"] == [*(f"blocks.{i}" for i in range(6, 12)), "head"]
+    assert [flag["flag"] for flag in strategies["fsdp4+ckpt"]["flags"]] == ["+ckpt"]
+    assert strategies["tp2xfsdp2"]["places"] == [{"tp": tp, "fsdp": fsdp} for tp in (0, 1) for fsdp in (0, 1)]
+    assert [(c["layer"], c["stage"], c["forward"], c["backward"]) for c in found["redistributions"]] == [
+        ("blocks.0", 0, 0.5, 0.25),
+        ("blocks.6", 0, 0.25, 0.5),
+    ]
+    assert found["travel"] == [0.25]
+    assert json.loads(run("dp2xtp8+3d", *BASE, "--json"))["strategies"][0]["places"][13] == {
+        **{"dp": 1, "i": 1, "j": 0, "k": 1}
+    }
 
 
 def test_memory_follows_the_recipe(run: Run) -> None:
@@ -81,6 +180,18 @@ def test_the_options_make_the_plan_that_is_written(run: Run, tmp_path: Path) -> 
     assert (written.microbatches, written.split) == (8, (2, 3, 3, 4))
 
 
+def test_a_layerwise_plan_is_read_from_its_file(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    shown = run(LAYERED, *BASE, "--out", str(out))
+    assert str(read_plan(out)) == LAYERED
+    assert run(str(out), *BASE) == shown.rpartition("\nplan written")[0]
+
+
+def test_open_degrees_of_layers_are_filled(run: Run) -> None:
+    shown = run("pp2: 0-5=tp2xdp, *=fsdp", *BASE, "--world-size", "8")
+    assert "under pp2: 0-5=tp2xdp2, *=fsdp4\n" in shown
+
+
 def test_without_a_strategy_it_is_the_recipes(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "small.toml"
     recipe.write_text(
@@ -94,6 +205,8 @@ def test_without_a_strategy_it_is_the_recipes(run: Run, tmp_path: Path) -> None:
     ("arguments", "error", "sentence"),
     [
         (("tp2xdp",), StrategyError, "the degree of 'dp' in 'tp2xdp' is open: give it a number, or --world-size N"),
+        (("pp: 0-11=tp2, *=dp2",), StrategyError, "the degree of 'pp' in 'pp: 0-11=tp2, \\*=dp2' is open: give it"),
+        (("pp2: 0-5=tp2, *=dp",), StrategyError, "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
         (("tp5",), StrategyError, "tp5 does not divide the 12 heads of vit_base_patch16_224"),
         (("dp2", "--world-size", "8"), StrategyError, "'dp2' needs 2 ranks but the world has 8"),
         (("dp2", "--recipe", "no.toml"), RecipeError, "there is no recipe 'no.toml'"),
@@ -104,44 +217,15 @@ def test_what_is_wrong_is_refused(run: Run, arguments: tuple[str, ...], error: t
         run(*arguments, *BASE)
 
 
-def test_the_grid_puts_stages_in_rows_and_tp_ranks_in_a_box() -> None:
-    assert str(draw_ranks(parse("pp2xtp2xdp2"), 80)).splitlines() == [
-        "             dp 0         dp 1",
-        "          tp 0  tp 1   tp 0  tp 1",
-        "        ┌────────────┬────────────┐",
-        "stage 0 │  0     2   │  1     3   │",
-        "        ├────────────┼────────────┤",
-        "stage 1 │  4     6   │  5     7   │",
-        "        └────────────┴────────────┘",
-    ]
-
-
-def test_a_grid_that_is_too_wide_puts_data_parallel_parts_below_each_other() -> None:
-    assert str(draw_ranks(parse("dp4xtp2"), 30)).splitlines()[:4] == [
-        "       tp 0  tp 1",
-        "     ┌────────────┐",
-        "dp 0 │  0     1   │",
-        "dp 1 │  2     3   │",
-    ]
-
-
-@pytest.mark.parametrize("strategy", ["dp8", "pp8", "tp8", "pp2xdp2xfsdp2xtp2", "pp4xtp4xdp4", "fsdp64", "pp2xdp64"])
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_the_grid_keeps_to_its_width(strategy: str, width: int) -> None:
-    lines = str(draw_ranks(parse(strategy), width)).splitlines()
-    assert max(map(len, lines)) <= width
-
-
-def test_many_ranks_are_summed_up_by_axis() -> None:
-    assert str(draw_ranks(parse("dp64xtp2"), 40)).splitlines() == [
-        "dp:   0 2 … 126 | 1 3 … 127",
-        "tp:   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | …",
-    ]
-
-
 def test_words() -> None:
     assert layer_words([("stem", "blocks.0", "blocks.1"), ("blocks.4", "head")]) == "stem, blocks 0-1, 4, head"
     assert layer_words([("blocks.3",)]) == "block 3"
+    assert layer_words([("head",)]) == "head"
+    assert consecutive(["stem", "blocks.0", "blocks.2", "blocks.3", "head"]) == [
+        *(["stem"], ["blocks.0"], ["blocks.2", "blocks.3"], ["head"])
+    ]
+    assert travel_words([0.25, 0.25]) == "a rank sends 25.0 % of each"
+    assert travel_words([0.5, 0.25]) == "a rank sends 25.0 % to 50.0 % of each"
 
 
 def test_batch_words_leave_out_divisions_by_one() -> None:
@@ -150,3 +234,48 @@ def test_batch_words_leave_out_divisions_by_one() -> None:
     assert batch_words(batch_arithmetic(parse("dp1"), 8)) == "8 images"
     assert batch_words(batch_arithmetic(parse("pp2"), 8)) == "8 images = 4 micro-batches x 2"
     assert batch_words(batch_arithmetic(parse("dp2"), 8)) == "8 images = 2 data-parallel parts x 4"
+
+
+def test_help_names_all_schedules(run: Run) -> None:
+    shown = " ".join(run("--help").replace("│", " ").split())
+    assert all(schedule in shown for schedule in SCHEDULES)
+    assert '"pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"' in shown
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "batch"),
+    [
+        ("dp2", {}, 16),
+        ("dp3", {}, 18),
+        ("pp4", {"microbatches": 8}, 16),
+        ("pp2xdp3", {}, 24),
+        ("tp4+sp", {}, 16),
+        ("dp3xtp4+sp", {}, 24),  # two images for each of 12 parts
+        ("pp1: 0-3=tp6, *=dp6", {}, 24),
+        ("pp2: 0-3=tp6+sp, *=dp2xfsdp3", {"schedule": "gpipe"}, 48),
+        ("tp8+3d", {"microbatch_size": 2}, 16),
+    ],
+)
+def test_a_check_takes_a_batch_that_the_plan_divides(strategy: str, fields: dict[str, object], batch: int) -> None:
+    asked = replace(parse(strategy), **fields)
+    assert _batch_that_divides(asked) == batch
+    validate(asked, model_config("vit_nano_patch4_16"), batch)
+
+
+def test_the_header_of_a_run_shows_a_layerwise_plan() -> None:
+    from vitpar.train.events import RunHeader
+    from vitpar.train.recipe import Recipe
+    from vitpar_cli.progress import ConsoleReporter
+
+    recipe = Recipe.model_validate({"data": {"path": "digits"}, "train": {"batch_size": 128, "steps": 100}})
+    config = recipe.config(10)
+    made = validate(parse("pp2: 0-3=tp2xdp2, *=dp4+ckpt"), config, 128)
+    console = Console(file=io.StringIO(), force_terminal=False, width=80, color_system=None, _environ={})
+    ConsoleReporter(console).started(
+        RunHeader(recipe, config, made, "cuda:0", 901_234, 4_200_000, 1437, 360, 100, "run")
+    )
+    lines = console.file.getvalue().splitlines()
+    assert "mesh       pp2: 0-3=tp2xdp2, *=dp4+ckpt on 8 ranks of cuda" in lines
+    assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
+    assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
+    assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines

@@ -1,5 +1,7 @@
 """The strategy language: what is read, its canonical form, and where a refusal points."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ def layered_texts(draw: st.DrawFn) -> str:
     choices = ["dp12", "fsdp12+ckpt", "tp4xdp3+sp", "TP4xfsdp3+2d", "dp2xfsdp3xtp2", "tp8+3D", "fsdp", "dp3xtp+zero2"]
     strategy = st.sampled_from([c for c in choices if "tp8" not in c])
     bounds = sorted(draw(st.sets(st.integers(0, 30), max_size=5)))
-    selectors = [f"{a}-{b - 1}" if draw(st.booleans()) else str(a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    selectors = [f"{a}-{b - 1}" if draw(st.booleans()) else str(a) for a, b in pairwise(bounds)]
     selectors = draw(st.permutations([*selectors, *draw(st.sets(st.sampled_from(["stem", "head"]))), "*"]))
     blank = st.sampled_from(["", " "])
     groups = [f"{draw(blank)}{name}{draw(blank)}={draw(blank)}{draw(strategy)}{draw(blank)}" for name in selectors]
@@ -49,7 +51,13 @@ def test_layerwise_plans_have_a_canonical_form(text: str) -> None:
     assert resolved.stage_size == 12 and parse(str(resolved)) == resolved
 
 
-@given(st.one_of(st.text(max_size=20), st.text("pdtfsx+.:@=-,*12 ckzero", max_size=20), st.text("pdt12:=,*-+ ", max_size=20).map("pp2:".__add__)))
+@given(
+    st.one_of(
+        st.text(max_size=20),
+        st.text("pdtfsx+.:@=-,*12 ckzero", max_size=20),
+        st.text("pdt12:=,*-+ ", max_size=20).map("pp2:".__add__),
+    )
+)
 def test_any_text_is_a_plan_or_a_refusal_in_one_line(text: str) -> None:
     try:
         plan = parse(text)
@@ -96,6 +104,7 @@ def test_canonical_form(text: str, canonical: str) -> None:
     assert str(parse(text)) == canonical
 
 
+FLAGS = "sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, offload"
 READ_AS = "an axis is a role and a degree, as in dp2, and axes are joined by 'x'"
 ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
 
@@ -136,7 +145,10 @@ ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
         ("dp2++ckpt", "empty flag at position 4 of 'dp2++ckpt': write a flag after the '+', as in +ckpt, or drop it"),
         ("dp2+ckpt+ckpt", "flag 'ckpt' stands again at position 10 of 'dp2+ckpt+ckpt': give each flag once"),
         ("dp2+ckpt.full+ckpt", "flag 'ckpt' stands again at position 15 of 'dp2+ckpt.full+ckpt': give each flag once"),
-        ("dp2+ckp", "unknown flag 'ckp' at position 5 of 'dp2+ckp': flags are sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, offload (did you mean 'ckpt'?)"),
+        (
+            "dp2+ckp",
+            "unknown flag 'ckp' at position 5 of 'dp2+ckp': flags are " + FLAGS + " (did you mean 'ckpt'?)",
+        ),
         (
             "dp2+ckpt.ful",
             "unknown checkpoint policy 'ful' at position 5 of 'dp2+ckpt.ful': policies are full, selective "
@@ -144,7 +156,10 @@ ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
         ),
         ("dp2+zero1+zero2", "a zero stands again at position 11 of 'dp2+zero1+zero2': give each flag once"),
         ("tp4+2d+3d", "a tensor mode stands again at position 8 of 'tp4+2d+3d': give each flag once"),
-        ("dp2+2.5d@", "unknown flag '2.5d@' at position 5 of 'dp2+2.5d@': flags are sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, offload (did you mean '2.5d'?)"),
+        (
+            "dp2+2.5d@",
+            "unknown flag '2.5d@' at position 5 of 'dp2+2.5d@': flags are " + FLAGS + " (did you mean '2.5d'?)",
+        ),
         (
             "dp2+tp2",
             "unknown flag 'tp2' at position 5 of 'dp2+tp2': "

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plans import strategies_of
@@ -45,6 +45,8 @@ def test_moves_give_every_rank_all_it_lacks_and_nothing_else(pair: tuple[Strateg
         rows, features = target[rank].row_range(BATCH), target[rank].feature_range(WIDTH)
         wanted[rows.start : rows.stop, features.start : features.stop] = 1
         assert torch.equal(taken, wanted)
+    received = [sum(m.elements for m in found if m.receiver == r != m.sender) for r in range(len(target))]
+    assert received_share(source, target) == pytest.approx(max(received) / (BATCH * WIDTH))
 
 
 @given(strategies_of(8))
@@ -111,4 +113,4 @@ def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("size", MESHES)
 def test_every_exchange_on_real_ranks(size: int, ranks: Callable[[int], RankPool]) -> None:
-    assert sum(ranks(size).run(exchanged, MESHES[size]), []) == []
+    assert [problem for here in ranks(size).run(exchanged, MESHES[size]) for problem in here] == []

@@ -2,30 +2,37 @@
 
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from collectives import Sent
 from ranks import RankPool
-from vitpar.errors import RecipeError
+from sharded_parameters import (
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    LAYOUTS,
+    MESHES,
+    SHAPES,
+    built,
+    drawn,
+    give_gradients,
+    like,
+    modules,
+    ranks_of,
+    whole,
+)
 from vitpar.train.muon import orthogonalise
 from vitpar.train.optimizer import ShardedOptimizer, decays, local
 from vitpar.train.optimizer_section import OptimizerSection
-from vitpar.train.recipe import Recipe, read_recipe
-from vitpar.train.state import state_bytes, state_words
 from vitpar.train.whole_norms import WholeNorms
 
-# Dims that tensor parallelism divides, as it must, and fsdp often does not: over 3 ranks, or 2 under tp2, one has
-# nothing of fc1 in block 0.
-WIDTH, HEADS, HEAD_DIM, CLASSES = 8, 4, 3, 3
-HIDDEN = {"blocks.0": 2, "blocks.1": 12}
 RATES = (0.1, 0.03, 0.2, 0.05)
 
 LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
@@ -48,40 +55,6 @@ def shown(settings: dict[str, Any] | str) -> str:
 
 def section(settings: Mapping[str, Any]) -> OptimizerSection:
     return OptimizerSection(**{"weight_decay": 0.3, **settings})
-
-
-def layer_shapes(layer: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's parameters, by their names in the model."""
-    if layer == "head":
-        shapes: dict[str, tuple[int, ...]] = {"norm.weight": (WIDTH,), "fc.weight": (CLASSES, WIDTH)}
-        return {f"head.{name}": shape for name, shape in {**shapes, "fc.bias": (CLASSES,)}.items()}
-    inner = HEADS * HEAD_DIM
-    shapes = {"norm1.weight": (WIDTH,), "attn.qkv.weight": (3 * inner, WIDTH), "attn.qkv.bias": (3 * inner,)}
-    shapes |= {"attn.proj.weight": (WIDTH, inner), "mlp.fc1.weight": (HIDDEN[layer], WIDTH)}
-    shapes |= {"mlp.fc1.bias": (HIDDEN[layer],), "mlp.fc2.weight": (WIDTH, HIDDEN[layer]), "mlp.fc2.bias": (WIDTH,)}
-    return {f"{layer}.{name}": shape for name, shape in shapes.items()}
-
-
-LAYERS = ("blocks.0", "blocks.1", "head")
-SHAPES = {name: shape for layer in LAYERS for name, shape in layer_shapes(layer).items()}
-
-
-def drawn(kind: str, name: str) -> Tensor:
-    """A whole float64 tensor for the parameter `name`: a function of its arguments alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{name}".encode()))
-    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A whole value, sharded as `parameter` is."""
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return value
 
 
 # the same on one process, by the papers' formulas
@@ -145,121 +118,11 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
     return u @ s.diag() @ v
 
 
-# layouts
-
-
-def modules(layers: tuple[str, ...]) -> nn.Module:
-    """Modules that hold the parameters of `layers` under their names, filled with their initial values."""
-    root = nn.Module()
-    for name in (name for layer in layers for name in layer_shapes(layer)):
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = getattr(module, part)
-        module.register_parameter(last, nn.Parameter(drawn("value", name)))
-    return root
-
-
-def split_dim(name: str) -> int | None:
-    """The dim of a parameter that tensor parallelism splits."""
-    if name.endswith(("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias")):
-        return 0
-    return 1 if name.endswith(("proj.weight", "fc2.weight", "fc.weight")) else None
-
-
-def replace_(root: nn.Module, name: str, value: Tensor) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(root.get_submodule(owner), last, nn.Parameter(value))
-
-
-def wrapped(mesh: str) -> nn.Module:
-    """This rank's modules under a strategy such as tp2xfsdp2: parameters split over tp, then ``fully_shard``."""
-    axes = {part.rstrip("0123456789"): int(part.lstrip("dfpst")) for part in mesh.split("x")}
-    assert set(axes) <= {"pp", "dp", "fsdp", "tp"}
-    devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    layers = LAYERS
-    if "pp" in axes:
-        layers = (LAYERS[:1], LAYERS[1:])[devices.get_local_rank("pp")]
-    root = modules(layers)
-    if "tp" in axes:
-        for name, p in list(root.named_parameters()):
-            if (dim := split_dim(name)) is not None:
-                replace_(root, name, distribute_tensor(p.detach(), devices["tp"], [Shard(dim)], src_data_rank=None))
-    if "fsdp" in axes:
-        for layer in layers:
-            over = devices["dp", "fsdp"] if "dp" in axes else devices["fsdp"]
-            fully_shard(root.get_submodule(layer), mesh=over)
-    return root
-
-
-def over_two_tensor_axes() -> nn.Module:
-    """Every split parameter over both axes of a 2 x 2 mesh: one dim twice, or one dim each where there are two."""
-    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    root = modules(LAYERS)
-    for name, p in list(root.named_parameters()):
-        if (dim := split_dim(name)) is not None:
-            second = 1 - dim if name.startswith("blocks.1.") and p.dim() == 2 else dim
-            placements = [Shard(dim), Shard(second)]
-            replace_(root, name, distribute_tensor(p.detach(), devices, placements, src_data_rank=None))
-    return root
-
-
-def fully_sharded_over_two_tensor_axes() -> nn.Module:
-    """Both tensor axes and fsdp: 8 ranks, three placements on one dim."""
-    devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("fsdp", "rows", "columns"))
-    root = modules(LAYERS)
-    for name, p in list(root.named_parameters()):
-        if (dim := split_dim(name)) is not None:
-            # What has too few rows for both is split over one of them alone.
-            placements = [Shard(dim), Shard(dim) if p.shape[dim] % 4 == 0 else Replicate()]
-            split = distribute_tensor(p.detach(), devices["rows", "columns"], placements, src_data_rank=None)
-            replace_(root, name, split)
-    for layer in LAYERS:
-        fully_shard(root.get_submodule(layer), mesh=devices["fsdp"])
-    return root
-
-
-def a_mesh_for_each_layer() -> nn.Module:
-    """Four ranks that are another mesh in every layer, one of them in two ways."""
-    meshes = [
-        (DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])), [Shard(0), Replicate()]),
-        (DeviceMesh("cpu", torch.tensor([[0, 1, 2, 3]])), [Replicate(), Shard(0)]),
-        (DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]])), [Shard(0), Shard(0)]),
-    ]
-    root = modules(LAYERS)
-    for layer, (mesh, placements) in zip(LAYERS, meshes, strict=True):
-        for name in layer_shapes(layer):
-            value = root.get_parameter(name).detach()
-            if name.endswith("fc1.weight"):  # on another mesh than the rest of its layer
-                replace_(
-                    root, name, distribute_tensor(value, meshes[0][0], [Replicate(), Shard(0)], src_data_rank=None)
-                )
-            else:
-                replace_(root, name, distribute_tensor(value, mesh, placements, src_data_rank=None))
-    return root
-
-
-LAYOUTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "two tensor axes": (4, over_two_tensor_axes),
-    "two tensor axes and fsdp": (8, fully_sharded_over_two_tensor_axes),
-    "a mesh for each layer": (4, a_mesh_for_each_layer),
-}
-MESHES = {"fsdp2": 2, "tp2": 2, "fsdp3": 3, "tp2xfsdp2": 4, "fsdp2xtp2": 4, "dp2xfsdp2": 4, "pp2xfsdp2": 4}
-
-
-def built(layout: str) -> nn.Module:
-    return LAYOUTS[layout][1]() if layout in LAYOUTS else wrapped(layout)
+# sharded
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
     return ShardedOptimizer(root.named_parameters(), section(settings), heads=HEADS)
-
-
-def give_gradients(root: nn.Module, step: int) -> None:
-    for name, p in root.named_parameters():
-        p.grad = like(drawn(str(step), name), p)
 
 
 def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -284,9 +147,8 @@ CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (L
 )
 def test_sharded_equals_one_process(layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
     expected = reference(settings)
-    size = LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]
     seen = set()
-    for found in ranks(size).run(trained, layout, settings):
+    for found in ranks(ranks_of(layout)).run(trained, layout, settings):
         seen |= set(found)
         for name, value in found.items():
             torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-11, rtol=1e-11, msg=name)
@@ -306,7 +168,7 @@ def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("layout", [*MESHES, *LAYOUTS])
 def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], RankPool]) -> None:
     """The ratios of LAMB and LARS would hide a factor that both of their norms have."""
-    for found in ranks(LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]).run(norms, layout):
+    for found in ranks(ranks_of(layout)).run(norms, layout):
         for name, pair in found.items():
             expected = drawn("value", name).norm().item(), 3 * drawn("1", name).norm().item()
             assert pair == pytest.approx(expected, rel=1e-12), name
@@ -430,8 +292,7 @@ def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[d
 def test_norms_are_one_message_for_each_group_of_ranks(
     layout: str, messages: int, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
-    size = LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]
-    for counts, _ in ranks(size).run(sent, layout, settings):
+    for counts, _ in ranks(ranks_of(layout)).run(sent, layout, settings):
         assert counts == {"all_reduce": messages}
 
 
@@ -554,87 +415,3 @@ def test_state_is_flat_and_by_parameter(settings: dict[str, Any], matrix: set[st
     assert [set(state) for state in states] == [matrix, other]
     for shard, state in zip(shards, states, strict=True):
         assert all(key == "step" or value.shape == shard.shape for key, value in state.items())
-
-
-# recipes
-
-
-def read(*assignments: str) -> Recipe:
-    return read_recipe(None, {"data.path": "x", "train.steps": 1}, assignments)
-
-
-def test_defaults_are_those_of_the_optimizer() -> None:
-    muon, lars, lamb, sgd = (read(f"optimizer.name={name}").optimizer for name in ("muon", "lars", "lamb", "sgd"))
-    assert (muon.momentum, muon.nesterov, muon.ns_steps, muon.adjust_lr_fn) == (0.95, True, 5, "match_rms_adamw")
-    assert (lars.momentum, lars.nesterov, lars.trust_coefficient) == (0.9, False, 0.001)
-    assert (lamb.betas, lamb.eps) == ((0.9, 0.999), 1e-6)
-    assert (sgd.momentum, sgd.nesterov) == (0.0, False)
-    given = read("optimizer.name=muon", "optimizer.momentum=0.5", "optimizer.nesterov=false").optimizer
-    assert (given.momentum, given.nesterov) == (0.5, False)
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lars", "muon"])
-def test_a_written_recipe_holds_what_the_optimizer_uses(name: str, tmp_path: Path) -> None:
-    recipe, file = read(f"optimizer.name={name}"), tmp_path / "recipe.toml"
-    file.write_text(recipe.to_toml())
-    assert read_recipe(file) == recipe
-    assert ("momentum" in file.read_text()) == (name in ("sgd", "lars", "muon"))
-    if name == "adamw":
-        assert read_recipe(file, {}, ["optimizer.name=muon"]).optimizer.momentum == 0.95
-
-
-REFUSED = [
-    (["name=lamb", "momentum=0.9"], r"optimizer\.momentum is 0\.9, which lamb does not use: leave it out"),
-    (["name=lars", "betas=[0.8,0.9]"], r"optimizer\.betas is \(0\.8, 0\.9\), which lars does not use"),
-    (["name=lars", "ns_steps=3"], r"optimizer\.ns_steps is 3, which lars does not use"),
-    (["name=muon", "trust_coefficient=1.0"], r"optimizer\.trust_coefficient is 1\.0, which muon does not use"),
-    (["name=adamw", "nesterov=true"], r"optimizer\.nesterov is True, which adamw does not use"),
-    (["name=sgd", "adjust_lr_fn=original"], r"optimizer\.adjust_lr_fn is 'original', which sgd does not use"),
-    (["name=sgd", "nesterov=true"], r"momentum, which is 0: set optimizer\.momentum, or nesterov to false"),
-    (["name=muon", "momentum=0.0"], r"momentum, which is 0: set optimizer\.momentum, or nesterov to false"),
-    (["name=lamb", "implementation=fused"], r"'fused', which lamb does not have: use 'foreach' or 'auto'"),
-    (["name=muon", "implementation=for-loop"], r"'for-loop', which muon does not have: use 'foreach' or 'auto'"),
-    (["name=muon", "adjust_lr_fn=rms"], r"recipe key 'optimizer\.adjust_lr_fn' is 'rms'"),
-    (["name=muon", "ns_steps=0"], r"recipe key 'optimizer\.ns_steps' is 0"),
-    (["name=lion"], r"recipe key 'optimizer\.name' is 'lion'"),
-]
-
-
-@pytest.mark.parametrize(("assignments", "sentence"), REFUSED, ids=lambda value: " ".join(value)[:40])
-def test_settings_without_effect_are_refused(assignments: list[str], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence) as caught:
-        read(*(f"optimizer.{assignment}" for assignment in assignments))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["lamb", "lars", "muon"])
-def test_foreach_is_what_there_is(name: str) -> None:
-    assert read(f"optimizer.name={name}", "optimizer.implementation=foreach").optimizer.implementation == "foreach"
-
-
-def test_nesterov_is_sgds_too() -> None:
-    mine, theirs = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
-    ours = ShardedOptimizer([("head.fc.weight", mine)], section({"name": "sgd", "momentum": 0.9, "nesterov": True}))
-    torchs = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.3)
-    for _ in range(3):
-        mine.grad = torch.randn_like(mine)
-        theirs.grad = mine.grad.clone()
-        ours.step(0.1)
-        torchs.step()
-    torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("assignments", "numbers", "words"),
-    [
-        (["name=adamw"], 4, "parameters, gradients, adamw state in float32"),
-        (["name=lamb"], 4, "parameters, gradients, lamb state in float32"),
-        (["name=lars"], 3, "parameters, gradients, lars state in float32"),
-        (["name=lars", "momentum=0.0"], 2, "parameters, gradients in float32"),
-        (["name=muon"], 4, "parameters, gradients, muon state (at most) in float32"),
-    ],
-)
-def test_state_that_is_kept(assignments: list[str], numbers: int, words: str) -> None:
-    recipe = read(*(f"optimizer.{assignment}" for assignment in assignments))
-    assert state_bytes(recipe) == 4 * numbers
-    assert state_words(recipe) == words

@@ -21,7 +21,9 @@ def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Galvatron's JSON, with pp_deg and tp_sizes_enc.")],
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks it is for; the file does not say.")],
     model: o.ModelName = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Turn a strategy file of Galvatron's into a plan.

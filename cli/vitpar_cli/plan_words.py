@@ -34,14 +34,12 @@ def travel_words(shares: Sequence[float]) -> str:
 
 
 def redistribution_words(change: Redistribution) -> str:
-    """`fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of each gradient`."""
-    if not (change.forward or change.backward):
-        return f"{change.source} -> {change.target}: ranks have what they need, nothing is sent"
-    received = [percent(share) if share else "nothing" for share in (change.forward, change.backward)]
-    return (
-        f"{change.source} -> {change.target}: a rank receives up to {received[0]} of each activation, "
-        f"{received[1]} of each gradient"
-    )
+    """`fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients`."""
+    shares = {"activation": change.forward, "gradient": change.backward}
+    some = [f"{percent(share)} of each {what}" for what, share in shares.items() if share]
+    none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
+    words = f"a rank receives up to {', '.join(some)}{none}" if some else "nothing is sent, ranks have what they need"
+    return f"{change.source} -> {change.target}: {words}"
 
 
 def layer_words(stages: Iterable[Sequence[str]]) -> str:

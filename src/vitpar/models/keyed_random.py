@@ -27,8 +27,9 @@ def _mix(x: Tensor) -> Tensor:
 def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     """Uniform numbers in [0, 1), one tensor of `shape` for every key.
 
-    keys: int64 [batch]. first: where this slice of the last dim begins in the whole. Returns float32 [batch, *shape], a function of (key, index) alone. One operation to the
-    compiler, which would else take minutes over the chain of integer arithmetic.
+    keys: int64 [batch]. first: where this slice of the last dim begins in the whole. Returns float32 [batch, *shape],
+    a function of (key, index) alone. One operation to the compiler, which would else take minutes over the chain of
+    integer arithmetic.
     """
     x = _mix(keys)
     starts = [0] * len(shape[:-1]) + [first] * len(shape[-1:])
@@ -50,9 +51,7 @@ def at_place(keys: Tensor, place: Tensor) -> Tensor:
     return keys + place * _GOLDEN
 
 
-def drop(
-    x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool, first_feature: int = 0
-) -> Tensor:
+def drop(x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool, first_feature: int = 0) -> Tensor:
     """Zero parts of `x` with probability `rate` and scale the rest by 1 / (1 - rate).
 
     x: [batch, tokens, features]. keys: int64 [batch]. whole_sample: drop a sample's whole tensor (drop-path), else

@@ -61,6 +61,7 @@ class Stem(nn.Module):
     """Images [batch, channels, height, width] -> tokens [batch, tokens, width]: patches through one Linear, tokens,
     positions."""
 
+    positions: Tensor
     TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
         "proj": "embedding",
         "cls_token": "token",
@@ -87,7 +88,7 @@ class Stem(nn.Module):
         """Give only part `index` of `parts` of the tokens' features."""
         self.first_feature = index * self.width // parts
         if self.pos_embed is None:
-            self.positions = self.positions.chunk(parts, dim=-1)[index].clone()
+            self.register_buffer("positions", self.positions.chunk(parts, dim=-1)[index].clone(), persistent=False)
 
     def reset_buffers(self) -> None:
         """Fill what is neither learned nor saved."""
@@ -102,7 +103,9 @@ class Stem(nn.Module):
         if self.pos_embed is None:
             x = x + self.positions.to(x.dtype)
         prefix = [
-            for_every_sample(t).expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
+            for_every_sample(t).expand(x.shape[0], -1, -1)
+            for t in (self.cls_token, self.dist_token, self.reg_token)
+            if t is not None
         ]
         x = torch.cat([*prefix, x], dim=1) if prefix else x
         if self.pos_embed is not None:

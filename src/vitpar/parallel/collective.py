@@ -139,7 +139,7 @@ class _GatheredLinear(torch.autograd.Function):
 def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """``linear(all_gather(x, dim), weight)`` that keeps only this rank's part of x for backward and gathers it again.
 
-    x: [..., in / n] or [rows / n, ..., in], parts along `dim`. weight: [out, in], another one on every rank or the same.
+    x: [..., in / n] or [rows / n, ..., in], parts along `dim`. weight: [out, in], the ranks' own or the same.
     The gradient of x is Partial -> Shard(dim).
     """
     return _GatheredLinear.apply(x, weight, dim, group)

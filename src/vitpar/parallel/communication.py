@@ -93,7 +93,7 @@ def _gathers(strategy: Strategy, plan: Plan) -> str:
         many = plan.virtual_stages > STAGES_GATHERED
         return f"of {STAGES_GATHERED} of a rank's stages at a time, in turns" if many else "once a step"
     if strategy.zero:
-        return "layer by layer, in forward of every micro-batch"
+        return "once a step"
     return "layer by layer, in forward and in backward of every micro-batch"
 
 

@@ -164,12 +164,15 @@ def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
     root.set_requires_gradient_sync = set_the_others
 
 
-def set_last_micro_batch(root: nn.Module, last: bool) -> None:
+def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module]) -> None:
     """Tell the wrapped modules under `root` whether the coming backward is the step's last: gradients are reduced
-    only then."""
+    only then, and only then the layers `kept` drop their gathered parameters."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last)
+    for layer in kept:
+        if isinstance(layer, FSDPModule):
+            layer.set_reshard_after_backward(last)
 
 
 def free_gathered(root: nn.Module) -> None:

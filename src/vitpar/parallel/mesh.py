@@ -32,8 +32,8 @@ def pipeline_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 
 def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
-    """The mesh of the layers that have `strategy`, over the whole world. All ranks must call it, for the same strategies
-    in the same order."""
+    """The mesh of the layers that have `strategy`, over the whole world. All ranks must call it, for the same
+    strategies in the same order."""
     made_of = {
         "replicate": {"d"} if strategy.zero else {"dp", "d"},
         "shard": {"fsdp", "i"} | ({"dp"} if strategy.zero else set()),

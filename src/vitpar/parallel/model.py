@@ -64,6 +64,7 @@ class ParallelModel:
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
+        self._kept = [layer for name, layer in layers.items() if strategies[name].zero]
         whole_backwards = plan.pp == 1 or not SCHEDULES[plan.schedule].splits_backward
         backwards = self.batch.microbatches if whole_backwards else None
         by_mesh = [(layer, meshes[name]) for name, layer in layers.items()]
@@ -139,7 +140,7 @@ class ParallelModel:
             count = self.batch.microbatches
             parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, labels, keys)]
             for number, (part, target, key) in enumerate(zip(*parts, strict=True), start=1):
-                set_last_micro_batch(stage, number == count)
+                set_last_micro_batch(stage, number == count, self._kept)
                 loss = self.loss(stage(part, key), target)
                 loss.backward()
                 losses.append(loss)
@@ -220,10 +221,15 @@ class ParallelModel:
     def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
         """What stage `index` takes and gives in a micro-batch, on meta."""
         c, n = self.config, self.batch.microbatch_rows
-        takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), c.channels, c.image_size, c.image_size)
+        takes: tuple[int, ...] = (
+            len(self._images[self._stage_rank].row_range(n)),
+            c.channels,
+            c.image_size,
+            c.image_size,
+        )
         gives: tuple[int, ...] = (len(self._logits[self._stage_rank].row_range(n)), c.num_classes)
         if index > 0:
             takes = self._token_shape(self._travel[index - 1], n)
         if index < self.plan.num_stages - 1:
             gives = self._token_shape(self._travel[index], n)
-        return tuple(torch.empty(shape, dtype=self.precision.compute, device="meta") for shape in (takes, gives))  # type: ignore[return-value]
+        return tuple(torch.empty(shape, dtype=self.precision.compute, device="meta") for shape in (takes, gives))

@@ -1,6 +1,7 @@
 """Pipeline parallelism: stages with static shapes, schedules by name, and what travels between stages."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
     layer behind takes, the one with the smaller parts."""
     strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
     found = []
-    for before, behind in zip(parts, parts[1:], strict=False):
+    for before, behind in pairwise(parts):
         given, taken = token_layout(strategies[before[-1]]), token_layout(strategies[behind[0]])
         found.append(taken if taken[0].share < given[0].share else given)
     return tuple(found)

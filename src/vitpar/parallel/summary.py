@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 from vitpar.models.config import ViTConfig
@@ -13,7 +11,7 @@ from vitpar.parallel.communication import AxisSummary, FlagSummary, axis_words, 
 from vitpar.parallel.held import layer_parameters, sharding_axes
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
 from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, stages_of_rank, token_layout
-from vitpar.strategy.layout import Layout
+from vitpar.strategy.layout import received_share
 
 
 @dataclass(frozen=True)
@@ -159,24 +157,8 @@ def _redistributions(config: ViTConfig, plan: Plan) -> tuple[Redistribution, ...
                 stage=stage,
                 source=str(strategies[before]),
                 target=str(strategies[behind]),
-                forward=most_received(source, target),
-                backward=most_received(target, source),
+                forward=received_share(source, target),
+                backward=received_share(target, source),
             )
         )
     return tuple(found)
-
-
-@cache
-def most_received(source: Layout, target: Layout) -> float:
-    """How much of the whole activation the rank that receives most has to receive: what it is to hold but does not.
-
-    The same as ``vitpar.strategy.layout.received_share``, which looks at every pair of ranks.
-    """
-    batch = math.lcm(source[0].rows, target[0].rows)
-    width = math.lcm(source[0].features, target[0].features)
-    most = 0
-    for held, wanted in zip(source, target, strict=True):
-        kept = held.overlap(wanted, batch, width)
-        whole = len(wanted.row_range(batch)) * len(wanted.feature_range(width))
-        most = max(most, whole - (len(kept[0]) * len(kept[1]) if kept else 0))
-    return most / (batch * width)

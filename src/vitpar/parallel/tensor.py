@@ -200,7 +200,7 @@ def apply_tensor_parallel(layer: nn.Module, strategy: Strategy, mesh: DeviceMesh
             parts = [(target, part, getattr(split, part)) for part in ("weight", "bias") if hasattr(target, part)]
             if split.forward is not None:
                 target.tensor_mesh = mesh
-                # A bound method: over a partial, another object in every layer, the compiler would make a graph for each.
+                # A bound method: for a partial, another in every layer, the compiler would make a graph for each.
                 target.forward = MethodType(split.forward, target)
         for module, part, axes in parts:
             _place(module, part, axes, mesh)

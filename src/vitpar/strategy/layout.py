@@ -127,24 +127,32 @@ def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
     holders: dict[Part, list[int]] = {}
     for rank, part in enumerate(source):
         holders.setdefault(part, []).append(rank)
+    rows, features = source[0].rows, source[0].features
     found = []
     for receiver, wanted in enumerate(target):
-        for part, ranks in holders.items():
-            piece = part.overlap(wanted, batch, width)
-            if piece is not None:
+        for row in _meeting(wanted.row, wanted.rows, rows):
+            for feature in _meeting(wanted.feature, wanted.features, features):
+                part = Part(row, rows, feature, features)
+                piece = part.overlap(wanted, batch, width)
+                assert piece is not None, f"{part} does not meet {wanted}"
+                ranks = holders[part]
                 sender = receiver if source[receiver] == part else ranks[receiver % len(ranks)]
                 found.append(Move(sender, receiver, *piece))
     return found
 
 
+@cache
 def received_share(source: Layout, target: Layout) -> float:
-    """How much of the whole activation the rank that receives most has to receive, 0 where nothing moves."""
+    """How much of the whole activation the rank that receives most has to receive (`moves`): what it is to hold but
+    does not. 0 where nothing moves."""
     batch = math.lcm(source[0].rows, target[0].rows)
     width = math.lcm(source[0].features, target[0].features)
-    received = [0] * len(target)
-    for move in moves(source, target, batch, width):
-        received[move.receiver] += move.elements if move.sender != move.receiver else 0
-    return max(received) / (batch * width)
+    most = 0
+    for held, wanted in zip(source, target, strict=True):
+        kept = held.overlap(wanted, batch, width)
+        whole = len(wanted.row_range(batch)) * len(wanted.feature_range(width))
+        most = max(most, whole - (len(kept[0]) * len(kept[1]) if kept else 0))
+    return most / (batch * width)
 
 
 def _token_rows(strategy: Strategy) -> list[str]:
@@ -179,6 +187,11 @@ def _range(index: int, parts: int, length: int) -> range:
     size, rest = divmod(length, parts)
     assert not rest, f"{length} does not divide into {parts} parts"
     return range(index * size, (index + 1) * size)
+
+
+def _meeting(index: int, parts: int, others: int) -> range:
+    """Which of `others` equal parts of a whole meet part `index` of `parts`."""
+    return range(index * others // parts, -(-(index + 1) * others // parts))
 
 
 def _meet(a: range, b: range) -> range:

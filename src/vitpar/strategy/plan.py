@@ -176,8 +176,8 @@ class Plan:
         stage = self._left(world_size, self.pp)
         filled = []
         for selector, strategy in self.layers:
-            left = self._left(stage, strategy.known_size) if strategy.is_open else None
-            axes = (Axis(a.role, left if a.degree is None else a.degree) for a in strategy.axes)
+            rest = self._left(stage, strategy.known_size) if strategy.is_open else 1
+            axes = (Axis(a.role, rest if a.degree is None else a.degree) for a in strategy.axes)
             filled.append((selector, replace(strategy, axes=tuple(axis for axis in axes if axis.degree != 1))))
         return replace(self, layers=tuple(filled)).resolve(world_size)
 

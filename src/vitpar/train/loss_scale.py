@@ -76,7 +76,7 @@ class LossScaler:
     def floor(self) -> str:
         """The setting below which the scale may not fall, with its value."""
         name = "min_scale" if self._settings.dynamic else "initial_scale"
-        return f"loss_scale.{name} {self._bounds[0]:g}"
+        return f"loss_scale.{name} {self._bounds[0]:,.10g}"
 
     def update(self, overflow: bool) -> None:
         """Take in whether a step with `scale` overflowed, on any rank."""

@@ -250,7 +250,8 @@ def read_recipe(
     assignments.
 
     own_model: whether to read the file's [model]. A later model.name, if another than the file's, brings its own sizes;
-    a later train.precision drops the file's train.reduce_dtype and [loss_scale]. Options whose value is None are left out. Raises RecipeError naming the key, its value and what would be right.
+    a later train.precision drops the file's train.reduce_dtype and [loss_scale]. Options whose value is None are left
+    out. Raises RecipeError naming the key, its value and what would be right.
     """
     values = _read_toml(path) if path is not None else {}
     if not own_model:

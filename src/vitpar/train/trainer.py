@@ -176,7 +176,7 @@ class Trainer:
             if self.folder:
                 self.folder.metric(row)
                 if skipped:
-                    self.folder.log(f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:g}")
+                    self.folder.log(f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}")
         if self.folder and rows:
             self.reporter.stepped(rows[-1])
 

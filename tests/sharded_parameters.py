@@ -1,0 +1,166 @@
+"""Small float64 parameters with a ViT's names, sharded in every way that there is: plain torch, nothing of vitpar."""
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+# Dims that tensor parallelism divides, as it must, and fsdp often does not: over 3 ranks, or 2 under tp2, one has
+# nothing of fc1 in block 0.
+WIDTH, HEADS, HEAD_DIM, CLASSES = 8, 4, 3, 3
+HIDDEN = {"blocks.0": 2, "blocks.1": 12}
+
+
+def layer_shapes(layer: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's parameters, by their names in the model."""
+    if layer == "head":
+        shapes: dict[str, tuple[int, ...]] = {"norm.weight": (WIDTH,), "fc.weight": (CLASSES, WIDTH)}
+        return {f"head.{name}": shape for name, shape in {**shapes, "fc.bias": (CLASSES,)}.items()}
+    inner = HEADS * HEAD_DIM
+    shapes = {"norm1.weight": (WIDTH,), "attn.qkv.weight": (3 * inner, WIDTH), "attn.qkv.bias": (3 * inner,)}
+    shapes |= {"attn.proj.weight": (WIDTH, inner), "mlp.fc1.weight": (HIDDEN[layer], WIDTH)}
+    shapes |= {"mlp.fc1.bias": (HIDDEN[layer],), "mlp.fc2.weight": (WIDTH, HIDDEN[layer]), "mlp.fc2.bias": (WIDTH,)}
+    return {f"{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+LAYERS = ("blocks.0", "blocks.1", "head")
+SHAPES = {name: shape for layer in LAYERS for name, shape in layer_shapes(layer).items()}
+
+
+def drawn(kind: str, name: str) -> Tensor:
+    """A whole float64 tensor for the parameter `name`: a function of its arguments alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{name}".encode()))
+    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A whole value, sharded as `parameter` is."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
+
+
+def modules(layers: tuple[str, ...]) -> nn.Module:
+    """Modules that hold the parameters of `layers` under their names, filled with their initial values."""
+    root = nn.Module()
+    for name in (name for layer in layers for name in layer_shapes(layer)):
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(drawn("value", name)))
+    return root
+
+
+def split_dim(name: str) -> int | None:
+    """The dim of a parameter that tensor parallelism splits."""
+    if name.endswith(("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias")):
+        return 0
+    return 1 if name.endswith(("proj.weight", "fc2.weight", "fc.weight")) else None
+
+
+def replace_(root: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(root.get_submodule(owner), last, nn.Parameter(value))
+
+
+def wrapped(mesh: str) -> nn.Module:
+    """This rank's modules under a strategy such as tp2xfsdp2: parameters split over tp, then ``fully_shard``."""
+    axes = {part.rstrip("0123456789"): int(part.lstrip("dfpst")) for part in mesh.split("x")}
+    assert set(axes) <= {"pp", "dp", "fsdp", "tp"}
+    devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    layers = LAYERS
+    if "pp" in axes:
+        layers = (LAYERS[:1], LAYERS[1:])[devices.get_local_rank("pp")]
+    root = modules(layers)
+    if "tp" in axes:
+        for name, p in list(root.named_parameters()):
+            if (dim := split_dim(name)) is not None:
+                replace_(root, name, distribute_tensor(p.detach(), devices["tp"], [Shard(dim)], src_data_rank=None))
+    if "fsdp" in axes:
+        for layer in layers:
+            over = devices["dp", "fsdp"] if "dp" in axes else devices["fsdp"]
+            fully_shard(root.get_submodule(layer), mesh=over)
+    return root
+
+
+def over_two_tensor_axes() -> nn.Module:
+    """Every split parameter over both axes of a 2 x 2 mesh: one dim twice, or one dim each where there are two."""
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    root = modules(LAYERS)
+    for name, p in list(root.named_parameters()):
+        if (dim := split_dim(name)) is not None:
+            second = 1 - dim if name.startswith("blocks.1.") and p.dim() == 2 else dim
+            placements = [Shard(dim), Shard(second)]
+            replace_(root, name, distribute_tensor(p.detach(), devices, placements, src_data_rank=None))
+    return root
+
+
+def fully_sharded_over_two_tensor_axes() -> nn.Module:
+    """Both tensor axes and fsdp: 8 ranks, three placements on one dim."""
+    devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("fsdp", "rows", "columns"))
+    root = modules(LAYERS)
+    for name, p in list(root.named_parameters()):
+        if (dim := split_dim(name)) is not None:
+            # What has too few rows for both is split over one of them alone.
+            placements = [Shard(dim), Shard(dim) if p.shape[dim] % 4 == 0 else Replicate()]
+            split = distribute_tensor(p.detach(), devices["rows", "columns"], placements, src_data_rank=None)
+            replace_(root, name, split)
+    for layer in LAYERS:
+        fully_shard(root.get_submodule(layer), mesh=devices["fsdp"])
+    return root
+
+
+def a_mesh_for_each_layer() -> nn.Module:
+    """Four ranks that are another mesh in every layer, one of them in two ways."""
+    meshes = [
+        (DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])), [Shard(0), Replicate()]),
+        (DeviceMesh("cpu", torch.tensor([[0, 1, 2, 3]])), [Replicate(), Shard(0)]),
+        (DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]])), [Shard(0), Shard(0)]),
+    ]
+    root = modules(LAYERS)
+    for layer, (mesh, placements) in zip(LAYERS, meshes, strict=True):
+        for name in layer_shapes(layer):
+            value = root.get_parameter(name).detach()
+            if name.endswith("fc1.weight"):  # on another mesh than the rest of its layer
+                replace_(
+                    root, name, distribute_tensor(value, meshes[0][0], [Replicate(), Shard(0)], src_data_rank=None)
+                )
+            else:
+                replace_(root, name, distribute_tensor(value, mesh, placements, src_data_rank=None))
+    return root
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
+    "two tensor axes": (4, over_two_tensor_axes),
+    "two tensor axes and fsdp": (8, fully_sharded_over_two_tensor_axes),
+    "a mesh for each layer": (4, a_mesh_for_each_layer),
+}
+MESHES = {"fsdp2": 2, "tp2": 2, "fsdp3": 3, "tp2xfsdp2": 4, "fsdp2xtp2": 4, "dp2xfsdp2": 4, "pp2xfsdp2": 4}
+
+
+def ranks_of(layout: str) -> int:
+    """How many ranks a layout is for."""
+    return LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]
+
+
+def built(layout: str) -> nn.Module:
+    """This rank's modules; collective."""
+    return LAYOUTS[layout][1]() if layout in LAYOUTS else wrapped(layout)
+
+
+def give_gradients(root: nn.Module, step: int) -> None:
+    """Random gradients, sharded as the parameters are."""
+    for name, p in root.named_parameters():
+        p.grad = like(drawn(str(step), name), p)

@@ -24,7 +24,8 @@ _NO_TRAFFIC = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_
 
 
 class Sent(TorchDispatchMode):
-    """Counts, inside the ``with``, the communication of this rank in `counts`.
+    """Counts, inside the ``with``, the communication of this rank in `counts`; functional collectives also by
+    (name, group, elements of the whole) in `sizes`.
 
     As torch's CommDebugMode, which cannot be entered around a pipeline schedule (torch 2.13: its tracking of modules
     raises `list index out of range`) and does not count point-to-point operations.
@@ -33,6 +34,7 @@ class Sent(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.sizes: Counter[tuple[str, str, int]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,4 +46,7 @@ class Sent(TorchDispatchMode):
             name = func._schema.name
             if name.partition("::")[0] in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
                 self.counts[NAMES.get(name, name)] += 1
+                if name.startswith("_c10d_functional::"):
+                    whole = out if NAMES.get(name) == "all_gather" else args[0]
+                    self.sizes[NAMES.get(name, name), args[-1], whole.numel()] += 1
         return out

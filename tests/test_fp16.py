@@ -175,7 +175,12 @@ def test_a_scale_that_is_too_large_falls_until_it_fits(
     ("settings", "spoil", "last", "sentence"),
     [
         ({"initial_scale": 2.0, "hysteresis": 1}, math.nan, 3, "loss_scale.min_scale 1, so"),
-        ({"dynamic": False, "initial_scale": 2.0**60, "hysteresis": 2}, None, 2, "loss_scale.initial_scale 1.152921505e+18, so"),
+        (
+            {"dynamic": False, "initial_scale": 2.0**60, "hysteresis": 2},
+            None,
+            2,
+            "loss_scale.initial_scale 1.152921505e+18, so",
+        ),
     ],
     ids=["smallest", "constant"],
 )

@@ -66,7 +66,7 @@ class Trainer:
             activation_memory_budget=train.activation_memory_budget,
             communication=recipe.communication.settings(),
         )
-        self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer)
+        self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer, heads=self.config.heads)
         self.scaler = LossScaler(recipe.loss_scale) if self.model.precision.scales_loss else None
         self.ema = EMA(self.model, train.ema_decay) if train.ema_decay else None
         self.total_steps = recipe.total_steps(len(self.train_set))
@@ -176,7 +176,9 @@ class Trainer:
             if self.folder:
                 self.folder.metric(row)
                 if skipped:
-                    self.folder.log(f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}")
+                    self.folder.log(
+                        f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}"
+                    )
         if self.folder and rows:
             self.reporter.stepped(rows[-1])
 

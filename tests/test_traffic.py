@@ -1,0 +1,62 @@
+"""The table of a block's communication, which planning prices, against what a block really sends."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from collectives import Sent
+from ranks import RankPool
+from vitpar import model_config, parallelize, parse, validate
+from vitpar.strategy import token_layout
+from vitpar.strategy.traffic import Traffic, block_traffic
+
+ROWS = 16
+CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=24, depth=2, heads=4, hidden=72, num_classes=3)
+
+
+def sent_by_a_block(device: torch.device, mesh: str) -> tuple[Counter, Counter]:
+    """What block 1 sends in forward and in backward, groups as axis and ranks; runs on every rank."""
+    plan = validate(parse(mesh), CONFIG, ROWS)
+    model = parallelize(CONFIG, plan, batch_size=ROWS, device=device)
+    (stage,) = model.stages.values()
+    part = token_layout(plan.strategy)[model.pipe.get_local_rank("stage")]
+    shape = (len(part.row_range(ROWS)), CONFIG.tokens, len(part.feature_range(CONFIG.width)))
+    x = torch.randn(shape, requires_grad=True)
+    block = stage.layers()["blocks.1"]
+    axes = block.attn.qkv.tensor_mesh
+    names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
+    with Sent() as forward:
+        y = block(x)
+    with Sent() as backward:
+        y.sum().backward()
+    found = []
+    for sent in (forward, backward):
+        rows = [((name, *names[group], n), times) for (name, group, n), times in sent.sizes.items() if group in names]
+        found.append(Counter(dict(rows)))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "tp4", "dp2xtp2", "tp4+sp", "tp2xfsdp2+sp", "tp4+2d", "tp8+2.5d", "tp8+3d"])
+def test_a_block_sends_what_the_table_says(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    plan = parse(mesh)
+    expected = block_traffic(CONFIG, plan.strategy, ROWS)
+    for counted in ranks(plan.world_size).run(sent_by_a_block, mesh):
+        for part, table in zip(counted, expected, strict=True):
+            assert part == Counter({(c.operation, c.axis, c.ranks, c.elements): n for c, n in table.items()})
+
+
+def received(traffic: Traffic) -> float:
+    return sum(collective.received * times for collective, times in traffic.items())
+
+
+def test_known_volumes() -> None:
+    """Width 4096, 8 ranks, batch 512: 1d receives 2892 million elements a block, as a ring's formula says."""
+    wide = model_config("vit_custom", patch_size=16, width=4096, depth=2, heads=64)
+    forward, backward = block_traffic(wide, parse("tp8").strategy, 512)
+    assert received(forward) == received(backward)
+    assert round((received(forward) + received(backward)) / 1e6) == 2892
+    sp = sum(received(part) for part in block_traffic(wide, parse("tp8+sp").strategy, 512))
+    assert sp == 1.25 * 2 * received(forward)  # what is not kept is gathered once more
+    assert block_traffic(wide, parse("dp8").strategy, 512) == (Counter(), Counter())

@@ -11,10 +11,12 @@ from vitpar.launch import ALONE, join, leave
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """``ranks(8)``: the pool of that many ranks, started at the first call and after a failure."""
+    """``ranks(8)``: the pool of that many ranks, started at the first call, after a failure, and when it is tired."""
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
+        for other in [size for size, started in pools.items() if started.alive and started.tired]:
+            pools.pop(other).close()
         if size not in pools or not pools[size].alive:
             pools[size] = RankPool(size)
         return pools[size]

@@ -119,6 +119,9 @@ CASES = (
     Case("pp2xfsdp2", INTERLEAVED, check={"precision": "bf16"}),
     Case("pp2xtp2xdp2", check={"precision": "bf16"}),
     Case("fsdp2xtp2", check={"precision": "bf16"}),
+    Case("pp2xtp2xdp2", check={"precision": "fp16"}),
+    Case("tp2xfsdp2", model=EVERYTHING, check={"precision": "fp16"}),
+    Case("dp2xfsdp2", check={"precision": "fp16", "reduce_dtype": "fp16"}),
     # the loss
     Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
     # optimizers on mixed meshes

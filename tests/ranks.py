@@ -4,10 +4,12 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from vitpar.launch import World, join, leave
 
+MOST_THREADS = 100
 TIMEOUT = 1100.0  # seconds for one function; pytest's own limit is usually less
 
 
@@ -61,6 +63,13 @@ class RankPool:
     def alive(self) -> bool:
         """Whether the pool can still run functions."""
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def tired(self) -> bool:
+        """Whether the processes have so many threads that they slow all down: every process group keeps some that
+        poll, and PyTorch caches what holds a group, so that groups cannot be given back."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
 
     def close(self) -> None:
         """End all ranks."""

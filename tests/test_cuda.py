@@ -29,7 +29,7 @@ def vitpar(*words: str, cwd: Path) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("mesh", "gpus"), [("dp1+ckpt", 1), ("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("pp2", 2), ("pp2xtp2xdp2", 8)]
 )

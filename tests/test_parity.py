@@ -24,7 +24,7 @@ def run_case(device: torch.device, case: Case) -> CheckResult:
     return check_plan(config, plan, batch_size=case.batch, device=device, **case.check)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
 def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
     results = ranks(case.ranks).run(run_case, case)
     assert all(result.passed for result in results), results[0].worst

@@ -69,7 +69,7 @@ class ParallelModel:
         backwards = self.batch.microbatches if whole_backwards else None
         by_mesh = [(layer, meshes[name]) for name, layer in layers.items()]
         self._gradient_sums = gradient_sums(by_mesh, backwards, bucket_cap_mb)
-        self._tensor_sums = TensorSums(partial)
+        self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
             pipeline = [

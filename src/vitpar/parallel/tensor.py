@@ -227,7 +227,8 @@ def _place(module: nn.Module, name: str, axes: Mapping[str, Placement], mesh: De
 class TensorSums:
     """Adds up gradients that are partial over tensor axes: one all-reduce for each group, after the last backward."""
 
-    def __init__(self, gradients: Iterable[PartialGradient]) -> None:
+    def __init__(self, gradients: Iterable[PartialGradient], device: torch.device) -> None:
+        self._device = device
         self._by_group: dict[ProcessGroup, list[PartialGradient]] = {}
         for gradient in gradients:
             self._by_group.setdefault(gradient.group, []).append(gradient)
@@ -239,10 +240,11 @@ class TensorSums:
             kinds = {(shard.dtype, shard.device) for shard in shards}
             for kind in sorted(kinds, key=str):
                 same = [shard for shard in shards if (shard.dtype, shard.device) == kind]
-                _add_up(same, group)
+                _add_up(same, group, self._device)
 
 
-def _add_up(shards: list[Tensor], group: ProcessGroup) -> None:
-    total = all_reduce(torch.cat([shard.flatten() for shard in shards]), group)
+def _add_up(shards: list[Tensor], group: ProcessGroup, device: torch.device) -> None:
+    """device: where the group can send, which is not where offloaded gradients are."""
+    total = all_reduce(torch.cat([shard.flatten() for shard in shards]).to(device), group)
     for shard, part in zip(shards, total.split([shard.numel() for shard in shards]), strict=True):
         shard.copy_(part.view_as(shard))

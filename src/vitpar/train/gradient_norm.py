@@ -18,13 +18,13 @@ def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor
     With a scaled loss it is finite exactly if all gradients of all ranks are, and `loss` (this rank's part) on every
     rank: squares of large numbers, which may pass the end of float32, are added up in float64.
     """
-    by_replicas: dict[int, list[Tensor]] = {}
+    alike: dict[tuple[int, torch.device], list[Tensor]] = {}  # offloaded gradients are on the host
     for gradient in gradients.values():
-        by_replicas.setdefault(model.replicas(gradient), []).append(local(gradient))
+        alike.setdefault((model.replicas(gradient), local(gradient).device), []).append(local(gradient))
     wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
     total = torch.zeros((), device=model.device, dtype=wide)
-    for replicas, shards in by_replicas.items():
-        total += torch.stack(torch._foreach_norm(shards, dtype=wide)).square().sum() / replicas
+    for (replicas, _), shards in alike.items():
+        total += torch.stack(torch._foreach_norm(shards, dtype=wide)).square().sum().to(model.device) / replicas
     if loss is not None:
         total += loss * 0  # NaN where the loss is not finite, else nothing
     if dist.get_world_size() > 1:
@@ -42,6 +42,8 @@ def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float, scale: float
 @torch.no_grad()
 def multiply_(gradients: dict[str, Tensor], factor: Tensor | float) -> None:
     """All gradients times `factor` (0-dim, of any dtype)."""
-    if gradients:
-        parts = [local(gradient) for gradient in gradients.values()]
-        torch._foreach_mul_(parts, factor.to(parts[0].dtype) if isinstance(factor, Tensor) else factor)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients.values():
+        by_device.setdefault(local(gradient).device, []).append(local(gradient))
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device, parts[0].dtype) if isinstance(factor, Tensor) else factor)

@@ -1,0 +1,171 @@
+"""One rank of ``bench_plans.py``: ``python -m bench.plan_rank TABLE OUTPUT.json WORDS…``; rank 0 writes the result."""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.collectives import Received
+from bench.ours import vitpar_step
+from bench.timing import take_turns
+from vitpar.launch import ALONE, find_world, join, reporting
+from vitpar.models import ViTConfig, model_config
+from vitpar.parallel import parallelize
+from vitpar.parallel.bubble import idle_share
+from vitpar.parallel.mesh import pipeline_mesh
+from vitpar.parallel.pipeline import build_schedule, pipeline_stage
+from vitpar.parallel.summary import summarize
+from vitpar.strategy import SCHEDULES, Plan, parse, place_of_rank, stages_of_rank, token_layout, validate
+from vitpar.strategy.traffic import block_traffic
+
+CPU = torch.device("cpu")
+
+
+def traffic(mesh: str) -> dict[str, Any]:
+    """Elements that a rank receives for a block, forward and backward, counted and by the table."""
+    config = model_config("vit_custom", patch_size=16, image_size=64, width=192, depth=1, heads=4, num_classes=10)
+    rows, plan = 16, validate(parse(mesh), config, 16)
+    model = parallelize(config, plan, batch_size=rows, device=CPU)
+    (stage,) = model.stages.values()
+    part = token_layout(plan.strategy)[place_of_rank(plan, dist.get_rank())[1]]
+    x = torch.randn(len(part.row_range(rows)), config.tokens, len(part.feature_range(config.width)), requires_grad=True)
+    block = stage.layers()["blocks.0"]
+    groups = block.attn.qkv.tensor_mesh
+    names = {groups.get_group(axis).group_name for axis in groups.mesh_dim_names or ()}
+    with Received(names) as received:
+        block(x).sum().backward()
+    tables = block_traffic(config, plan.strategy, rows)
+    formula = sum(c.received * times for table in tables for c, times in table.items())
+    return {"mesh": mesh, "counted": received.elements, "formula": formula}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None, None
+
+
+class Sleeper(nn.Module):
+    """A stage that takes `seconds` for a forward, for its input's gradient, and for its weight's."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.zeros(())), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
+
+
+def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.02) -> dict[str, Any]:
+    """The part of a step of pp4 in which a rank does not work, of each step after the first."""
+    schedule = SCHEDULES[name]
+    virtual = 1 if schedule.stages == "one" else 2
+    plan = replace(parse("pp4"), schedule=name, virtual_stages=virtual, microbatches=microbatches)
+    pipe, seconds = pipeline_mesh(plan, "cpu"), slot / virtual
+    shape = partial(torch.empty, 1, 8, device="meta")
+    mine = stages_of_rank(pipe.get_local_rank("pp"), plan)
+    modules = {index: Sleeper(seconds) for index in mine}
+    stages = [
+        pipeline_stage(modules[index], index, plan.num_stages, shape(), shape(), CPU, pipe.get_group("pp"))
+        for index in mine
+    ]
+    running = build_schedule(plan, stages, microbatches, lambda y, target: y.sum())
+    first, last = 0 in mine, plan.num_stages - 1 in mine
+    idle = []
+    for step in range(steps):
+        dist.barrier()
+        begun = time.perf_counter()
+        running.step(
+            *([torch.zeros(microbatches, 8)] if first else []),
+            return_outputs=False,
+            **({"target": torch.zeros(microbatches, 1), "losses": []} if last else {}),
+        )
+        dist.barrier()
+        busy = 3 * slot * microbatches
+        if step:
+            idle.append(1 - busy / (time.perf_counter() - begun))
+    return {"schedule": name, "microbatches": microbatches, "idle": idle, "theory": idle_share(plan, microbatches)}
+
+
+def memory(mesh: str) -> list[dict[str, Any]]:
+    """By rank: peak growth of resident memory over three steps, the state in theory, and that with whole gathered
+    parameters and gradients of one stage on top."""
+    config = model_config("vit_custom", patch_size=16, image_size=32, width=768, depth=6, heads=12, num_classes=10)
+    batch = 8
+    plan = validate(parse(mesh), config, batch)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    step, images, labels = contender(config, plan, batch)
+    for _ in range(3):
+        step(images, labels)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    summary = summarize(config, plan, batch, bytes_per_parameter=16)
+    here = summary.pipeline[place_of_rank(plan, dist.get_rank())[0]]
+    whole = here.parameters * (plan.strategy.degree("fsdp") * (plan.strategy.degree("dp") if plan.strategy.zero else 1))
+    shards = plan.strategy.has("fsdp") or plan.strategy.zero
+    row = {"mesh": mesh, "rank": dist.get_rank(), "peak": peak, "state": here.state_bytes}
+    row["gathered"] = here.state_bytes + (8 * whole if shards else 0)
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    return rows
+
+
+def layerwise(*meshes: str) -> dict[str, list[float]]:
+    """Seconds of every timed step under each plan, taking turns."""
+    config = model_config("vit_tiny_patch16_112", heads=4, depth=6, num_classes=100)
+    batch = 32
+    contenders = {}
+    for mesh in meshes:
+        step, images, labels = contender(config, validate(parse(mesh), config, batch), batch)
+        contenders[mesh] = partial(step, images, labels)
+        contenders[mesh]()
+    times = take_turns(contenders, 20, dist.barrier)
+    found = {}
+    for mesh, measured in times.items():
+        wall = torch.tensor(measured.wall, dtype=torch.float64)
+        dist.all_reduce(wall, dist.ReduceOp.MAX)
+        found[mesh] = wall.tolist()
+    return found
+
+
+def contender(config: ViTConfig, plan: Plan, batch: int) -> tuple[Callable, Tensor, Tensor]:
+    """vitpar's step under `plan`, and random images of this rank and labels for it."""
+    g = torch.Generator().manual_seed(0)
+    step = vitpar_step(config, plan, batch, CPU)
+    rows = token_layout(plan.strategies(config.layer_names)["stem"])[place_of_rank(plan, dist.get_rank())[1]]
+    local = len(rows.row_range(batch))
+    images = torch.randn(local, config.channels, config.image_size, config.image_size, generator=g)
+    return step, images, torch.randint(0, config.num_classes, (batch,), generator=g)
+
+
+TABLES: dict[str, Callable[..., Any]] = {
+    "traffic": traffic,
+    "bubble": bubble,
+    "memory": memory,
+    "layerwise": layerwise,
+}
+
+if __name__ == "__main__":
+    with reporting():
+        join(find_world() or ALONE, "cpu")
+        result = TABLES[sys.argv[1]](*sys.argv[3:])
+        if dist.get_rank() == 0:
+            Path(sys.argv[2]).write_text(json.dumps(result))
+        dist.barrier()
+        os._exit(0)  # as bench.rank does, and for its reason

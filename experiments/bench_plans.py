@@ -1,0 +1,120 @@
+"""What plans cost beside what theory says: traffic, pipeline bubbles, memory, and a layerwise plan beside uniform ones.
+
+    python experiments/bench_plans.py                        # about 5 minutes on two cores
+    python experiments/bench_plans.py --only bubble memory   # some of the tables
+
+- traffic: elements that a rank receives for one block and micro-batch, forward and backward, counted while it runs and
+  by `vitpar.strategy.traffic` (ring collectives).
+- bubble: pp4 with stages that sleep instead of computing, equally long for a forward, the gradients of inputs and those
+  of weights, so that it takes no cores; the part of a step in which a rank does not sleep, beside the theory of
+  `vitpar plan`. What is above theory is what sending and scheduling cost here.
+- memory: how far each rank's resident memory grew at its peak, for a model whose activations are small, beside what
+  `vitpar plan` counts (parameters, gradients, optimizer state) and whole gathered parameters and gradients on top.
+- layerwise: step times of a plan whose halves differ beside both uniform plans, taking turns in one run.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.header import header
+from bench.timing import Spread, ratio
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitpar.launch import spawn
+from vitpar.strategy import parse
+
+TRAFFIC = ("tp2", "tp4", "tp4+sp", "tp4+2d", "tp8+2.5d", "tp8+3d")
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+MEMORY = ("dp2", "dp2+zero1", "dp2+zero2", "fsdp2", "pp2", "pp2xfsdp2")
+LAYERWISE = ("dp2", "pp1: 0-2=dp2, 3-5=fsdp2", "fsdp2")
+
+
+def main() -> int:
+    """Read the options, measure, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    options = parser.parse_args()
+    facts, found = header(), {}
+    console = Console(width=200, highlight=False)
+    for name, value in facts.items():
+        console.print(f"- {name}: {value}", soft_wrap=True)
+    for name in options.only or TABLES:
+        table, found[name] = TABLES[name]()
+        console.print(f"\n{name}\n")
+        console.print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"header": facts, **found}, indent=1))
+    return 0
+
+
+def measure(what: str, *words: str, ranks: int) -> Any:
+    """What ``bench.plan_rank`` measures in a world of its own."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "result.json")
+        argv = ["-m", "bench.plan_rank", what, str(output), *words]
+        if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+            sys.exit(1)  # it said why
+        return json.loads(output.read_text())
+
+
+def traffic() -> tuple[Table, list[dict]]:
+    """Elements received, counted and by the formula."""
+    table = Table("mode", "elements received a block, counted", "by the formula", "ratio", box=box.MARKDOWN)
+    rows = [measure("traffic", mesh, ranks=parse(mesh).world_size) for mesh in TRAFFIC]
+    for row in rows:
+        counted, formula = row["counted"], row["formula"]
+        table.add_row(row["mesh"], f"{counted:,.0f}", f"{formula:,.0f}", f"{counted / formula:.3f}")
+    return table, rows
+
+
+def bubble() -> tuple[Table, list[dict]]:
+    """Idle share of pp4, measured and in theory."""
+    table = Table("schedule", "micro-batches", "idle, measured", "in theory", box=box.MARKDOWN)
+    rows = [measure("bubble", name, ranks=4) for name in SCHEDULES]
+    for row in rows:
+        idle = Spread.of(row["idle"])
+        table.add_row(row["schedule"], str(row["microbatches"]), f"{idle.text(3)}", f"{row['theory']:.3f}")
+    return table, rows
+
+
+def memory() -> tuple[Table, list[dict]]:
+    """Growth of resident memory for each rank, beside theory."""
+    heads = ("plan", "rank", "peak growth, MiB", "state in theory", "with whole gathered parameters and gradients")
+    table = Table(*heads, box=box.MARKDOWN)
+    rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=2)]
+    for row in rows:
+        figures = (f"{row[key] / 2**20:.0f}" for key in ("peak", "state", "gathered"))
+        table.add_row(row["mesh"], str(row["rank"]), *figures)
+    return table, rows
+
+
+def layerwise() -> tuple[Table, dict]:
+    """Step times of a mixed plan beside those of the plans that it mixes."""
+    table = Table("plan", "step, ms", "over the first", box=box.MARKDOWN)
+    seconds = measure("layerwise", *LAYERWISE, ranks=2)
+    for mesh, times in seconds.items():
+        beside = ratio(times, seconds[LAYERWISE[0]]).text(3)
+        table.add_row(mesh, Spread.of([1e3 * s for s in times]).text(1), beside)
+    return table, seconds
+
+
+TABLES: dict[str, Callable[[], tuple[Table, Any]]] = {
+    "traffic": traffic,
+    "bubble": bubble,
+    "memory": memory,
+    "layerwise": layerwise,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The sections of a recipe: every setting with its type, range and default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from vitpar.parallel import Communication
+
+
+class Section(BaseModel):
+    """Settings that are refused where they are unknown, infinite or changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model: timm's name, and what differs from it (None: as the name says)."""
+
+    name: str = "vit_small_patch16_224"
+    image_size: int | None = None
+    patch_size: int | None = None
+    width: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    hidden: int | None = None
+    pool: Literal["cls", "avg"] | None = None
+    registers: int | None = None
+    distillation: bool | None = None
+    representation_size: int | None = None
+    position: Literal["learned", "sincos2d"] | None = None
+    qk_norm: bool | None = None
+    layer_scale: float | None = None
+    drop_path: float | None = None
+    dropout: float | None = None
+
+
+class DataSection(Section):
+    """Which data (a folder that ``vitpar data pack`` made) and how images are prepared."""
+
+    path: str
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = Field(0.5, ge=0, le=1)
+    crop_pct: float = Field(0.875, gt=0, le=1)
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    workers: int = Field(2, ge=0)
+    bad_sample: Literal["fail", "skip"] = "fail"
+
+
+class LRScheduleSection(Section):
+    """Linear warm-up from 0, then cosine to `min_lr`. Give the warm-up in steps or in epochs."""
+
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_epochs: float | None = Field(None, ge=0)
+    min_lr: float = Field(0.0, ge=0)
+
+
+class TrainSection(Section):
+    """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any.
+
+    reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16 and fp16 alone (None: fp32).
+    activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
+    1; what is dearest to compute again it keeps first (None: all).
+    """
+
+    batch_size: int = Field(128, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    steps: int | None = Field(None, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    clip_grad_norm: float = Field(1.0, ge=0)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    compile: bool = False
+    activation_memory_budget: float | None = Field(None, ge=0, le=1)
+    eval_every: int | None = Field(None, ge=1)
+    log_every: int = Field(10, ge=1)
+
+    @model_validator(mode="after")
+    def _budget_is_used(self) -> Self:
+        if self.activation_memory_budget is not None and not self.compile:
+            raise ValueError(
+                f"train.activation_memory_budget is {self.activation_memory_budget}, which only compiled blocks have: "
+                "set train.compile to true, or use +ckpt in the strategy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reduction_is_used(self) -> Self:
+        if self.reduce_dtype is not None and self.precision in ("fp64", "fp32"):
+            raise ValueError(
+                f"train.reduce_dtype is '{self.reduce_dtype}', which does nothing with train.precision "
+                f"'{self.precision}': leave it out, or set train.precision to bf16 or fp16"
+            )
+        if self.reduce_dtype not in (None, "fp32", self.precision):
+            raise ValueError(
+                f"train.reduce_dtype is '{self.reduce_dtype}', which train.precision '{self.precision}' does not have: "
+                f"use 'fp32' or '{self.precision}'"
+            )
+        return self
+
+
+class ParallelSection(Section):
+    """The plan: strategy string, schedule, micro-batches (by count or by size) and how blocks are dealt to stages."""
+
+    mesh: str = "dp1"
+    schedule: str = "1f1b"
+    virtual_stages: int = Field(1, ge=1)
+    microbatches: int | None = Field(None, ge=1)
+    microbatch_size: int | None = Field(None, ge=1)
+    split: str | tuple[int, ...] = "even"
+
+
+class CommunicationSection(Section):
+    """When gradients and gathered parameters are sent (``vitpar.parallel.Communication``): speed and memory, never the
+    result."""
+
+    bucket_cap_mb: float | None = Field(None, gt=0)
+    prefetch: int | None = Field(None, ge=0)
+    reshard_after_forward: bool | None = None
+
+    def settings(self) -> Communication:
+        """The same, as the library takes it."""
+        from vitpar.parallel import Communication
+
+        return Communication(**self.model_dump())

@@ -11,7 +11,14 @@ SEED = 0
 
 # The fields of a recipe's [optimizer] section; recipes themselves need packages that a GPU machine may lack.
 OPTIMIZER = SimpleNamespace(
-    name="adamw", lr=LR, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=EPS, momentum=0.0, implementation="auto"
+    name="adamw",
+    lr=LR,
+    weight_decay=WEIGHT_DECAY,
+    betas=BETAS,
+    eps=EPS,
+    momentum=0.0,
+    nesterov=False,
+    implementation="auto",
 )
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

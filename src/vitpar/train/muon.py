@@ -4,10 +4,12 @@ Momentum and AdamW are elementwise and run on local shards. Orthogonalisation is
 gathered from its shards, one at a time, and every rank that holds a part of it computes the same and keeps its part.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -15,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
-from vitpar.train.optimizer_section import AdjustLr
+if TYPE_CHECKING:
+    from vitpar.train.optimizer_section import AdjustLr
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7

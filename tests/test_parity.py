@@ -84,15 +84,15 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
     parallelize = importlib.import_module("vitpar.parallel.parallelize")
     real = data_parallel.shard
 
-    def shard(module: Any, mesh: Any, *args: Any, **kwargs: Any) -> None:
-        real(module, mesh, *args, **kwargs)
+    def shard(module: Any, sharding: Any, **kwargs: Any) -> None:
+        real(module, sharding, **kwargs)
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(divisor(module, mesh.size()))
+            module.set_gradient_divide_factor(divisor(module, sharding.mesh.size()))
 
     class Spoilt(data_parallel.GradientSum):
-        def __init__(self, layer: Any, group: Any, backwards: int) -> None:
-            super().__init__(layer, group, backwards)
-            self._divisor = divisor(layer, group.size())
+        def __init__(self, layers: Any, group: Any, backwards: int) -> None:
+            super().__init__(layers, group, backwards)
+            self._divisor = divisor(layers[0], group.size())
 
         def wait(self) -> None:
             super().wait()

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
+from vitpar.parallel import Communication
 from vitpar.strategy import Strategy, parse
 
 
@@ -209,6 +210,10 @@ CASES = (
     Case("fsdp2", {"microbatches": 8}, model=EVERYTHING, check=FP64),
     Case("tp4+2d", {"microbatches": 4}, model=EVERYTHING, batch=8, check=FP64),
     Case("pp2xtp2+sp", {"microbatches": 4}, batch=8, check=FP64),
+    # when things are sent
+    Case("dp2", check={"communication": Communication(bucket_cap_mb=0.5)}),
+    Case("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
+    Case("pp2xfsdp2", check={"communication": Communication(reshard_after_forward=True)}),
     # tokens that no degree divides, and tokens that do
     Case("tp2xfsdp2+sp", model=T197, batch=8),
     Case("tp2xfsdp2+sp", model=T196, batch=8),

@@ -76,6 +76,11 @@ TABLE = (
         {"all_reduce": 2 * (2 + 2 + 1) + 1 + NORM, "all_gather": 1},
     ),
     Row(
+        "tp2+ckpt.selective",
+        "what was sent is kept, so computing again sends nothing",
+        {"all_reduce": 2 * (2 + 2) + 1 + NORM, "all_gather": 1},
+    ),
+    Row(
         "tp2",
         "norms of split heads have partial gradients: one sum a step for all of them; a second classifier",
         {"all_reduce": 2 * (2 + 2) + 1 + 2 + NORM, "all_gather": 2},

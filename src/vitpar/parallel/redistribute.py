@@ -18,8 +18,8 @@ from vitpar.strategy.layout import Layout, Part, moves
 class Redistribute:
     """Activations [batch, tokens, features] in layout `source` to layout `target`, differentiable.
 
-    width: features of the whole. group: the ranks of the stage. Both ends of every redistribution of a model are
-    written down by ``ParallelModel.redistributions``.
+    width: features of the whole. group: the ranks of the stage. ``vitpar plan`` lists a model's redistributions with
+    both ends.
     """
 
     def __init__(self, source: Layout, target: Layout, width: int, group: ProcessGroup) -> None:

@@ -92,7 +92,7 @@ def memory() -> tuple[Table, list[dict]]:
     """Growth of resident memory for each rank, beside theory."""
     heads = ("plan", "rank", "peak growth, MiB", "state in theory", "with whole gathered parameters and gradients")
     table = Table(*heads, box=box.MARKDOWN)
-    rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=2)]
+    rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=parse(mesh).world_size)]
     for row in rows:
         figures = (f"{row[key] / 2**20:.0f}" for key in ("peak", "state", "gathered"))
         table.add_row(row["mesh"], str(row["rank"]), *figures)

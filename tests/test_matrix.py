@@ -1,7 +1,7 @@
 """The support matrix: refusals, the page in docs, and every combination that it allows against one process."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations as pairs_of
 from pathlib import Path
 
@@ -12,7 +12,17 @@ from plans import Case
 from ranks import RankPool
 from vitpar import Plan, ViTConfig, model_config, parse, validate
 from vitpar.errors import StrategyError
-from vitpar.strategy.support import CLASHES, DIMENSIONS, Clash, combinations, features, page, refuse_clashes
+from vitpar.parallel import Communication
+from vitpar.strategy.support import (
+    CLASHES,
+    DIMENSIONS,
+    Clash,
+    combinations,
+    features,
+    page,
+    refuse_clashes,
+    refuse_unused,
+)
 from vitpar.train.check import CheckResult, check_plan
 
 STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
@@ -100,6 +110,27 @@ def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
         refuse_clashes(plan, "fp32", "compile" in chosen)
     assert str(caught.value).startswith(f"{clash.first} clashes with {clash.second} in '{plan}', as ")
     assert str(caught.value).endswith(f": {clash.instead}")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "setting", "value"),
+    [
+        ("fsdp2", "fp32", "bucket_cap_mb", 25.0),
+        ("dp2", "bf16", "bucket_cap_mb", 25.0),
+        ("dp2xtp2+zero1", "fp32", "bucket_cap_mb", 25.0),
+        ("dp2", "fp32", "prefetch", 1),
+        ("tp2", "fp32", "reshard_after_forward", False),
+        ("dp2+zero1", "fp32", "reshard_after_forward", True),
+    ],
+)
+def test_a_communication_setting_that_does_nothing_is_refused(
+    mesh: str, precision: str, setting: str, value: object
+) -> None:
+    nothing = asdict(Communication())
+    refuse_unused(parse(mesh), precision, nothing)
+    refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
+    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
+        refuse_unused(parse(mesh), precision, {**nothing, setting: value})
 
 
 def test_the_page_in_docs_is_the_table() -> None:

@@ -70,10 +70,12 @@ class Sleeper(nn.Module):
         self.weight, self.seconds = nn.Parameter(torch.zeros(())), seconds
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:  # images: a real first stage hands gradients through its blocks all the same
+            x = x.detach().requires_grad_()
         return _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
 
 
-def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.02) -> dict[str, Any]:
+def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.08) -> dict[str, Any]:
     """The part of a step of pp4 in which a rank does not work, of each step after the first."""
     schedule = SCHEDULES[name]
     virtual = 1 if schedule.stages == "one" else 2

@@ -14,6 +14,8 @@ Order of wrapping, for each layer by its own strategy:
 The optimizer is made after this, and saved weights are loaded after that.
 """
 
+from dataclasses import asdict
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +32,7 @@ from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.stage import Stage
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
-from vitpar.strategy.support import refuse_clashes
+from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 
 def parallelize(
@@ -54,6 +56,7 @@ def parallelize(
     group whose world size is the plan's; all ranks call it together.
     """
     refuse_clashes(plan, precision_name, compile_blocks)
+    refuse_unused(plan, precision_name, asdict(communication))
     if activation_memory_budget is not None:
         torch._functorch.config.activation_memory_budget = activation_memory_budget  # of all that compiles from here on
     numbers = precision(precision_name, reduce_dtype)

@@ -6,11 +6,12 @@ Whatever holds no clash runs, and equals one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
 from vitpar.errors import StrategyError
+from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {
@@ -93,6 +94,29 @@ def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
             raise StrategyError(
                 f"{clash.first} clashes with {clash.second} in '{plan}', as {clash.because}: {clash.instead}"
             )
+
+
+def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object]) -> None:
+    """Raise StrategyError if one of the recipe's `communication` settings that is given would change nothing."""
+    for name, (needs, uses) in COMMUNICATION.items():
+        if communication[name] is not None and not any(uses(strategy, precision) for strategy in plan.kinds):
+            raise StrategyError(
+                f"communication.{name} is {communication[name]}, which does nothing under '{plan}' in {precision}: "
+                f"leave it out, it is for {needs}"
+            )
+
+
+COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, str], bool]]] = {
+    "bucket_cap_mb": (
+        "dp without +zero1, +zero2, fsdp or +offload, in fp32 or fp64",
+        lambda s, precision: (
+            s.has("dp") and not (s.zero or s.has("fsdp") or s.offload) and precision in ("fp32", "fp64")
+        ),
+    ),
+    "prefetch": ("fsdp, +zero1 or +zero2", lambda s, _: s.has("fsdp") or s.zero > 0),
+    "reshard_after_forward": ("fsdp", lambda s, _: s.has("fsdp")),
+}
+"""By setting (``vitpar.parallel.Communication``): which layers use it, in words and as a test."""
 
 
 def combinations(dimensions: Iterable[str]) -> Iterator[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from vitpar.errors import RecipeError, nearest
 from vitpar.models.config import ViTConfig, model_config
 from vitpar.strategy import Plan, parse, read_plan, validate
-from vitpar.strategy.support import refuse_clashes
+from vitpar.strategy.support import refuse_clashes, refuse_unused
 from vitpar.train.loss_scale import LossScaleSection
 from vitpar.train.optimizer_section import Implementation as Implementation
 from vitpar.train.optimizer_section import OptimizerSection as OptimizerSection
@@ -77,6 +77,7 @@ class Recipe(Section):
         """
         plan = validate(resolve(self.requested_plan()), config, self.train.batch_size)
         refuse_clashes(plan, self.train.precision, self.train.compile)
+        refuse_unused(plan, self.train.precision, self.communication.model_dump())
         return plan
 
     def requested_plan(self) -> Plan:

@@ -1,0 +1,76 @@
+"""Galvatron's strategy files as its tools write them, for tests."""
+
+
+def column(*parts: tuple[int, int]) -> str:
+    """`(2, 3), (1, 2)` -> "2,2,2,1,1"."""
+    return ",".join(str(value) for value, times in parts for _ in range(times))
+
+
+HUGE = {  # vit-huge on 4 ranks, as the search wrote it
+    "pp_deg": 1,
+    "tp_sizes_enc": column((2, 32)),
+    "tp_consecutive_flags": column((1, 32)),
+    "dp_types_enc": column((0, 32)),
+    "use_sp": column((0, 32)),
+    "checkpoint": column((0, 32)),
+    "global_bsz": 160,
+    "chunks": 1,
+    "pp_division": "32",
+    "pipeline_type": "pipedream_flush",
+    "default_dp_type": "zero2",
+    "vtp": 2,
+    "vsp": 0,
+}
+OLD = {  # of 2022, for 16 ranks
+    "pp_deg": 2,
+    "tp_sizes_enc": column((1, 24)),
+    "tp_consecutive_flags": column((1, 24)),
+    "dp_types_enc": "1,1,1,1,1,1,0,0,0,0,0,0,1,1,1,1,1,1,0,0,0,0,0,0",
+    "global_bsz": 64,
+    "chunks": 2,
+}
+LAYERWISE = {  # for 8 ranks
+    "pp_deg": 1,
+    "tp_sizes_enc": column((2, 32)),
+    "tp_consecutive_flags": column((1, 32)),
+    "dp_types_enc": column((1, 29), (0, 3)),
+    "use_sp": column((0, 32)),
+    "checkpoint": column((1, 6), (0, 26)),
+    "global_bsz": 16,
+    "chunks": 1,
+    "pp_division": "32",
+    "pipeline_type": "pipedream_flush",
+    "default_dp_type": "zero2",
+    "vtp": 4,
+    "vsp": 0,
+    "embed_sdp": 1,
+}
+MIXED = {  # for 24 ranks: degrees that are no powers of two, strided tp, unequal stages, the newest keys
+    "pp_deg": 2,
+    "tp_sizes_enc": "3,3,1,12,4,6,2",
+    "tp_consecutive_flags": "0,1,1,1,0,0,0",
+    "dp_types_enc": "0,1,0,0,1,0,1",
+    "use_sp": "0,0,1,0,0,0,0",
+    "checkpoint": "1,0,0,1,1,0,0",
+    "global_bsz": 144,
+    "chunks": 3,
+    "pp_division": "3,4",
+    "pipeline_type": "gpipe",
+    "default_dp_type": "ddp",
+    "vtp": 1,
+    "vsp": 1,
+    "embed_sdp": 1,
+    "cp_sizes_enc": "1,1,1,1,1,1,1",
+    "vcp": 1,
+}
+SMALL = {  # for 8 ranks: 4 blocks
+    "pp_deg": 2,
+    "tp_sizes_enc": "2,2,2,2",
+    "tp_consecutive_flags": "1,1,1,1",
+    "dp_types_enc": "0,0,0,0",
+    "use_sp": "0,0,0,0",
+    "global_bsz": 16,
+    "chunks": 2,
+    "vtp": 2,
+}
+FILES = {"huge": (HUGE, 4), "old": (OLD, 16), "layerwise": (LAYERWISE, 8), "mixed": (MIXED, 24), "small": (SMALL, 8)}

@@ -41,8 +41,9 @@ lint: $(READY)   ## Style and types
 docs: $(READY)   ## Write docs/support.md from the support matrix
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 
-bench: $(READY)  ## Step time and memory beside hand-written PyTorch, as ratios from one run
+bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
 	$(BIN)/python experiments/bench_cpu.py
+	$(BIN)/python experiments/bench_plans.py
 
 clean:           ## Remove the virtual environment and caches, no data and no runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,6 +24,7 @@ from typing import Any
 
 from bench.cases import CASES, FULL, QUICK, Case, Size
 from bench.header import header
+from bench.resident import ENVIRONMENT
 from bench.timing import Spread, ratio
 from rich import box
 from rich.console import Console
@@ -119,6 +120,7 @@ def run(case: Case, size: Size, side: str) -> dict[str, Any] | None:
     environment = {
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]),
         **({"OMP_NUM_THREADS": "1"} if size is QUICK else {}),  # steps too short to share, above all on a busy machine
+        **(ENVIRONMENT if side != "both" else {}),
     }
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")

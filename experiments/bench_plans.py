@@ -1,6 +1,6 @@
 """What plans cost beside what theory says: traffic, pipeline bubbles, memory, and a layerwise plan beside uniform ones.
 
-    python experiments/bench_plans.py                        # about 5 minutes on two cores
+    python experiments/bench_plans.py                        # about 4 minutes on two cores
     python experiments/bench_plans.py --only bubble memory   # some of the tables
 
 - traffic: elements that a rank receives for one block and micro-batch, forward and backward, counted while it runs and
@@ -8,8 +8,9 @@
 - bubble: pp4 with stages that sleep instead of computing, equally long for a forward, the gradients of inputs and those
   of weights, so that it takes no cores; the part of a step in which a rank does not sleep, beside the theory of
   `vitpar plan`. What is above theory is what sending and scheduling cost here.
-- memory: how far each rank's resident memory grew at its peak, for a model whose activations are small, beside what
-  `vitpar plan` counts (parameters, gradients, optimizer state) and whole gathered parameters and gradients on top.
+- memory: how much the resident memory of each rank grew, for a model whose activations are small: after a step, beside
+  parameters and moments as `vitpar plan` counts them (gradients are gone by then), and at most within one, beside what
+  is gathered and waits by then.
 - layerwise: step times of a plan whose halves differ beside both uniform plans, taking turns in one run.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.header import header
+from bench.resident import ENVIRONMENT
 from bench.timing import Spread, ratio
 from rich import box
 from rich.console import Console
@@ -63,7 +65,7 @@ def measure(what: str, *words: str, ranks: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         argv = ["-m", "bench.plan_rank", what, str(output), *words]
-        if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+        if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ENVIRONMENT):
             sys.exit(1)  # it said why
         return json.loads(output.read_text())
 
@@ -89,12 +91,11 @@ def bubble() -> tuple[Table, list[dict]]:
 
 
 def memory() -> tuple[Table, list[dict]]:
-    """Growth of resident memory for each rank, beside theory."""
-    heads = ("plan", "rank", "peak growth, MiB", "state in theory", "with whole gathered parameters and gradients")
-    table = Table(*heads, box=box.MARKDOWN)
+    """Resident memory of each rank, beside theory."""
+    table = Table("plan", "rank", "after a step, MiB", "in theory", "at most, MiB", "in theory", box=box.MARKDOWN)
     rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=parse(mesh).world_size)]
     for row in rows:
-        figures = (f"{row[key] / 2**20:.0f}" for key in ("peak", "state", "gathered"))
+        figures = (f"{row[key] / 2**20:.1f}" for key in ("rest", "state", "peak", "most"))
         table.add_row(row["mesh"], str(row["rank"]), *figures)
     return table, rows
 

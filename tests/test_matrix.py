@@ -28,7 +28,7 @@ from vitpar.train.check import CheckResult, check_plan
 STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
 DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
 TENSOR = {"no tp": "", "tp": "tp2", "+sp": "tp2", "+2d": "tp4", "+2.5d": "tp8", "+3d": "tp8"}
-SMALL = {"depth": 4, "width": 24, "heads": 4, "hidden": 48, "qk_norm": True, "drop_path": 0.1}
+SMALL = {"width": 24, "heads": 4, "hidden": 48, "qk_norm": True, "drop_path": 0.1}
 
 
 def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:
@@ -36,10 +36,11 @@ def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:
     axes = ["" if schedule == "no pp" else "pp2", DATA[data], TENSOR[tensor]]
     flags = [feature for feature in (tensor, data, checkpoint) if feature.startswith("+")]
     plan = {"microbatches": 2} if schedule == "no pp" else {"schedule": schedule, "microbatches": 4}
+    depth = 2
     if schedule not in ("no pp", "gpipe", "1f1b"):
-        plan["virtual_stages"] = 2
+        plan["virtual_stages"], depth = 2, 4
     mesh = "x".join(filter(None, axes)) or "dp1"
-    return Case(mesh + "".join(flags), plan, SMALL, batch=16 * parse(mesh).data_parallel)
+    return Case(mesh + "".join(flags), plan, {"depth": depth, **SMALL}, batch=16 * parse(mesh).data_parallel)
 
 
 def config_of(case: Case) -> ViTConfig:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -17,11 +16,13 @@ from torch import Tensor, nn
 
 from bench.collectives import Received
 from bench.ours import vitpar_step
+from bench.resident import forget_most, most_resident, resident
 from bench.timing import take_turns
 from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel import parallelize
 from vitpar.parallel.bubble import idle_share
+from vitpar.parallel.held import layer_parameters
 from vitpar.parallel.mesh import pipeline_mesh
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.parallel.summary import summarize
@@ -106,26 +107,44 @@ def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.08)
     return {"schedule": name, "microbatches": microbatches, "idle": idle, "theory": idle_share(plan, microbatches)}
 
 
-def memory(mesh: str) -> list[dict[str, Any]]:
-    """By rank: peak growth of resident memory over three steps, the state in theory, and that with whole gathered
-    parameters and gradients of one stage on top."""
-    config = model_config("vit_custom", patch_size=16, image_size=32, width=768, depth=6, heads=12, num_classes=10)
-    batch = 8
-    plan = validate(parse(mesh), config, batch)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    step, images, labels = contender(config, plan, batch)
-    for _ in range(3):
+def memory(mesh: str, microbatches: int = 2) -> list[dict[str, Any]]:
+    """By rank, bytes that resident memory grew: after a step and at most within it, and both in theory."""
+    batch, plan = 16, replace(parse(mesh), microbatches=microbatches)
+    small = model_config("vit_custom", patch_size=16, image_size=32, width=24, depth=8, heads=6, num_classes=10)
+    large = replace(small, width=512, heads=8, hidden=2048)
+    for config in (small, large):  # the small one loads what the programs need
+        before = resident()
+        step, images, labels = contender(config, validate(plan, config, batch), batch)
         step(images, labels)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    summary = summarize(config, plan, batch, bytes_per_parameter=16)
-    here = summary.pipeline[place_of_rank(plan, dist.get_rank())[0]]
-    whole = here.parameters * (plan.strategy.degree("fsdp") * (plan.strategy.degree("dp") if plan.strategy.zero else 1))
-    shards = plan.strategy.has("fsdp") or plan.strategy.zero
-    row = {"mesh": mesh, "rank": dist.get_rank(), "peak": peak, "state": here.state_bytes}
-    row["gathered"] = here.state_bytes + (8 * whole if shards else 0)
+        forget_most()
+        step(images, labels)
+    peak, rest = most_resident() - before, resident() - before
+    plan = validate(plan, large, batch)
+    here = summarize(large, plan, batch, bytes_per_parameter=12).pipeline[place_of_rank(plan, dist.get_rank())[0]]
+    row = {"mesh": mesh, "rank": dist.get_rank(), "rest": rest, "peak": peak, "state": here.state_bytes}
+    row["most"] = _most(large, plan, [name for stage in here.layers for name in stage])
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, row)
     return rows
+
+
+def _most(config: ViTConfig, plan: Plan, names: list[str]) -> int:
+    """Bytes at a step's fullest moment, activations left out: the last micro-batch's backward.
+
+    Parameters and two moments are there, and gradients: whole until the last micro-batch ends, or with +zero2 the parts
+    and one whole layer. Gathered parameters are those of two layers and the message for the next under fsdp, but of all
+    layers with +zero1, +zero2 and under pp. And the message that carries the largest layer's gradients.
+    """
+    kept = layer_parameters(config, plan)
+    strategy, shares = plan.strategy, [kept[name] for name in names]
+    parts = strategy.degree("fsdp") * (strategy.degree("dp") if strategy.zero else 1)
+    wholes = [share * parts for share in shares]
+    gradients = sum(shares) + max(wholes) if strategy.zero == 2 else sum(wholes)
+    gathered = 0
+    if parts > 1:
+        gathered = sum(wholes) if strategy.zero or plan.pp > 1 else sum(sorted(wholes)[-3:])
+    message = max(wholes) if plan.strategy.size > 1 else 0
+    return 4 * (3 * sum(shares) + gradients + gathered + message)
 
 
 def layerwise(*meshes: str) -> dict[str, list[float]]:

@@ -6,7 +6,6 @@ contender, measures its memory.
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor
 from bench.by_hand import BY_HAND
 from bench.cases import CASES, FULL, QUICK, Case, Size
 from bench.ours import vitpar_step
+from bench.resident import most_resident, resident
 from bench.settings import SEED, Step
 from bench.timing import take_turns
 from vitpar.launch import ALONE, find_world, join, reporting
@@ -32,7 +32,7 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
     """See the module's docstring."""
     device = join(find_world() or ALONE, "cpu")
     case, size = CASES[name], {"full": FULL, "quick": QUICK}[size_name]
-    before = resident_bytes()
+    before = resident()
     rows = local_rows(case, size)
     makers = {
         "hand": lambda: on_rows(BY_HAND[name](size.config), rows),
@@ -46,7 +46,7 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
         compare(first["hand"], first["vitpar"])
         result["seconds"] = timed(steps, batches, size)
     else:
-        growth = torch.tensor([peak_bytes() - before])
+        growth = torch.tensor([most_resident() - before])
         dist.all_reduce(growth, dist.ReduceOp.MAX)
         result["memory_bytes"] = growth.item()
     if dist.get_rank() == 0:
@@ -115,16 +115,6 @@ def timed(
         dist.all_reduce(cpu)
         seconds[key] = {"wall": wall.tolist(), "cpu": cpu.tolist()}
     return seconds
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak_bytes() -> int:
-    """The most memory of this process that was in RAM at any time."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class GradientSum:
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
         self._group = group
         self._expected = self._missing = (backwards or 0) * len(self._parameters)
-        self._running: tuple[Tensor, dist.Work] | None = None
+        self._running: dist.Work | None = None
         if backwards is not None:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -99,8 +99,14 @@ class GradientSum:
 
     def _start(self) -> None:
         total = torch.cat([local(p.grad).flatten() for p in self._parameters])
-        work = dist.all_reduce(total, group=self._group, async_op=True)
-        self._running = total, work
+        self._running = dist.all_reduce(total, group=self._group, async_op=True)
+        # From here on the gradients are views of the message, so that what backward wrote is freed at once.
+        parts = total.split([local(p.grad).numel() for p in self._parameters])
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            whole = part.view_as(local(parameter.grad))
+            if isinstance(parameter, DTensor):
+                whole = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
+            parameter.grad = whole
 
     def wait(self) -> None:
         """Must follow the step's last backward: from here on the gradients are the sums."""
@@ -108,14 +114,7 @@ class GradientSum:
             assert not self._expected, "not every parameter of the layers has a gradient"
             self._start()
         assert self._running is not None
-        total, work = self._running
-        work.wait()
-        parts = total.split([local(p.grad).numel() for p in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            whole = part.view_as(local(parameter.grad))
-            if isinstance(parameter, DTensor):
-                whole = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
-            parameter.grad = whole
+        self._running.wait()
         self._running = None
 
 

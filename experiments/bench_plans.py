@@ -50,7 +50,8 @@ def main() -> int:
     for name, value in facts.items():
         console.print(f"- {name}: {value}", soft_wrap=True)
     for name in options.only or TABLES:
-        table, found[name] = TABLES[name]()
+        with Console(stderr=True).status(f"{name} …"):
+            table, found[name] = TABLES[name]()
         console.print(f"\n{name}\n")
         console.print(table)
     if options.json:

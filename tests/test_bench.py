@@ -40,6 +40,7 @@ def test_cpu_program_prints_a_ratio(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_plan_program_prints_its_tables(tmp_path: Path) -> None:
     printed = run("bench_plans.py", "--json", str(tmp_path / "result.json"))
     found = json.loads((tmp_path / "result.json").read_text())

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from collectives import Sent
+from optimizer_references import LAMB, LARS, MUON, RATES, VARIANTS, reference, section, shown
 from ranks import RankPool
 from sharded_parameters import (
-    HEAD_DIM,
     HEADS,
     LAYERS,
     LAYOUTS,
@@ -28,97 +28,8 @@ from sharded_parameters import (
     ranks_of,
     whole,
 )
-from vitpar.train.muon import orthogonalise
-from vitpar.train.optimizer import ShardedOptimizer, decays, local
-from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.whole_norms import WholeNorms
-
-RATES = (0.1, 0.03, 0.2, 0.05)
-
-LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
-LARS = {"name": "lars", "momentum": 0.7, "trust_coefficient": 0.5}
-MUON = {"name": "muon", "betas": (0.8, 0.9), "momentum": 0.9}
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {**LARS, "nesterov": True},
-    {**LARS, "momentum": 0.0},
-    {**MUON, "nesterov": False},
-    {**MUON, "adjust_lr_fn": "original"},
-    {**MUON, "ns_steps": 2},
-)
-
-
-def shown(settings: dict[str, Any] | str) -> str:
-    if isinstance(settings, str):
-        return settings
-    return " ".join(f"{key}={value}" for key, value in settings.items() if key not in ("betas", "eps"))
-
-
-def section(settings: Mapping[str, Any]) -> OptimizerSection:
-    return OptimizerSection(**{"weight_decay": 0.3, **settings})
-
-
-# the same on one process, by the papers' formulas
-
-
-def reference(settings: dict[str, Any], rates: tuple[float, ...] = RATES) -> dict[str, Tensor]:
-    """All parameters after one step for each of `rates`."""
-    chosen = section(settings)
-    parameters = {name: drawn("value", name) for name in SHAPES}
-    for name, x in parameters.items():
-        memory: dict[str, Tensor] = {"m": torch.zeros_like(x), "v": torch.zeros_like(x)}
-        decay = chosen.weight_decay if decays(name) else 0.0
-        for t, rate in enumerate(rates, start=1):
-            gradient = drawn(str(t), name)
-            if chosen.name == "lamb":
-                step = adam(memory, gradient, t, chosen) + decay * x
-                ratio = x.norm() / step.norm() if decays(name) else 1.0
-                x -= rate * ratio * step
-            elif chosen.name == "lars":
-                norms = x.norm(), gradient.norm()
-                ratio = chosen.trust_coefficient * norms[0] / (norms[1] + decay * norms[0]) if decays(name) else 1.0
-                scaled = ratio * (gradient + decay * x)
-                memory["m"] = chosen.momentum * memory["m"] + scaled
-                x -= rate * (scaled + chosen.momentum * memory["m"] if chosen.nesterov else memory["m"])
-            elif not (name.startswith("blocks.") and x.dim() == 2):
-                step = adam(memory, gradient, t, chosen) + decay * x
-                x -= rate * step
-            else:
-                mu = chosen.momentum
-                memory["m"] = mu * memory["m"] + (1 - mu) * gradient
-                step = mu * memory["m"] + (1 - mu) * gradient if chosen.nesterov else memory["m"]
-                x *= 1 - rate * decay
-                for rows in rows_of_maps(name):
-                    original = max(1.0, len(rows) / x.shape[1]) ** 0.5
-                    factor = original if chosen.adjust_lr_fn == "original" else 0.2 * max(len(rows), x.shape[1]) ** 0.5
-                    x[rows] -= rate * factor * orthogonal(step[rows], chosen.ns_steps)
-    return parameters
-
-
-def adam(memory: dict[str, Tensor], gradient: Tensor, t: int, settings: OptimizerSection) -> Tensor:
-    one, two = settings.betas
-    memory["m"] = one * memory["m"] + (1 - one) * gradient
-    memory["v"] = two * memory["v"] + (1 - two) * gradient**2
-    return (memory["m"] / (1 - one**t)) / ((memory["v"] / (1 - two**t)).sqrt() + settings.eps)
-
-
-def rows_of_maps(name: str) -> list[list[int]]:
-    """The rows of each linear map in a matrix: three in qkv, whose heads follow one another."""
-    if not name.endswith("qkv.weight"):
-        return [list(range(SHAPES[name][0]))]
-    heads = [3 * HEAD_DIM * head for head in range(HEADS)]
-    return [[start + HEAD_DIM * part + i for start in heads for i in range(HEAD_DIM)] for part in range(3)]
-
-
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz with the powers applied to the singular values themselves."""
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    s = s / s.square().sum().sqrt()
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return u @ s.diag() @ v
-
-
-# sharded
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
@@ -302,66 +213,6 @@ def test_muon_gathers_every_matrix_once(ranks: Callable[[int], RankPool]) -> Non
 
 
 # each optimizer on whole parameters
-
-
-@pytest.mark.parametrize(("exact", "tolerance"), [(True, 1e-13), (False, 0.03)])
-@pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9)])
-@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}, {"ns_steps": 3}], ids=str)
-def test_muon_equals_torchs(
-    options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if exact:  # torch's iterates in bfloat16 everywhere
-        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    chosen = section({"name": "muon", **options})
-    mine, theirs = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
-    ours = ShardedOptimizer([("blocks.0.attn.proj.weight", mine)], chosen)
-    torchs = torch.optim.Muon(
-        [theirs],
-        weight_decay=0.3,
-        momentum=chosen.momentum,
-        nesterov=chosen.nesterov,
-        ns_steps=chosen.ns_steps,
-        adjust_lr_fn=chosen.adjust_lr_fn,
-    )
-    for rate in RATES:
-        mine.grad = torch.randn(shape, dtype=torch.float64)
-        theirs.grad = mine.grad.clone()
-        torchs.param_groups[0]["lr"] = rate
-        torchs.step()
-        ours.step(rate)
-    torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
-    assert (mine != 1).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(8, 8), (30, 10), (10, 30), (3, 10, 30)])
-def test_singular_values_become_about_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    result = orthogonalise(1e-4 * matrices, 5)
-    assert (result.shape, result.dtype) == (matrices.shape, dtype)
-    for matrix, whitened in zip(matrices.view(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
-        u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-        values = u.mT @ whitened.double() @ v.mT  # diagonal, if the singular vectors are the same
-        off = values - values.diagonal().diag()
-        assert values.diagonal().min() > 0.5 and values.diagonal().max() < 1.3
-        assert off.abs().max() < (0.1 if dtype is torch.bfloat16 else 1e-3)
-    assert not orthogonalise(torch.zeros(shape, dtype=dtype), 5).any()
-
-
-def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
-    """A large gradient of the keys leaves the step of queries and values as it is."""
-    name, rows = "blocks.0.attn.qkv.weight", rows_of_maps("blocks.0.attn.qkv.weight")
-    moved = []
-    for factor in (1.0, 1e6):
-        p = nn.Parameter(drawn("value", name))
-        p.grad = drawn("1", name)
-        p.grad[rows[1]] *= factor
-        ShardedOptimizer([(name, p)], section(MUON), heads=HEADS).step(0.1)
-        moved.append(p.detach() - drawn("value", name))
-    torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
-    p.grad = drawn("1", name)
-    with pytest.raises(AssertionError, match=r"queries, keys and values of blocks\.0\.attn\.qkv\.weight"):
-        ShardedOptimizer([(name, p)], section(MUON))
 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS, MUON], ids=shown)

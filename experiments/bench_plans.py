@@ -3,8 +3,9 @@
     python experiments/bench_plans.py                        # about 4 minutes on two cores
     python experiments/bench_plans.py --only bubble memory   # some of the tables
 
-- traffic: elements that a rank receives for one block and micro-batch, forward and backward, counted while it runs and
-  by `vitpar.strategy.traffic` (ring collectives).
+- traffic: elements that a rank receives for one block, forward and backward of one micro-batch, counted while it runs
+  and by formulas (ring collectives): activations as `vitpar.strategy.traffic` has them, and less if what was gathered
+  in forward were kept for backward, which costs memory; weights and their gradients.
 - bubble: pp4 with stages that sleep instead of computing, equally long for a forward, the gradients of inputs and those
   of weights, so that it takes no cores; the part of a step in which a rank does not sleep, beside the theory of
   `vitpar plan`. What is above theory is what sending and scheduling cost here.
@@ -33,7 +34,7 @@ from rich.table import Table
 from vitpar.launch import spawn
 from vitpar.strategy import parse
 
-TRAFFIC = ("tp2", "tp4", "tp4+sp", "tp4+2d", "tp8+2.5d", "tp8+3d")
+TRAFFIC = ("tp4", "tp4+sp", "tp4+2d", "tp8", "tp8+sp", "tp8+2.5d", "tp8+3d", "fsdp8")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 MEMORY = ("dp2", "dp2+zero1", "dp2+zero2", "fsdp2", "pp2", "pp2xfsdp2")
 LAYERWISE = ("dp2", "pp1: 0-2=dp2, 3-5=fsdp2", "fsdp2")
@@ -72,12 +73,13 @@ def measure(what: str, *words: str, ranks: int) -> Any:
 
 
 def traffic() -> tuple[Table, list[dict]]:
-    """Elements received, counted and by the formula."""
-    table = Table("mode", "elements received a block, counted", "by the formula", "ratio", box=box.MARKDOWN)
+    """Elements received, counted and by formulas."""
+    heads = ("mode", "activations, counted", "by the table", "if they were kept", "weights, counted", "by formula")
+    table = Table(*heads, box=box.MARKDOWN)
     rows = [measure("traffic", mesh, ranks=parse(mesh).world_size) for mesh in TRAFFIC]
     for row in rows:
-        counted, formula = row["counted"], row["formula"]
-        table.add_row(row["mesh"], f"{counted:,.0f}", f"{formula:,.0f}", f"{counted / formula:.3f}")
+        figures = (row[key] for key in ("activations", "table", "kept", "weights", "weights_in_theory"))
+        table.add_row(row["mesh"], *(f"{figure:,.0f}" for figure in figures))
     return table, rows
 
 

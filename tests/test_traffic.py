@@ -1,5 +1,6 @@
 """The table of a block's communication, which planning prices, against what a block really sends."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from collectives import Sent
 from ranks import RankPool
 from vitpar import model_config, parallelize, parse, validate
 from vitpar.strategy import token_layout
+from vitpar.strategy.layout import mesh_axes
 from vitpar.strategy.traffic import Traffic, block_traffic
 
 ROWS = 16
@@ -49,6 +51,34 @@ def test_a_block_sends_what_the_table_says(mesh: str, ranks: Callable[[int], Ran
 
 def received(traffic: Traffic) -> float:
     return sum(collective.received * times for collective, times in traffic.items())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch", "width", "millions"),
+    [
+        ("tp8", 512, 4096, 2892),
+        ("tp8+2.5d", 512, 4096, 874),
+        ("tp8+3d", 512, 4096, 1703),
+        ("tp64", 512, 4096, 3253),
+        ("tp64+2d", 512, 4096, 677),
+        ("tp64+2.5d@4", 512, 4096, 365),
+        ("tp64+3d", 512, 4096, 639),
+        ("tp8+2.5d", 1024, 1024, 371),
+        ("tp8+3d", 1024, 1024, 829),
+    ],
+)
+def test_volumes_follow_the_published_algorithms(mesh: str, batch: int, width: int, millions: int) -> None:
+    """With gathered activations kept for backward, and weights gathered once: what the modes' papers count."""
+    model = model_config("vit_custom", patch_size=16, width=width, depth=1, heads=64)
+    strategy = parse(mesh).strategy
+    forward, backward = block_traffic(model, strategy, batch)
+    again = Counter({c: times for c, times in forward.items() if c.operation == "all_gather"})
+    kept = received(forward) + received(backward) - received(again)
+    sizes = dict(mesh_axes(strategy))
+    copies = sizes.get("d", 1)
+    share = 12 * width**2 * copies / math.prod(sizes.values())  # a rank's part of the four matrices
+    weights = 2 * (sizes.get("i", 1) - 1) * share + 2 * (1 - 1 / copies) * share
+    assert (kept + weights) / 1e6 == pytest.approx(millions, rel=5e-3)  # ours has statistics of norms too
 
 
 def test_known_volumes() -> None:

@@ -1,35 +1,40 @@
-"""Counts what a rank receives through functional collectives of some groups."""
+"""Counts what a rank receives."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitpar.strategy.traffic import Collective
 
-_ops = torch.ops._c10d_functional
-OPERATIONS = {
-    _ops.all_reduce.default: "all_reduce",
-    _ops.all_gather_into_tensor.default: "all_gather",
-    _ops.reduce_scatter_tensor.default: "reduce_scatter",
-}
+NAMES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 
 class Received(TorchDispatchMode):
-    """Adds up, inside the ``with``, in `elements` what ring algorithms let this rank receive. groups: names."""
+    """Adds up, inside the ``with``, the elements that ring algorithms let this rank receive: those of `activations`,
+    which layers send by functional collectives, and those of `weights` and their gradients, which ``fully_shard`` sends
+    by the others."""
 
-    def __init__(self, groups: Collection[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._groups, self.elements = groups, 0.0
+        self.activations = self.weights = 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it dispatches again on its local tensors, collectives among them
         out = func(*args, **(kwargs or {}))
-        if func in OPERATIONS and args[-1] in self._groups:
-            name = OPERATIONS[func]
-            whole = out if name == "all_gather" else args[0]
-            size = torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
-            self.elements += Collective(name, "", size, whole.numel()).received
+        library, _, name = func._schema.name.partition("::") if hasattr(func, "_schema") else ("", "", "")
+        if library == "_c10d_functional" and name in NAMES:
+            whole = out if name == "all_gather_into_tensor" else args[0]
+            ranks = torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
+            self.activations += Collective(NAMES[name], "", ranks, whole.numel()).received
+        elif library == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_"):
+            self.weights += abs(args[0].numel() - args[1].numel())
+        elif library == "c10d" and name == "allreduce_":
+            ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
+            self.weights += sum(Collective("all_reduce", "", ranks, x.numel()).received for x in args[0])
         return out

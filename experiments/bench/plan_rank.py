@@ -1,6 +1,7 @@
 """One rank of ``bench_plans.py``: ``python -m bench.plan_rank TABLE OUTPUT.json WORDS…``; rank 0 writes the result."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -22,11 +23,12 @@ from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel import parallelize
 from vitpar.parallel.bubble import idle_share
-from vitpar.parallel.held import layer_parameters
+from vitpar.parallel.held import layer_parameters, sharding_axes
 from vitpar.parallel.mesh import pipeline_mesh
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.parallel.summary import summarize
 from vitpar.strategy import SCHEDULES, Plan, parse, place_of_rank, stages_of_rank, token_layout, validate
+from vitpar.strategy.layout import mesh_axes
 from vitpar.strategy.traffic import block_traffic
 
 CPU = torch.device("cpu")
@@ -34,20 +36,35 @@ CPU = torch.device("cpu")
 
 def traffic(mesh: str) -> dict[str, Any]:
     """Elements that a rank receives for a block, forward and backward, counted and by the table."""
-    config = model_config("vit_custom", patch_size=16, image_size=64, width=192, depth=1, heads=4, num_classes=10)
+    config = model_config("vit_custom", patch_size=16, image_size=64, width=192, depth=1, heads=8, num_classes=10)
     rows, plan = 16, validate(parse(mesh), config, 16)
     model = parallelize(config, plan, batch_size=rows, device=CPU)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[place_of_rank(plan, dist.get_rank())[1]]
     x = torch.randn(len(part.row_range(rows)), config.tokens, len(part.feature_range(config.width)), requires_grad=True)
-    block = stage.layers()["blocks.0"]
-    groups = block.attn.qkv.tensor_mesh
-    names = {groups.get_group(axis).group_name for axis in groups.mesh_dim_names or ()}
-    with Received(names) as received:
-        block(x).sum().backward()
-    tables = block_traffic(config, plan.strategy, rows)
-    formula = sum(c.received * times for table in tables for c, times in table.items())
-    return {"mesh": mesh, "counted": received.elements, "formula": formula}
+    with Received() as received:
+        stage.layers()["blocks.0"](x).sum().backward()
+    forward, backward = block_traffic(config, plan.strategy, rows)
+    table = sum(collective.received * times for collective, times in [*forward.items(), *backward.items()])
+    again = sum(
+        collective.received * times for collective, times in forward.items() if "gather" in collective.operation
+    )
+    return {
+        "mesh": mesh,
+        "activations": received.activations,
+        "table": table,
+        "kept": table - again,
+        "weights": received.weights,
+        "weights_in_theory": _weights(config, plan),
+    }
+
+
+def _weights(config: ViTConfig, plan: Plan) -> float:
+    """Elements of a block's parameters, gathered in forward and in backward, and of their gradients."""
+    share, sizes = layer_parameters(config, plan)["blocks.0"], dict(mesh_axes(plan.strategy))
+    shards = math.prod(sizes[axis] for axis in sharding_axes(plan.strategy))
+    copies = sizes.get("d", 1)
+    return 3 * (shards - 1) * share + 2 * (copies - 1) / copies * share
 
 
 class _Sleep(torch.autograd.Function):

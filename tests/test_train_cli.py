@@ -153,11 +153,13 @@ def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Comm
     assert len(parts) == 2
 
 
-def test_torchrun_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Command) -> None:
+@pytest.mark.parametrize(("mesh", "named"), [("dp", "dp2"), ("pp1: stem=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")])
+def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "dp", "--run-dir", "torchrun", launcher=torchrun)
+    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, launcher=torchrun)
     assert done.returncode == 0, done.stderr
-    assert losses_of(place / "torchrun") == pytest.approx(losses_of(alone_run), rel=1e-5)
+    (folder,) = (place / "runs").glob(f"*-vit_custom-{named}")
+    assert losses_of(folder) == pytest.approx(losses_of(alone_run), rel=1e-5)
 
 
 def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> None:

@@ -48,7 +48,7 @@ class RunFolder:
 
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, command: Sequence[str]) -> None:
         check_run_folder(path)
-        self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{plan}")
+        self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "recipe.toml").write_text(recipe.to_toml())
         write_plan(self.path / "plan.json", plan)
@@ -82,6 +82,11 @@ def _fresh(parent: Path, name: str) -> Path:
     while path.exists():
         path, number = parent / f"{name}-{number}", number + 1
     return path
+
+
+def _short(plan: Plan) -> str:
+    """The plan in a folder's name. A layerwise one would be long and full of what shells take apart."""
+    return str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
 
 
 def _environment(command: Sequence[str]) -> dict[str, Any]:

@@ -214,6 +214,8 @@ CASES = (
     Case("dp2", check={"communication": Communication(bucket_cap_mb=0.5)}),
     Case("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
     Case("pp2xfsdp2", check={"communication": Communication(reshard_after_forward=True)}),
+    Case("pp2xfsdp2", check={"communication": Communication(reduce_every_microbatch=True)}),
+    Case("dp2xfsdp2", {"microbatches": 2}, check={"communication": Communication(reduce_every_microbatch=True)}),
     # tokens that no degree divides, and tokens that do
     Case("tp2xfsdp2+sp", model=T197, batch=8),
     Case("tp2xfsdp2+sp", model=T196, batch=8),

@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from collectives import Sent
 from ranks import RankPool
 from vitpar import ParallelModel, model_config, parallelize, parse, validate
+from vitpar.parallel import Communication
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.recipe import OptimizerSection
@@ -32,9 +33,11 @@ class Row:
     last: dict[str, int] | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    communication: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join([self.mesh, *(f"{k}={v}" for part in (self.plan, self.model) for k, v in part.items())])
+        parts = (self.plan, self.model, self.communication)
+        return " ".join([self.mesh, *(f"{k}={v}" for part in parts for k, v in part.items())])
 
 
 NORM = 1  # the gradients' norm is one all-reduce, whatever the plan
@@ -53,6 +56,25 @@ TABLE = (
         "the gathers in every micro-batch, the gradients once; upstream: FSDP2 prefetches the head once for nothing",
         {"all_gather": 4 * (4 + 3) + 1, "reduce_scatter": 4, "all_reduce": NORM},
         plan=FOUR,
+    ),
+    Row(
+        "dp2",
+        "gradients of all layers share one message",
+        {"all_reduce": 1 + NORM},
+        communication={"bucket_cap_mb": 100.0},
+    ),
+    Row(
+        "fsdp2",
+        "gradients become parts in every micro-batch",
+        {"all_gather": 4 * (4 + 3) + 1, "reduce_scatter": 4 * 4, "all_reduce": NORM},
+        plan=FOUR,
+        communication={"reduce_every_microbatch": True},
+    ),
+    Row(
+        "fsdp2",
+        "nothing is dropped after forward, so that backward need not gather",
+        {"all_gather": 4, "reduce_scatter": 4, "all_reduce": NORM},
+        communication={"reshard_after_forward": False},
     ),
     Row(
         "fsdp2+ckpt",
@@ -122,7 +144,8 @@ def built(device: torch.device, row: Row) -> tuple[ParallelModel, ShardedOptimiz
     sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "num_classes": 3}
     config = model_config("vit_custom", **{**sizes, **row.model})
     plan = validate(replace(parse(row.mesh), **row.plan), config, BATCH)
-    model = parallelize(config, plan, batch_size=BATCH, device=device)
+    communication = Communication(**row.communication)
+    model = parallelize(config, plan, batch_size=BATCH, device=device, communication=communication)
     return model, ShardedOptimizer(model.named_parameters(), OptimizerSection())
 
 

@@ -122,6 +122,7 @@ def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
         ("dp2", "fp32", "prefetch", 1),
         ("tp2", "fp32", "reshard_after_forward", False),
         ("dp2+zero1", "fp32", "reshard_after_forward", True),
+        ("dp2", "fp32", "reduce_every_microbatch", True),
     ],
 )
 def test_a_communication_setting_that_does_nothing_is_refused(
@@ -132,6 +133,14 @@ def test_a_communication_setting_that_does_nothing_is_refused(
     refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
     with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
         refuse_unused(parse(mesh), precision, {**nothing, setting: value})
+
+
+def test_reducing_at_every_microbatch_needs_whole_backwards() -> None:
+    settings = {**asdict(Communication()), "reduce_every_microbatch": True}
+    plan = replace(parse("pp2xfsdp2"), virtual_stages=2)
+    refuse_unused(replace(plan, schedule="interleaved1f1b"), "fp32", settings)
+    with pytest.raises(StrategyError, match=r"^communication.reduce_every_microbatch clashes with zbvzerobubble in '"):
+        refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
 
 
 def test_the_page_in_docs_is_the_table() -> None:

@@ -12,6 +12,8 @@ up their gradients.
 | zero1  | dp                   | once a step                         | at the step's last micro-batch |
 | zero2  | dp                   | once a step                         | at every micro-batch           |
 | fsdp   | fsdp                 | for every use; once a step under pp | at the step's last micro-batch |
+
+For fsdp `Communication` has it otherwise: gathered for every use under pp too, reduced at every micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,12 +36,14 @@ class Communication:
 
     bucket_cap_mb: see `gradient_sums`. prefetch: how many layers ahead sharded parameters are gathered, in forward and
     in backward; None as FSDP2 does by itself. reshard_after_forward: whether fsdp drops what it gathered after a
-    layer's forward; None where that is worth it (not under a pipeline, not in the head).
+    layer's forward; None where that is worth it (not under a pipeline, not in the head). reduce_every_microbatch:
+    whether fsdp reduces gradients at every micro-batch, so that no whole ones wait for the last; None for not.
     """
 
     bucket_cap_mb: float | None = None
     prefetch: int | None = None
     reshard_after_forward: bool | None = None
+    reduce_every_microbatch: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,8 @@ def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
 
 
 def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let the gradients of `layers`, which are wrapped, be reduced at every micro-batch (ZeRO-2), whenever those under
-    `root` are told to wait: by us, or by a pipeline schedule."""
+    """Let the gradients of `layers`, which are wrapped, be reduced at every micro-batch, also when those under `root`
+    are told to wait: by us, or by a pipeline schedule."""
     eager, set_all = list(layers), root.set_requires_gradient_sync
 
     def set_the_others(requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -130,7 +130,9 @@ def _shard(
         # must not take the parameters of layers that stay plain (upstream: it fails on overlapping meshes).
         root = Sharding(wrapped.mesh, numbers.policy, reshard_after_forward=False)
         shard(stage, root, ignored=set(stage.parameters()))
-        reduce_always(stage, [layer for name, layer in stage.layers().items() if strategies[name].zero == 2])
+        every = communication.reduce_every_microbatch
+        eager = {name for name, s in strategies.items() if s.zero == 2 or (every and s.has("fsdp"))}
+        reduce_always(stage, [layer for name, layer in stage.layers().items() if name in eager])
         if communication.prefetch is not None:
             prefetch(stage.layers().values(), communication.prefetch)
 

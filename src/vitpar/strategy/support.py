@@ -33,6 +33,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 """What a combination chooses one of, by dimension. Any two layers of a plan may choose differently in data, tensor,
 checkpoint and offload."""
+APART = "gradients of weights come in a backward of their own, where they cannot be reduced at once"
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
@@ -70,7 +71,7 @@ CLASHES = (
         Clash(
             schedule,
             "+zero2",
-            "gradients of weights come in a backward of their own, where they cannot be reduced at once",
+            APART,
             "use +zero1, or schedule 1f1b or interleaved1f1b",
         )
         for schedule in SPLIT_BACKWARD
@@ -97,7 +98,13 @@ def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
 
 
 def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object]) -> None:
-    """Raise StrategyError if one of the recipe's `communication` settings that is given would change nothing."""
+    """Raise StrategyError if one of the recipe's `communication` settings would change nothing, or clashes with the
+    schedule."""
+    if communication["reduce_every_microbatch"] and plan.pp != 1 and plan.schedule in SPLIT_BACKWARD:
+        raise StrategyError(
+            f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{plan}', as {APART}: "
+            "leave it out, or use schedule 1f1b or interleaved1f1b"
+        )
     for name, (needs, uses) in COMMUNICATION.items():
         if communication[name] is not None and not any(uses(strategy, precision) for strategy in plan.kinds):
             raise StrategyError(
@@ -115,6 +122,7 @@ COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, str], bool]]] = {
     ),
     "prefetch": ("fsdp, +zero1 or +zero2", lambda s, _: s.has("fsdp") or s.zero > 0),
     "reshard_after_forward": ("fsdp", lambda s, _: s.has("fsdp")),
+    "reduce_every_microbatch": ("fsdp", lambda s, _: s.has("fsdp")),
 }
 """By setting (``vitpar.parallel.Communication``): which layers use it, in words and as a test."""
 

@@ -124,6 +124,7 @@ class CommunicationSection(Section):
     bucket_cap_mb: float | None = Field(None, gt=0)
     prefetch: int | None = Field(None, ge=0)
     reshard_after_forward: bool | None = None
+    reduce_every_microbatch: bool | None = None
 
     def settings(self) -> Communication:
         """The same, as the library takes it."""

@@ -15,7 +15,7 @@ from vitpar.strategy import Strategy, parse
 class Case:
     """A strategy string, the other fields of its plan, and what the check is told.
 
-    model: options of the tiny ViT (8 blocks, 12 heads). batch: images of a step.
+    model: options of the tiny ViT (12 heads). batch: images of a step.
     """
 
     mesh: str
@@ -28,6 +28,13 @@ class Case:
     def ranks(self) -> int:
         """Ranks the plan needs."""
         return parse(self.mesh).world_size
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The model's options with its number of blocks: 4, or 8 where the plan names them or has many stages."""
+        plan = parse(self.mesh)
+        few = plan.is_uniform and plan.pp * self.plan.get("virtual_stages", 1) <= 4 and "split" not in self.plan
+        return {"num_classes": 10, "depth": 4 if few else 8, **self.model}
 
     def __str__(self) -> str:
         settings = [f"{k}={v}" for part in (self.plan, self.model, self.check) for k, v in part.items()]

@@ -1,4 +1,7 @@
-"""A pool of gloo ranks: started once for each world size, then given one function after another to run on all ranks."""
+"""A pool of gloo ranks: started once for each world size, then given one function after another to run on all ranks.
+
+Ranks are forked from a server that has imported torch and vitpar but has no threads, so that they start at once.
+"""
 
 import multiprocessing
 import traceback
@@ -9,7 +12,11 @@ from typing import Any
 
 from vitpar.launch import World, join, leave
 
-MOST_THREADS = 100
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["vitpar.train.check", "torch.profiler", "einops._torch_specific", "pytest", "hypothesis"]
+)
+MOST_THREADS = 50
 TIMEOUT = 1100.0  # seconds for one function; pytest's own limit is usually less
 
 
@@ -24,13 +31,12 @@ class RankPool:
         from torch.distributed import TCPStore
 
         self.size = size
-        context = multiprocessing.get_context("spawn")
         # The store is ours, so that no rank has to find a free port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pipes = [context.Pipe() for _ in range(size)]
+        pipes = [CONTEXT.Pipe() for _ in range(size)]
         self._ends = [end for end, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, size, self._store.port, end), daemon=True)
+            CONTEXT.Process(target=_serve, args=(rank, size, self._store.port, end), daemon=True)
             for rank, (_, end) in enumerate(pipes)
         ]
         for process in self._processes:

@@ -19,7 +19,7 @@ def run_case(device: torch.device, case: Case) -> CheckResult:
     """Check one case; runs on every rank."""
     from dataclasses import replace
 
-    config = model_config("vit_nano_patch4_16", **{"num_classes": 10, **case.model})
+    config = model_config("vit_nano_patch4_16", **case.sizes)
     plan = validate(replace(parse(case.mesh), **case.plan), config, case.batch)
     return check_plan(config, plan, batch_size=case.batch, device=device, **case.check)
 

@@ -64,13 +64,15 @@ def parallelize(
     strategies = plan.strategies(config.layer_names)
     meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
+    # One object for all layers of a strategy, or the compiler tells them apart.
+    tensor_axes = {strategy: tensor_mesh(mesh) for strategy, mesh in meshes.items()}
     parts, partial_gradients = stage_layers(config, plan), []
     stages = {}
     for index in stages_of_rank(pipe.get_local_rank("pp"), plan):
         with torch.device("meta"):
             stage = Stage(config, parts[index]).to(numbers.parameters)
         for name, layer in stage.layers().items():
-            partial_gradients += _compute(name, layer, strategies[name], by_name[name], compile_blocks)
+            partial_gradients += _compute(name, layer, strategies[name], tensor_axes[strategies[name]], compile_blocks)
         _shard(stage, strategies, by_name, plan, numbers, communication)
         _connect(stage, index, strategies, config, plan, pipe)
         _materialise(stage, strategies, device)
@@ -92,10 +94,9 @@ def parallelize(
 
 
 def _compute(
-    name: str, layer: nn.Module, strategy: Strategy, mesh: DeviceMesh, compile_blocks: bool
+    name: str, layer: nn.Module, strategy: Strategy, axes: DeviceMesh | None, compile_blocks: bool
 ) -> list[PartialGradient]:
     """Steps 2 to 4: how a layer computes. Returns its partial gradients."""
-    axes = tensor_mesh(mesh)  # one object for all layers, or the compiler tells them apart
     found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
     if compile_blocks and name.startswith("blocks."):
         layer.forward = torch.compile(layer.forward)

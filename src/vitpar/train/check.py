@@ -98,8 +98,10 @@ def check_plan(
     activation_memory_budget: float | None = None,
     communication: Communication = Communication(),
     optimizer: Implementation = "auto",
+    steps: int = STEPS,
 ) -> CheckResult:
-    """Compare `plan` with one process. Collective over the plan's ranks; equal results on every rank.
+    """Compare `plan` with one process over some SGD steps. Collective over the plan's ranks; equal results on every
+    rank.
 
     Every sample of the batch is another random image, so that a micro-batch or a slice taken twice shows.
     """
@@ -116,7 +118,7 @@ def check_plan(
         activation_memory_budget=activation_memory_budget,
         communication=communication,
     )
-    images, labels, keys = _samples(config, batch_size, seed)
+    images, labels, keys = _samples(config, steps, batch_size, seed)
     reference = None
     if dist.get_rank() == 0:
         reference = _one_process(model, images, labels, keys, seed)
@@ -128,7 +130,7 @@ def check_plan(
     updates = ShardedOptimizer(model.named_parameters(), settings)
     losses: list[float] = []
     gradients: tuple[Comparison, ...] = ()
-    for step in range(STEPS):
+    for step in range(steps):
         x = images[step][rows].to(device=device, dtype=model.precision.compute) if model.takes_images else None
         part = model.forward_backward(x, labels[step].to(device), keys[step].to(device))
         losses.append(_over_samples(part, model))
@@ -142,7 +144,7 @@ def check_plan(
             )
         updates.step(LEARNING_RATE)
     parameters = _compare(model, dict(model.named_parameters()), reference.parameters if reference else None)
-    expected = torch.tensor(reference.losses if reference else [0.0] * STEPS, dtype=torch.float64, device=device)
+    expected = torch.tensor(reference.losses if reference else [0.0] * steps, dtype=torch.float64, device=device)
     dist.broadcast(expected, 0)
     limit = TOLERANCES[precision] if tolerance is None else tolerance
     shown = (str(plan), config.name, precision, batch_size, limit)
@@ -158,12 +160,12 @@ class _Reference:
     parameters: dict[str, Tensor]
 
 
-def _samples(config: ViTConfig, batch_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _samples(config: ViTConfig, steps: int, batch_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random images [steps, batch, channels, size, size], labels and keys [steps, batch]: the same on every rank."""
     g = torch.Generator().manual_seed(seed)
-    images = torch.randn(STEPS, batch_size, config.channels, config.image_size, config.image_size, generator=g)
-    labels = torch.randint(0, config.num_classes, (STEPS, batch_size), generator=g)
-    return images, labels, torch.randint(0, 2**62, (STEPS, batch_size), generator=g)
+    images = torch.randn(steps, batch_size, config.channels, config.image_size, config.image_size, generator=g)
+    labels = torch.randint(0, config.num_classes, (steps, batch_size), generator=g)
+    return images, labels, torch.randint(0, 2**62, (steps, batch_size), generator=g)
 
 
 def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: Tensor, seed: int) -> _Reference:
@@ -173,7 +175,7 @@ def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: 
     model = ViT(config).to(device=device, dtype=numbers.parameters)
     initialise(model, seed, config)
     losses, gradients = [], {}
-    for step in range(STEPS):
+    for step in range(len(images)):
         inputs = (images[step].to(device, numbers.compute), keys[step].to(device) if config.stochastic else None)
         computed = {name: p.to(numbers.compute) for name, p in model.named_parameters()}
         logits = functional_call(model, computed, inputs).to(numbers.parameters)

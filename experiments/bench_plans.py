@@ -1,6 +1,6 @@
 """What plans cost beside what theory says: traffic, pipeline bubbles, memory, and a layerwise plan beside uniform ones.
 
-    python experiments/bench_plans.py                        # about 4 minutes on two cores
+    python experiments/bench_plans.py                        # about 5 minutes on two cores
     python experiments/bench_plans.py --only bubble memory   # some of the tables
 
 - traffic: elements that a rank receives for one block, forward and backward of one micro-batch, counted while it runs
@@ -20,7 +20,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,14 @@ def main() -> int:
     return 0
 
 
-def measure(what: str, *words: str, ranks: int) -> Any:
-    """What ``bench.plan_rank`` measures in a world of its own."""
+def measure(what: str, *words: str, ranks: int, env: Mapping[str, str] = {}) -> Any:
+    """What ``bench.plan_rank`` measures in a world of its own. env: more variables for its ranks."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         argv = ["-m", "bench.plan_rank", what, str(output), *words]
-        if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ENVIRONMENT):
+        if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}):
             sys.exit(1)  # it said why
         return json.loads(output.read_text())
 
@@ -96,7 +96,7 @@ def bubble() -> tuple[Table, list[dict]]:
 def memory() -> tuple[Table, list[dict]]:
     """Resident memory of each rank, beside theory."""
     table = Table("plan", "rank", "after a step, MiB", "in theory", "at most, MiB", "in theory", box=box.MARKDOWN)
-    rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=parse(mesh).world_size)]
+    rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=parse(mesh).world_size, env=ENVIRONMENT)]
     for row in rows:
         figures = (f"{row[key] / 2**20:.1f}" for key in ("rest", "state", "peak", "most"))
         table.add_row(row["mesh"], str(row["rank"]), *figures)

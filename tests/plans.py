@@ -223,6 +223,12 @@ CASES = (
     Case("pp2xfsdp2", check={"communication": Communication(reshard_after_forward=True)}),
     Case("pp2xfsdp2", check={"communication": Communication(reduce_every_microbatch=True)}),
     Case("dp2xfsdp2", {"microbatches": 2}, check={"communication": Communication(reduce_every_microbatch=True)}),
+    Case("tp4+2d", {"microbatches": 2}, check={"communication": Communication(reduce_every_microbatch=True)}),
+    Case(
+        "pp1: 0-3=dp2, *=fsdp2",
+        {"microbatches": 2},
+        check={"communication": Communication(reduce_every_microbatch=True)},
+    ),
     # tokens that no degree divides, and tokens that do
     Case("tp2xfsdp2+sp", model=T197, batch=8),
     Case("tp2xfsdp2+sp", model=T196, batch=8),

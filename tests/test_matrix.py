@@ -117,6 +117,7 @@ def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
     [
         ("fsdp2", "fp32", "bucket_cap_mb", 25.0),
         ("dp2", "bf16", "bucket_cap_mb", 25.0),
+        ("dp2xtp4+2d", "fp32", "bucket_cap_mb", 25.0),
         ("dp2xtp2+zero1", "fp32", "bucket_cap_mb", 25.0),
         ("dp2", "fp32", "prefetch", 1),
         ("tp2", "fp32", "reshard_after_forward", False),
@@ -130,6 +131,8 @@ def test_a_communication_setting_that_does_nothing_is_refused(
     nothing = asdict(Communication())
     refuse_unused(parse(mesh), precision, nothing)
     refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
+    if setting != "bucket_cap_mb":
+        refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # weights are sharded over i
     with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
         refuse_unused(parse(mesh), precision, {**nothing, setting: value})
 

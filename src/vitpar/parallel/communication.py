@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from vitpar.parallel.held import sharding_axes
 from vitpar.strategy import Plan, Strategy
-from vitpar.strategy.layout import mesh_axes
+from vitpar.strategy.layout import mesh_axes, sharding_axes
 
 STAGES_GATHERED = 3
 """Stages of a rank that torch's schedules keep gathered at a time, at most (`max_active_stages`)."""

@@ -13,7 +13,8 @@ up their gradients.
 | zero2  | dp                   | once a step                         | at every micro-batch           |
 | fsdp   | fsdp                 | for every use; once a step under pp | at the step's last micro-batch |
 
-For fsdp `Communication` has it otherwise: gathered for every use under pp too, reduced at every micro-batch.
+The axis i of the tensor modes is as fsdp. For both `Communication` can have it otherwise: gathered for every use under
+pp too, reduced at every micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,9 +36,10 @@ class Communication:
     """When gradients and gathered parameters are sent; changes speed and memory, never the result.
 
     bucket_cap_mb: see `gradient_sums`. prefetch: how many layers ahead sharded parameters are gathered, in forward and
-    in backward; None as FSDP2 does by itself. reshard_after_forward: whether fsdp drops what it gathered after a
-    layer's forward; None where that is worth it (not under a pipeline, not in the head). reduce_every_microbatch:
-    whether fsdp reduces gradients at every micro-batch, so that no whole ones wait for the last; None for not.
+    in backward; None as FSDP2 does by itself. reshard_after_forward: whether sharded layers, but those of +zero1 and
+    +zero2, drop what they gathered after forward; None where that is worth it (not under a pipeline, not in the head).
+    reduce_every_microbatch: whether the same layers reduce gradients at every micro-batch, so that no whole ones wait
+    for the last; None for not.
     """
 
     bucket_cap_mb: float | None = None

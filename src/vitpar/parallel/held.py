@@ -16,7 +16,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
 from vitpar.parallel.tensor import splits_of
 from vitpar.strategy import Plan, Strategy
-from vitpar.strategy.layout import mesh_axes, place
+from vitpar.strategy.layout import mesh_axes, place, sharding_axes
 
 
 def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict[str, int]:
@@ -35,12 +35,6 @@ def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict
             found[key] = _elements(kinds[key[0]], strategy, stage_rank)
         held[name] = found[key]
     return held
-
-
-def sharding_axes(strategy: Strategy) -> tuple[str, ...]:
-    """The axes of a layer's mesh over which ``fully_shard`` shards, outermost first (the axis `shard` in
-    ``vitpar.parallel.mesh``)."""
-    return tuple(name for name, _ in mesh_axes(strategy) if name in ("fsdp", "i") or (name == "dp" and strategy.zero))
 
 
 def chunk_length(length: int, parts: int, index: int) -> int:

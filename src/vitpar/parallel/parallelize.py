@@ -24,7 +24,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.parallel.checkpointing import recompute_in_backward
 from vitpar.parallel.data import Communication, Sharding, prefetch, reduce_always, shard
-from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, size, tensor_mesh
+from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
 from vitpar.parallel.precision import Precision, precision
@@ -32,6 +32,7 @@ from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.stage import Stage
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
+from vitpar.strategy.layout import shards_as_fsdp
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 
@@ -117,12 +118,11 @@ def _shard(
     wrapped = None
     for name, layer in stage.layers().items():
         strategy = strategies[name]
-        gathers = size(meshes[name], "shard") > 1 and not strategy.zero
         reshard = communication.reshard_after_forward
         if reshard is None:
             # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
             reshard = plan.pp == 1 and name != "head"
-        sharding = Sharding(meshes[name], numbers.policy, gathers and reshard, strategy.offload)
+        sharding = Sharding(meshes[name], numbers.policy, shards_as_fsdp(strategy) and reshard, strategy.offload)
         if sharding.needed:
             shard(layer, sharding)
             wrapped = sharding
@@ -132,7 +132,7 @@ def _shard(
         root = Sharding(wrapped.mesh, numbers.policy, reshard_after_forward=False)
         shard(stage, root, ignored=set(stage.parameters()))
         every = communication.reduce_every_microbatch
-        eager = {name for name, s in strategies.items() if s.zero == 2 or (every and s.has("fsdp"))}
+        eager = {name for name, s in strategies.items() if s.zero == 2 or (every and shards_as_fsdp(s))}
         reduce_always(stage, [layer for name, layer in stage.layers().items() if name in eager])
         if communication.prefetch is not None:
             prefetch(stage.layers().values(), communication.prefetch)

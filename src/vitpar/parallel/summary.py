@@ -8,10 +8,10 @@ from itertools import pairwise
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.bubble import idle_share
 from vitpar.parallel.communication import AxisSummary, FlagSummary, axis_words, flag_words, pipeline_words
-from vitpar.parallel.held import layer_parameters, sharding_axes
+from vitpar.parallel.held import layer_parameters
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
 from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, stages_of_rank, token_layout
-from vitpar.strategy.layout import received_share
+from vitpar.strategy.layout import received_share, sharding_axes
 
 
 @dataclass(frozen=True)

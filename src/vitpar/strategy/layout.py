@@ -67,6 +67,18 @@ def mesh_axes(strategy: Strategy) -> tuple[tuple[str, int], ...]:
     )
 
 
+def sharding_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes of a layer's mesh over which ``fully_shard`` shards, outermost first (the axis `shard` in
+    ``vitpar.parallel.mesh``)."""
+    return tuple(name for name, _ in mesh_axes(strategy) if name in ("fsdp", "i") or (name == "dp" and strategy.zero))
+
+
+def shards_as_fsdp(strategy: Strategy) -> bool:
+    """Whether parameters are sharded over fsdp or i, to be gathered whenever they are used; +zero1 and +zero2 gather
+    once a step."""
+    return bool(sharding_axes(strategy)) and not strategy.zero
+
+
 def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
     """The index of a rank of the stage along every axis of `mesh_axes`."""
     found: dict[str, int] = {}

@@ -12,6 +12,7 @@ from itertools import product
 
 from vitpar.errors import StrategyError
 from vitpar.strategy.layer import Strategy
+from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {
@@ -115,14 +116,12 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
 
 COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, str], bool]]] = {
     "bucket_cap_mb": (
-        "dp without +zero1, +zero2, fsdp or +offload, in fp32 or fp64",
-        lambda s, precision: (
-            s.has("dp") and not (s.zero or s.has("fsdp") or s.offload) and precision in ("fp32", "fp64")
-        ),
+        "dp in fp32 or fp64 where nothing is sharded or offloaded",
+        lambda s, precision: s.has("dp") and not (sharding_axes(s) or s.offload) and precision in ("fp32", "fp64"),
     ),
-    "prefetch": ("fsdp, +zero1 or +zero2", lambda s, _: s.has("fsdp") or s.zero > 0),
-    "reshard_after_forward": ("fsdp", lambda s, _: s.has("fsdp")),
-    "reduce_every_microbatch": ("fsdp", lambda s, _: s.has("fsdp")),
+    "prefetch": ("fsdp, +2d, +2.5d, +3d, +zero1 and +zero2", lambda s, _: bool(sharding_axes(s))),
+    "reshard_after_forward": ("fsdp, +2d, +2.5d and +3d", lambda s, _: shards_as_fsdp(s)),
+    "reduce_every_microbatch": ("fsdp, +2d, +2.5d and +3d", lambda s, _: shards_as_fsdp(s)),
 }
 """By setting (``vitpar.parallel.Communication``): which layers use it, in words and as a test."""
 

@@ -103,9 +103,13 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
     patch.setattr(parallelize, "shard", shard)
 
 
-@pytest.mark.parametrize("spoil", ["averaged", "one block scaled"])
+@pytest.mark.parametrize(
+    ("spoil", "precision"), [("averaged", "fp32"), ("averaged", "bf16"), ("one block scaled", "fp32")]
+)
 @pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
-def test_check_sees_a_wrong_gradient_scale(mesh: str, spoil: str, ranks: Callable[[int], RankPool]) -> None:
-    result = ranks(2).run(spoil_and_run, Case(mesh), spoil)[0]
+def test_check_sees_a_wrong_gradient_scale(
+    mesh: str, spoil: str, precision: str, ranks: Callable[[int], RankPool]
+) -> None:
+    result = ranks(2).run(spoil_and_run, Case(mesh, check={"precision": precision}), spoil)[0]
     assert not result.passed
     assert result.worst.error > 1e-3

@@ -42,8 +42,8 @@ class Comparison:
     """One quantity under the plan against one process.
 
     magnitude: the largest absolute value in it. error: the largest absolute difference over the magnitude, or over
-    FLOOR times the magnitude of the model's largest tensor where that is more (a gradient that is zero but for rounding
-    has no relative error).
+    a floor where that is more: FLOOR, in bfloat16 half its eps (4e-3), times the magnitude of the model's largest
+    tensor. A gradient that is zero but for rounding, such as that of a key's bias, has no relative error.
     """
 
     name: str
@@ -220,7 +220,8 @@ def _compare(
         errors.append(_largest_difference(mine[name], whole) if name in mine else torch.zeros_like(magnitudes[-1]))
     error, magnitude = torch.stack(errors).nan_to_num(nan=torch.inf), torch.stack(magnitudes)
     dist.all_reduce(error, dist.ReduceOp.MAX)
-    relative = error / magnitude.clamp(min=FLOOR * magnitude.max().item())
+    floor = max(FLOOR, torch.finfo(model.precision.compute).eps / 2)
+    relative = error / magnitude.clamp(min=floor * magnitude.max().item())
     rows = zip(shapes, relative.tolist(), magnitude.tolist(), strict=True)
     return tuple(Comparison(*row) for row in rows)
 

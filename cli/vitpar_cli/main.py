@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import UserError
-from vitpar_cli import check, data, doctor, evaluate, galvatron, plan, train
+from vitpar_cli import check, data, doctor, evaluate, galvatron, plan, profile, train
 
 app = typer.Typer(
     name="vitpar",
@@ -25,6 +25,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.add_typer(data.app, name="data")
+app.add_typer(profile.app, name="profile")
 app.add_typer(galvatron.app, name="galvatron")
 app.command("doctor")(doctor.doctor)
 

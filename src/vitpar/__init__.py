@@ -19,7 +19,8 @@ from vitpar.strategy import Plan, Strategy, parse, validate
 
 if TYPE_CHECKING:
     from vitpar.models.vit import ViT
-    from vitpar.parallel import ParallelModel, parallelize
+    from vitpar.parallel.model import ParallelModel
+    from vitpar.parallel.parallelize import parallelize
     from vitpar.train.check import check_plan
     from vitpar.train.trainer import Trainer
 

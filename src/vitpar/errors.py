@@ -31,6 +31,10 @@ class LaunchError(UserError):
     """A world of processes that cannot be formed from the environment found."""
 
 
+class PlannerError(UserError):
+    """A profile that cannot be used, or nothing that fits what a search was asked for."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known word most like `word`, or an empty string when none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

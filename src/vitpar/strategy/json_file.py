@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vitpar import files
 from vitpar.errors import StrategyError, nearest
 
 Fits = Callable[[object], bool]
@@ -33,16 +33,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
     Raises StrategyError when the file cannot be written.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
+        files.write_text(path, text)
     except OSError as error:
         raise StrategyError(f"cannot write the plan {path}: {error.strerror}") from None
-    finally:
-        with suppress(OSError):  # already renamed, or never made
-            temporary.unlink()
 
 
 def check_record(record: object, keys: Keys, required: Iterable[str], where: str) -> None:

@@ -1,0 +1,101 @@
+"""Durations measured over many sizes, as a function of the size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Record(BaseModel):
+    """Base of everything that is read from a profile: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Timing(Record):
+    """One measured point.
+
+    size: bytes, or FLOPs, as the curve says. seconds: the median. spread: half the distance between the quartiles over
+    the median. samples: how many were taken.
+    """
+
+    size: int = Field(ge=1)
+    seconds: float = Field(gt=0)
+    spread: float = Field(ge=0)
+    samples: int = Field(ge=1)
+
+
+class Curve(Record):
+    """Seconds over sizes: straight between the measured points, and never falling."""
+
+    timings: tuple[Timing, ...] = Field(min_length=1)
+
+    @field_validator("timings")
+    @classmethod
+    def _in_order(cls, timings: tuple[Timing, ...]) -> tuple[Timing, ...]:
+        sizes = [timing.size for timing in timings]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"sizes {sizes} do not rise: sort them and give each once")
+        return timings
+
+    def seconds(self, size: float) -> float:
+        """How long `size` takes: below the smallest measured size as long as that, above the largest at the rate of
+        the last two."""
+        sizes, rising = self._points
+        if size <= sizes[0]:
+            return rising[0]
+        if size <= sizes[-1]:
+            right = bisect_left(sizes, size)
+            share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+            return rising[right - 1] + share * (rising[right] - rising[right - 1])
+        # A noisy last step may be flat, but more work is not free.
+        slope = rising[-1] / sizes[-1]
+        if len(sizes) > 1:
+            slope = max(slope / 2, (rising[-1] - rising[-2]) / (sizes[-1] - sizes[-2]))
+        return rising[-1] + slope * (size - sizes[-1])
+
+    @property
+    def latency(self) -> float:
+        """Seconds that even nothing takes, by the straight line nearest to the points (`fit`)."""
+        return self._line[0]
+
+    @property
+    def rate(self) -> float:
+        """Size a second of more and more, by the same line; infinite where size does not matter."""
+        return 1 / self._line[1] if self._line[1] else float("inf")
+
+    @property
+    def spread(self) -> float:
+        """The largest spread of a point."""
+        return max(timing.spread for timing in self.timings)
+
+    @cached_property
+    def _points(self) -> tuple[list[int], list[float]]:
+        return [t.size for t in self.timings], list(accumulate((t.seconds for t in self.timings), max))
+
+    @cached_property
+    def _line(self) -> tuple[float, float]:
+        return fit([t.size for t in self.timings], [t.seconds for t in self.timings])
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(latency, seconds a unit) of the line nearest to the points, neither below 0.
+
+    Least squares of the relative errors: absolute ones would let the largest sizes say everything.
+    """
+    w = wx = wxx = wy = wxy = 0.0
+    for x, y in zip(sizes, seconds, strict=True):
+        weight = 1 / y**2
+        w, wx, wxx, wy, wxy = w + weight, wx + weight * x, wxx + weight * x * x, wy + weight * y, wxy + weight * x * y
+    determinant = w * wxx - wx * wx
+    if len(sizes) > 1 and determinant > 0:
+        latency, slope = (wxx * wy - wx * wxy) / determinant, (w * wxy - wx * wy) / determinant
+        if latency >= 0 and slope >= 0:
+            return latency, slope
+        if slope < 0:
+            return wy / w, 0.0
+    return 0.0, wxy / wxx

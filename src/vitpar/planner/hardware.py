@@ -1,0 +1,93 @@
+"""What a step costs besides the model: a machine's rates, links and memory, measured once and kept as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from vitpar.errors import PlannerError
+from vitpar.files import write_text
+from vitpar.planner.curve import Curve, Record
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+
+
+class Link(Curve):
+    """One operation among `ranks` ranks, `stride` apart (1: neighbours), while all other ranks do the same in groups of
+    their own.
+
+    nodes: how many nodes such a group spans. Sizes are bytes of the whole tensor: what is reduced, gathered or
+    scattered; of all_to_all what each rank holds; of p2p the message.
+    """
+
+    operation: Operation
+    ranks: int = Field(ge=2)
+    stride: int = Field(ge=1)
+    nodes: int = Field(ge=1)
+
+
+class Matmul(Curve):
+    """Products of square matrices of one dtype, on all ranks at once. Sizes are FLOPs."""
+
+    dtype: str
+
+
+class Overlap(Record):
+    """How many times longer things take while the other kind runs beside them, 1 or more.
+
+    compute: matrix products during an all-reduce. communication: an all-reduce during matrix products.
+    """
+
+    compute: float = Field(ge=1)
+    communication: float = Field(ge=1)
+
+
+class Hardware(Record):
+    """A profile of `ranks` devices, `ranks_per_node` on each node.
+
+    device: cpu or cuda. device_name: as the system calls it. backend: of torch.distributed. threads: CPU threads of a
+    rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
+    at once; sizes are bytes read and written. measured: when, and under which versions.
+    """
+
+    format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
+    name: str
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    backend: str
+    ranks: int = Field(ge=1)
+    ranks_per_node: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    memory_bytes: int = Field(ge=1)
+    matmuls: tuple[Matmul, ...] = Field(min_length=1)
+    copy_: Curve = Field(alias="copy")
+    links: tuple[Link, ...] = ()
+    overlap: Overlap | None = None
+    measured: dict[str, str] = Field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
+        try:
+            write_text(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
+        except OSError as error:
+            raise PlannerError(f"cannot write the hardware profile {path}: {error.strerror}") from None
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The profile in the JSON file `path`. Raises PlannerError, naming the key that is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PlannerError(f"cannot read the hardware profile {path}: {why}") from None
+    try:
+        return Hardware.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise PlannerError(
+            f"{path} is not a hardware profile, {place}: {first['msg']}: make one with vitpar profile hardware"
+        ) from None

@@ -1,0 +1,255 @@
+"""Measures a `Hardware` profile. Every rank of the world takes part, and all compute and send at the same time, as they
+do in training: on a machine whose ranks share cores, caches or links that is slower than one alone.
+
+1. products of square matrices, by dtype and size
+2. a copy of a large tensor
+3. every operation in every group of the world: all sizes and strides that divide it
+4. the slow-down of products and of an all-reduce that run beside each other
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
+from vitpar.planner.clock import Clock
+from vitpar.planner.curve import Curve, Timing
+from vitpar.planner.hardware import OPERATIONS, Hardware, Link, Matmul, Operation, Overlap
+
+Progress = Callable[[int, int, str], None]
+"""Called with (points done, points in all, what is measured next)."""
+
+LONG = 0.05  # seconds of either kind of work, with more of the other beside it
+SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
+MESSAGES = {"cpu": (2**12, 2**15, 2**18, 2**20, 2**22, 2**24), "cuda": (2**14, 2**17, 2**20, 2**23, 2**26, 2**28)}
+COPIES = {"cpu": (2**20, 2**23, 2**26), "cuda": (2**24, 2**27, 2**30)}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. seconds: of each point, about. sides: of matrices. messages, copies: bytes."""
+
+    seconds: float
+    dtypes: tuple[str, ...]
+    sides: tuple[int, ...]
+    messages: tuple[int, ...]
+    copies: tuple[int, ...]
+
+    @classmethod
+    def usual(cls, device: str, seconds: float = 0.25) -> Effort:
+        """Minutes at most."""
+        return cls(seconds, DTYPES[device], SIDES[device], MESSAGES[device], COPIES[device])
+
+
+def profile_hardware(
+    name: str,
+    device: torch.device,
+    ranks_per_node: int,
+    effort: Effort | None = None,
+    progress: Progress = lambda done, total, words: None,
+) -> Hardware:
+    """Measure the machine of this world. Collective: every rank calls it, and all return the same profile.
+
+    name: what the profile is to be called. ranks_per_node: neighbouring ranks that share a node.
+    """
+    effort = effort or Effort.usual(device.type)
+    world = dist.get_world_size()
+    shapes = list(group_shapes(world))
+    clock = Clock(device, effort.seconds)
+    total = (
+        len(effort.dtypes) * len(effort.sides)
+        + len(effort.copies)
+        + sum(len(_operations(ranks)) for ranks, _ in shapes) * len(effort.messages)
+        + (world > 1)
+    )
+    steps = _Steps(progress, total)
+    matmuls = tuple(
+        Matmul(dtype=dtype, timings=tuple(_product(clock, dtype, side) for side in steps.over(effort.sides, dtype)))
+        for dtype in effort.dtypes
+    )
+    copy = Curve(timings=tuple(_copy(clock, size) for size in steps.over(effort.copies, "copy")))
+    links = []
+    for ranks, stride in shapes:
+        group = _own_group(ranks, stride)
+        for operation in _operations(ranks):
+            words = f"{operation} among {ranks} ranks, stride {stride}"
+            timings = tuple(_message(clock, operation, group, size) for size in steps.over(effort.messages, words))
+            nodes = len({rank // ranks_per_node for rank in range(0, ranks * stride, stride)})
+            links.append(Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=timings))
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    overlap = None
+    if world > 1:
+        steps.next("overlap")
+        overlap = _overlap(clock, effort)
+    return Hardware(
+        name=name,
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        backend=dist.get_backend(),
+        ranks=world,
+        ranks_per_node=ranks_per_node,
+        threads=torch.get_num_threads(),
+        memory_bytes=_memory(device) // (1 if device.type == "cuda" else ranks_per_node),
+        matmuls=matmuls,
+        copy=copy,
+        links=tuple(links),
+        overlap=overlap,
+        measured={
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )
+
+
+def group_shapes(world: int) -> Iterator[tuple[int, int]]:
+    """(ranks, stride) of every way to cut `world` ranks into groups of equally distant ranks, small groups first."""
+    for ranks in range(2, world + 1):
+        for stride in range(1, world // ranks + 1):
+            if world % (ranks * stride) == 0:
+                yield ranks, stride
+
+
+def group_of(rank: int, ranks: int, stride: int) -> list[int]:
+    """The members of the group of `rank`."""
+    block, inside = divmod(rank, ranks * stride)
+    first = block * ranks * stride + inside % stride
+    return list(range(first, first + ranks * stride, stride))
+
+
+class _Steps:
+    """Counts the points and says what comes next."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def next(self, words: str) -> None:
+        self._progress(self._done, self._total, words)
+        self._done += 1
+
+    def over(self, sizes: Iterable[int], words: str) -> Iterator[int]:
+        for size in sizes:
+            self.next(words)
+            yield size
+
+
+def _operations(ranks: int) -> tuple[Operation, ...]:
+    return tuple(operation for operation in OPERATIONS if operation != "p2p" or ranks == 2)
+
+
+def _own_group(ranks: int, stride: int) -> ProcessGroup:
+    """This rank's group of that shape; all ranks make all of them."""
+    world = dist.get_world_size()
+    if ranks == world:
+        return dist.group.WORLD
+    every = sorted({tuple(group_of(rank, ranks, stride)) for rank in range(world)})
+    made = {members: dist.new_group(list(members)) for members in every}
+    return made[tuple(group_of(dist.get_rank(), ranks, stride))]
+
+
+def _product(clock: Clock, dtype: str, side: int) -> Timing:
+    a, b = (torch.randn(side, side, device=clock.device).to(getattr(torch, dtype)) for _ in range(2))
+    out = torch.empty_like(a)
+    return clock.timing(2 * side**3, lambda: torch.mm(a, b, out=out))
+
+
+def _copy(clock: Clock, size: int) -> Timing:
+    source = torch.ones(size // 8, device=clock.device)
+    target = torch.empty_like(source)
+    return clock.timing(size, lambda: target.copy_(source))
+
+
+def _message(clock: Clock, operation: Operation, group: ProcessGroup, size: int) -> Timing:
+    """One operation on `size` bytes; of p2p half of there and back."""
+    ranks, me = group.size(), group.rank()
+    length = max(1, size // 4 // ranks) * ranks
+    whole, part = torch.zeros(length, device=clock.device), torch.zeros(length // ranks, device=clock.device)
+    other = torch.empty_like(whole)
+    if operation == "p2p":
+        peer = dist.get_global_rank(group, 1 - me)
+
+        def there_and_back() -> None:
+            for sending in (me == 0, me == 1):
+                dist.send(whole, peer, group) if sending else dist.recv(other, peer, group)
+
+        timing = clock.timing(4 * length, there_and_back)
+        return timing.model_copy(update={"seconds": timing.seconds / 2})
+    works: dict[Operation, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce(whole, group),
+        "all_gather": lambda: all_gather(part, 0, group),
+        "reduce_scatter": lambda: reduce_scatter(whole, 0, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    return clock.timing(4 * length, works[operation])
+
+
+def _overlap(clock: Clock, effort: Effort) -> Overlap:
+    """Matrix products while all-reduces go on for longer than they do, and the other way round."""
+    side = effort.sides[-1] // 2
+    a = torch.zeros(side, side, device=clock.device)
+    out = torch.empty_like(a)
+    message = torch.zeros(effort.messages[-1] // 4, device=clock.device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, a, out=out)
+
+    def send(times: int) -> list[dist.Work]:
+        return [dist.all_reduce(message, async_op=True) for _ in range(times)]
+
+    def wait(works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+    product = clock.timing(1, lambda: compute(1)).seconds
+    reduction = clock.timing(1, lambda: wait(send(1))).seconds
+    products, reductions = math.ceil(LONG / product), math.ceil(LONG / reduction)
+    enough = math.ceil(4 * products * product / reduction)
+
+    def computed_beside() -> float:
+        works = send(enough)
+        begun = time.perf_counter()
+        compute(products)
+        clock.computed()
+        taken = time.perf_counter() - begun
+        wait(works)
+        return taken
+
+    def sent_beside() -> float:
+        begun = time.perf_counter()
+        works = send(reductions)
+        while not all(work.is_completed() for work in works):
+            compute(1)
+        taken = time.perf_counter() - begun
+        wait(works)
+        return taken
+
+    alone = clock.timing(1, lambda: compute(products)).seconds, clock.timing(1, lambda: wait(send(reductions))).seconds
+    beside = clock.middle(computed_beside), clock.middle(sent_beside)
+    return Overlap(compute=max(1.0, beside[0] / alone[0]), communication=max(1.0, beside[1] / alone[1]))
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found.group(1) if found else platform.processor() or platform.machine()

@@ -1,11 +1,12 @@
 """The waiting of pipeline ranks: torch's own orders, replayed, against closed forms."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import pairwise
 
 import pytest
 
 from vitpar.parallel.bubble import duration, idle_share, order
+from vitpar.parallel.replay import Part, replay
 from vitpar.strategy import Plan, parse
 
 
@@ -24,6 +25,7 @@ def test_the_replay_gives_the_closed_forms(ranks: int, rounds: int) -> None:
     m = rounds * ranks
     # Three units for each rank after the first: of 1f1b, gpipe and interleaved 1f1b (arXiv 2104.04473, section 2.2).
     assert waiting(piped(ranks, "gpipe"), m) == 3 * (ranks - 1)
+    assert waiting(piped(ranks, "1f1b"), m) == 3 * (ranks - 1)
     assert waiting(piped(ranks, "interleaved1f1b", 1), m) == 3 * (ranks - 1)  # of one stage a rank it is 1f1b
     assert waiting(piped(ranks, "interleaved1f1b", 3), m) == 3 * (ranks - 1)
     # (p - 1)·(F + I - W): zero bubble (arXiv 2401.10241, table 1); in V shape only the last ranks' delay is left.
@@ -51,30 +53,13 @@ def test_idle_share(plan: Plan, microbatches: int, share: float) -> None:
     assert idle_share(plan, microbatches) == pytest.approx(share)
 
 
-class Kind(NamedTuple):
-    value: str
-
-
-class Action(NamedTuple):
-    """Like torch's."""
-
-    stage_index: int
-    computation_type: Kind
-    microbatch_index: int | None
-    sub_actions: "tuple[Action, ...] | None" = None
-
-
-def actions(text: str) -> list[Action | None]:
-    """`0F1 . 0F2+0B1`: stage, kind and micro-batch; a dot for None, a plus between two that are overlapped."""
-    found: list[Action | None] = []
-    for word in text.split():
-        parts = tuple(Action(int(part[0]), Kind(part[1]), int(part[2])) for part in word.split("+") if part != ".")
-        found.append(Action(-1, Kind("OVERLAP_F_B"), None, parts) if len(parts) > 1 else parts[0] if parts else None)
-    return found
+def actions(text: str) -> list[list[Part]]:
+    """`0F1 0F2+0B1`: stage, kind and micro-batch; a plus between two that are overlapped."""
+    return [[(part[1], int(part[0]), int(part[2])) for part in word.split("+")] for word in text.split()]
 
 
 def test_a_rank_waits_for_what_an_action_needs() -> None:
-    alone = {0: actions("0F0 0I0 0W0"), 1: actions("1F0 . 1I0 1W0")}
+    alone = {0: actions("0F0 0I0 0W0"), 1: actions("1F0 1I0 1W0")}
     assert duration(alone, 2) == 5  # 0F0, 1F0, 1I0, 0I0, 0W0
     assert duration({**alone, 1: actions("1F0 1B0")}, 2) == 6  # what the weights need goes first
 
@@ -89,3 +74,35 @@ def test_an_overlapped_pair_sends_when_both_are_done() -> None:
 def test_an_order_that_never_ends_is_noticed() -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
         duration({0: actions("0B0 0F0"), 1: actions("1F0 1B0")}, 2)
+
+
+def test_what_travels_arrives_later() -> None:
+    two = {0: actions("0F0 0B0"), 1: actions("1F0 1B0")}
+    events = replay(two, 2, lambda kind, stage, microbatch: 2.0, lambda source, target: 0.5 + target)
+    assert [(e.kind, e.stage, e.start, e.end) for e in events] == [
+        ("F", 0, 0, 2),
+        ("F", 1, 3.5, 5.5),
+        ("B", 1, 5.5, 7.5),
+        ("B", 0, 8, 10),
+    ]
+
+
+def test_ranks_share_cores() -> None:
+    apart = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1F1 1B0 1B1")}
+    one, two = (replay(apart, 2, lambda *part: 1.0, at_once=cores) for cores in (1, 2))
+    assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # of one core nothing is lost by waiting
+    first = {(e.kind, e.stage, e.microbatch): e.end for e in one}
+    assert first["F", 0, 0] == 1 and first["F", 0, 1] == first["F", 1, 0] == pytest.approx(3)
+
+
+def test_every_action_is_done_once() -> None:
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble", 2)):
+        plan = piped(3, schedule, virtual)
+        events = replay(order(plan, 6), plan.num_stages, lambda *part: 1.0)
+        done = [(e.kind, e.stage, e.microbatch) for e in events]
+        assert len(set(done)) == len(done)
+        assert {(stage, number) for kind, stage, number in done if kind == "F"} == {
+            (stage, number) for stage in range(plan.num_stages) for number in range(6)
+        }
+        for earlier, later in pairwise(sorted((e.start, e.end) for e in events if e.pp == 1)):
+            assert later[0] >= earlier[1]

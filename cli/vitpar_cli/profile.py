@@ -1,7 +1,7 @@
 """`vitpar profile`: measures what the planner needs to know."""
 
 import os
-import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from vitpar.errors import PlannerError
 from vitpar.strategy import parse
-from vitpar.strategy.words import count
 from vitpar_cli import recipe_options as o
+from vitpar_cli.profile_view import show_hardware, show_model
 from vitpar_cli.world import choose_device, ranks_available, run_in_world
 
 if TYPE_CHECKING:
     import torch
 
-    from vitpar.planner.hardware import Hardware
-
 CADENCE = 10.0  # seconds between two plain lines at least
-BUSY = 0.2  # spread of a point in the middle of all, above which a profile is worth little
+
+USED = ("model.…", "train.precision", "train.compile")
+"""Settings that matter to a model's profile."""
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine, for the planner.")
 
@@ -69,10 +67,74 @@ def hardware(
             profile = profile_hardware(called, device, per_node, Effort.usual(device.type, seconds), progress)
         if dist.get_rank() == 0:
             profile.save(out)
-            typer.echo(profile.model_dump_json(by_alias=True)) if as_json else _print(profile, out)
+            typer.echo(profile.model_dump_json(by_alias=True)) if as_json else show_hardware(profile, out)
         return 0
 
     run_in_world(parse(f"dp{world}"), kind, work)
+
+
+@app.command()
+def model(
+    recipe: o.RecipeFile = None,
+    name: o.ModelName = None,
+    num_classes: Annotated[int, typer.Option("--num-classes", min=2, help="Classes of the model's head.")] = 10,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Ranks of the largest stage to plan for.  \\[default: GPUs or CPU cores]"),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The profile, a JSON file.")] = Path("model.json"),
+    precision: o.Precision = None,
+    compile_blocks: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="Time to spend on each point, about.")] = 0.1,
+    device: o.DeviceName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile too.")] = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Measure a model's layers on one device: time and memory of every tensor-parallel shard, forward and backward.
+
+    The shards of one rank are computed alone, as the runtime would, without the other ranks. On a CPU as many
+    processes as there are cores, or ranks, do so at the same time, because in training they share the machine too.
+
+    Example: vitpar profile model --recipe experiments/digits.toml --ranks 4 --out model.json
+    """
+    from vitpar.launch import ALONE, find_world, spawn
+    from vitpar.launch.cores import cpu_cores
+
+    o.refuse_idle(assignments, "a profile", USED)
+    merged = o.merged_recipe(
+        recipe,
+        None if recipe else Path("unused"),  # no data is read
+        assignments,
+        model__name=name,
+        train__steps=1 if recipe is None else None,
+        train__precision=precision,
+        train__compile=compile_blocks or None,
+    )
+    kind = choose_device(device)
+    largest = ranks or ranks_available(kind) or cpu_cores()
+    config = merged.config(num_classes)
+    _check_folder(out)
+    processes = min(largest, cpu_cores()) if kind == "cpu" else 1
+    world = find_world()
+    if world is None and processes > 1:
+        argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
+        raise typer.Exit(spawn(processes, argv, device=kind, debug=bool(os.environ.get("VITPAR_DEBUG"))))
+
+    import torch
+
+    from vitpar.launch.process_group import meeting_place
+    from vitpar.planner.clock import Clock, Neighbours
+    from vitpar.planner.profile_model import Subject, profile_model
+
+    world = world or ALONE
+    where = torch.device(kind)
+    clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
+    subject = Subject(config, merged.train.precision, largest, merged.train.compile)
+    with _progress(shown=world.rank == 0 and not as_json) as progress:
+        profile = profile_model(subject, where, clock, world.size, progress)
+    if world.rank == 0:
+        profile.save(out)
+        typer.echo(profile.model_dump_json()) if as_json else show_model(profile, out)
 
 
 def _check_folder(out: Path) -> None:
@@ -99,45 +161,3 @@ def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
                 console.print(f"{done} of {total} points, now {words}", highlight=False)
 
         yield progress
-
-
-def _print(profile: "Hardware", out: Path) -> None:
-    console = Console()
-    console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
-    table = Table("", "GFLOP/s by side of the matrices", box=box.SIMPLE)
-    for matmul in profile.matmuls:
-        rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
-        table.add_row(matmul.dtype, "  ".join(rates))
-    console.print(table)
-    fastest = max(t.size / t.seconds for t in profile.copy_.timings)
-    console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
-    if profile.links:
-        console.print(_links(profile))
-    if profile.overlap:
-        o = profile.overlap
-        console.print(
-            f"together   products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
-            highlight=False,
-        )
-    curves = [*profile.matmuls, profile.copy_, *profile.links]
-    spread = statistics.median(timing.spread for curve in curves for timing in curve.timings)
-    console.print(f"spread     {spread:.0%} of a point, in the middle of all", highlight=False)
-    if spread > BUSY:
-        console.print("warning: something else keeps this machine busy: measure again when it is idle", style="yellow")
-    console.print(f"written    {out}", highlight=False, soft_wrap=True)
-
-
-def _links(profile: "Hardware") -> Table:
-    from vitpar.planner.hardware import OPERATIONS
-
-    table = Table("ranks", "stride", box=box.SIMPLE, padding=(0, 1, 0, 0), title="latency in ms + GB/s")
-    for name in OPERATIONS:
-        table.add_column(name.replace("_", " "), min_width=11)
-    groups = sorted({(link.ranks, link.stride) for link in profile.links})
-    cells = {
-        (link.ranks, link.stride, link.operation): f"{link.latency * 1e3:.2f} + {link.rate / 1e9:.2f}"
-        for link in profile.links
-    }
-    for ranks, stride in groups:
-        table.add_row(str(ranks), str(stride), *(cells.get((ranks, stride, name), "") for name in OPERATIONS))
-    return table

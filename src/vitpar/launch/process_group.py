@@ -14,6 +14,7 @@ from vitpar.launch.world import World
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
 Device = Literal["cpu", "cuda"]
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -62,6 +63,18 @@ def join(world: World, device: Device, timeout: float = 600.0) -> torch.device:
             f"MASTER_PORT to another place"
         ) from error
     return own_device
+
+
+def meeting_place(world: World) -> Store | None:
+    """A store that the processes of `world` share without being a process group; None in a world of one."""
+    watch_parent()
+    if world.size == 1:
+        return None
+    from torch.distributed import TCPStore
+
+    address = (world.master_addr, world.master_port)
+    ours = world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    return TCPStore(*address, world_size=world.size, is_master=ours, timeout=timedelta(minutes=10))
 
 
 def leave() -> None:

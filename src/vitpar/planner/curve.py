@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-
-class Record(BaseModel):
-    """Base of everything that is read from a profile: unknown keys are errors, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from vitpar.planner.record import Record
 
 
 class Timing(Record):

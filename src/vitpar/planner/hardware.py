@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from vitpar.errors import PlannerError
-from vitpar.files import write_text
-from vitpar.planner.curve import Curve, Record
+from vitpar.planner.curve import Curve
+from vitpar.planner.record import Record, read_record, write_record
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -70,24 +69,9 @@ class Hardware(Record):
 
     def save(self, path: Path) -> None:
         """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
-        try:
-            write_text(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
-        except OSError as error:
-            raise PlannerError(f"cannot write the hardware profile {path}: {error.strerror}") from None
+        write_record(self, path, "hardware profile")
 
 
 def read_hardware(path: Path) -> Hardware:
     """The profile in the JSON file `path`. Raises PlannerError, naming the key that is wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlannerError(f"cannot read the hardware profile {path}: {why}") from None
-    try:
-        return Hardware.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise PlannerError(
-            f"{path} is not a hardware profile, {place}: {first['msg']}: make one with vitpar profile hardware"
-        ) from None
+    return read_record(Hardware, path, "hardware profile", "vitpar profile hardware")

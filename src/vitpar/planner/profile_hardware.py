@@ -10,22 +10,20 @@ do in training: on a machine whose ranks share cores, caches or links that is sl
 from __future__ import annotations
 
 import math
-import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
-from vitpar.planner.clock import Clock
+from vitpar.planner.clock import Clock, Group
 from vitpar.planner.curve import Curve, Timing
+from vitpar.planner.device import device_name, memory_bytes
 from vitpar.planner.hardware import OPERATIONS, Hardware, Link, Matmul, Operation, Overlap
 
 Progress = Callable[[int, int, str], None]
@@ -68,7 +66,7 @@ def profile_hardware(
     effort = effort or Effort.usual(device.type)
     world = dist.get_world_size()
     shapes = list(group_shapes(world))
-    clock = Clock(device, effort.seconds)
+    clock = Clock(device, Group(device), effort.seconds)
     total = (
         len(effort.dtypes) * len(effort.sides)
         + len(effort.copies)
@@ -98,12 +96,12 @@ def profile_hardware(
     return Hardware(
         name=name,
         device=device.type,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        device_name=device_name(device),
         backend=dist.get_backend(),
         ranks=world,
         ranks_per_node=ranks_per_node,
         threads=torch.get_num_threads(),
-        memory_bytes=_memory(device) // (1 if device.type == "cuda" else ranks_per_node),
+        memory_bytes=memory_bytes(device) // (1 if device.type == "cuda" else ranks_per_node),
         matmuls=matmuls,
         copy=copy,
         links=tuple(links),
@@ -241,15 +239,3 @@ def _overlap(clock: Clock, effort: Effort) -> Overlap:
     alone = clock.timing(1, lambda: compute(products)).seconds, clock.timing(1, lambda: wait(send(reductions))).seconds
     beside = clock.middle(computed_beside), clock.middle(sent_beside)
     return Overlap(compute=max(1.0, beside[0] / alone[0]), communication=max(1.0, beside[1] / alone[1]))
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found.group(1) if found else platform.processor() or platform.machine()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 def count(number: int, noun: str) -> str:
     """`1 rank`, `4 ranks`, `2 micro-batches`."""
-    plural = noun + ("es" if noun.endswith("ch") else "s")
+    plural = noun + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{number} {noun if number == 1 else plural}"
 
 

@@ -1,0 +1,93 @@
+"""What a model's layers cost on one device, whatever plan they are part of: measured once and kept as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vitpar.planner.curve import Curve, Timing
+from vitpar.planner.record import Record, read_record, write_record
+
+LayerKind = Literal["stem", "block", "head"]
+KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
+
+
+class Bytes(Record):
+    """Memory that grows with the rows: `fixed` and `per_row` bytes."""
+
+    fixed: float = Field(ge=0)
+    per_row: float = Field(ge=0)
+
+    def of(self, rows: float) -> float:
+        """Bytes of `rows` rows."""
+        return self.fixed + self.per_row * rows
+
+
+class LayerProfile(Record):
+    """One kind of layer as one rank computes it, without anything that is sent.
+
+    Sizes of curves are rows: images of a micro-batch that one tensor-parallel group works on together.
+    tensor: the part of the strategy that changes the arithmetic, such as tp4+2d; tp1 for none. checkpoint: the policy.
+    wrapped: whether ``fully_shard`` is around it, its parameters gathered already. backward: computing again included.
+    input_share: of the backward that gives the gradients of inputs; the rest gives those of weights. saved: kept from
+    forward to backward. workspace: more than that at most, during either.
+    """
+
+    layer: LayerKind
+    tensor: str
+    checkpoint: Literal["none", "full", "selective"]
+    wrapped: bool
+    forward: Curve
+    backward: Curve
+    input_share: float = Field(ge=0, le=1)
+    saved: Bytes
+    workspace: Bytes
+
+
+class WeightProfile(Record):
+    """What sharded parameters of a layer cost a rank besides sending: to be gathered and dropped again, and for their
+    gradients to be reduced. elements: what is gathered."""
+
+    layer: LayerKind
+    tensor: str
+    elements: int = Field(ge=1)
+    gather: Timing
+    reduce: float = Field(ge=0)
+
+
+class ModelProfile(Record):
+    """A profile of `model` (the fields of its ViTConfig) in one precision.
+
+    processes: how many measured at the same time, each with `threads` CPU threads. optimizer: a step and the global
+    norm; sizes are elements. microbatch: seconds that a micro-batch takes besides its layers.
+    """
+
+    format: Literal["vitpar model 1"] = "vitpar model 1"
+    model: dict[str, Any]
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    precision: str
+    compiled: bool
+    processes: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    layers: tuple[LayerProfile, ...]
+    weights: tuple[WeightProfile, ...]
+    optimizer: Curve
+    microbatch: float = Field(ge=0)
+    measured: dict[str, str] = Field(default_factory=dict)
+
+    def always_wrapped(self, tensor: str) -> bool:
+        """Whether ``fully_shard`` is around every layer with that tensor parallelism: under 2d and 3d, which shard
+        weights, and where parameters are kept in another precision."""
+        return self.precision not in ("fp32", "fp64") or tensor.endswith("d")
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
+        write_record(self, path, "model profile")
+
+
+def read_model_profile(path: Path) -> ModelProfile:
+    """The profile in the JSON file `path`. Raises PlannerError, naming the key that is wrong."""
+    return read_record(ModelProfile, path, "model profile", "vitpar profile model")

@@ -1,0 +1,310 @@
+"""Measures a `ModelProfile` on one device.
+
+Every layer runs as the runtime builds it for the first rank of a plan, in a world whose other ranks are pretended: what
+would be sent is prepared and unpacked but not sent. So one device is enough for the shapes of any strategy, and each
+new one of the runtime can be measured. Memory is counted, with few rows, and grows in proportion to them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vitpar.errors import StrategyError
+from vitpar.models.config import ViTConfig
+from vitpar.parallel import ParallelModel, parallelize
+from vitpar.planner.clock import Clock
+from vitpar.planner.curve import Curve, Timing
+from vitpar.planner.device import device_name
+from vitpar.planner.live_bytes import LiveBytes
+from vitpar.planner.model_profile import Bytes, LayerKind, LayerProfile, ModelProfile, WeightProfile
+from vitpar.strategy import parse, token_layout, validate
+from vitpar.strategy.layout import image_layout, row_parts
+from vitpar.strategy.words import divisors
+from vitpar.train.gradient_norm import global_norm
+from vitpar.train.optimizer import ShardedOptimizer, local
+from vitpar.train.optimizer_section import OptimizerSection
+
+NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
+CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
+LONGEST = {"cpu": 0.5, "cuda": 0.25}  # seconds of a layer's step, above which no more rows are tried
+MOST_ROWS = 512
+Progress = Callable[[int, int, str], None]
+"""Called with (parts done, parts in all, what is measured next)."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled: `config` in `precision`, for stages of up to `ranks` ranks."""
+
+    config: ViTConfig
+    precision: str
+    ranks: int
+    compile_blocks: bool = False
+
+    def tensors(self) -> list[str]:
+        """The tensor-parallel parts of strategies that fit the model, `tp1` first."""
+        found = ["tp1"]
+        for degree in divisors(self.ranks)[1:]:
+            for flag in ("", "+sp", "+2d", "+3d"):  # under 2.5d each square computes as in 2d
+                with suppress(StrategyError):
+                    validate(parse(f"tp{degree}{flag}"), self.config, None)
+                    found.append(f"tp{degree}{flag}")
+        return found
+
+    def strategies(self) -> Iterator[tuple[str, str, bool]]:
+        """(tensor, checkpoint, wrapped) of all that is measured."""
+        for tensor in self.tensors():
+            # Where every rank keeps what it computes with, in the precision it computes in, layers stay plain.
+            plain = self.precision in ("fp32", "fp64") and tensor[-1] != "d"
+            for checkpoint in CHECKPOINTS:
+                if not (checkpoint == "selective" and self.compile_blocks):
+                    yield from ((tensor, checkpoint, wrapped) for wrapped in ((False, True) if plain else (True,)))
+
+
+def profile_model(
+    subject: Subject,
+    device: torch.device,
+    clock: Clock,
+    processes: int = 1,
+    progress: Progress = lambda done, total, words: None,
+) -> ModelProfile:
+    """Measure a model. Collective over the processes of `clock`; equal for all.
+
+    processes: how many there are. Must not be called inside a process group: it pretends to be in others.
+    """
+    assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
+    strategies = list(subject.strategies())
+    layers, weights = [], []
+    for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
+        progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
+        with _built(subject, f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}", device) as model:
+            for kind in NAMES:
+                bench = _Bench(model, kind, wrapped)
+                layers.append(_layer(bench, clock, tensor, checkpoint, wrapped))
+                if wrapped and checkpoint == "none":
+                    weights.append(_weights(bench, clock, tensor))
+    progress(len(strategies), len(strategies) + 1, "optimizer")
+    optimizer = Curve(timings=tuple(_optimizer(subject, depth, device, clock) for depth in (1, 3)))
+    return ModelProfile(
+        model=asdict(subject.config),
+        device=device.type,
+        device_name=device_name(device),
+        precision=subject.precision,
+        compiled=subject.compile_blocks,
+        processes=processes,
+        threads=torch.get_num_threads(),
+        layers=tuple(layers),
+        weights=tuple(weights),
+        optimizer=optimizer,
+        microbatch=_microbatch(subject, device, clock),
+        measured={
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )
+
+
+@contextmanager
+def pretended(ranks: int) -> Iterator[None]:
+    """A process group of `ranks` in which we are the first and the others are nobody."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    torch.set_flush_denormal(True)  # what is received is whatever was there: tiny numbers would take long
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) -> Iterator[ParallelModel]:
+    """The first rank's part of the model, with `depth` blocks, under a strategy that needs no pipeline."""
+    config = replace(subject.config, depth=depth)
+    smallest = row_parts(parse(mesh).strategy)
+    plan = validate(parse(mesh), config, smallest)
+    compiled = subject.compile_blocks and "selective" not in mesh
+    with pretended(plan.world_size):
+        yield parallelize(
+            config,
+            plan,
+            batch_size=smallest,
+            device=device,
+            precision_name=subject.precision,
+            compile_blocks=compiled,
+        )
+
+
+class _Bench:
+    """One layer to run forward and backward on any number of rows. wrapped: its gathered parameters are kept and
+    gradients wait, unless `syncing`."""
+
+    def __init__(self, model: ParallelModel, kind: LayerKind, wrapped: bool) -> None:
+        (stage,) = model.stages.values()
+        self.layer, self.kind, self._model = stage.layers()[NAMES[kind]], kind, model
+        self._strategy = model.plan.strategy
+        self.groups = self._strategy.degree("fsdp")
+        self.unit = token_layout(self._strategy)[0].rows // self.groups
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        self.syncing(False)
+        stage.train()
+
+    def syncing(self, sync: bool) -> None:
+        """Whether parameters are dropped and gradients reduced in backward, as in a step's last one."""
+        if isinstance(self.layer, FSDPModule):
+            self.layer.set_reshard_after_forward(False)
+            self.layer.set_reshard_after_backward(sync)
+            self.layer.set_requires_gradient_sync(sync)
+
+    def prepare(self, rows: int) -> None:
+        """Make the input of a micro-batch with `rows` rows of a tensor group."""
+        config, total = self._model.config, rows * self.groups
+        numbers = {"device": self._model.device, "dtype": self._model.precision.compute}
+        if self.kind == "stem":
+            here = len(image_layout(self._strategy)[0].row_range(total))
+            self._x = torch.randn(here, config.channels, config.image_size, config.image_size, **numbers)
+        else:
+            part = token_layout(self._strategy)[0]
+            features = len(part.feature_range(config.width))
+            here = len(part.row_range(total))
+            self._x = torch.randn(here, config.tokens, features, **numbers)
+        self._keys = torch.zeros(here, dtype=torch.int64, device=self._model.device) if config.stochastic else None
+        self._labels = torch.zeros(total, dtype=torch.int64, device=self._model.device)
+        self._gradient: Tensor | None = None
+
+    def forward(self) -> None:
+        """Once more; `backward` must follow for each."""
+        x = self._x.detach().requires_grad_(self.kind != "stem")
+        if self.kind == "head":
+            y = self._model.loss(self.layer(x), self._labels)
+        else:
+            y = self.layer(x, self._keys)
+            if self._gradient is None:
+                self._gradient = torch.randn_like(y)
+        self._pending.append((x, y))
+
+    def backward(self) -> None:
+        """Of the last forward."""
+        _, y = self._pending.pop()
+        torch.autograd.backward(y, None if self.kind == "head" else self._gradient)
+
+    def backward_to_input(self) -> None:
+        """Of the last forward, without the gradients of parameters."""
+        x, y = self._pending.pop()
+        torch.autograd.grad(y, x, None if self.kind == "head" else self._gradient)
+
+    def memory(self, rows: int) -> tuple[int, int]:
+        """Bytes that forward leaves, and more than that at most in forward or backward."""
+        self.prepare(rows)
+        self.forward()
+        self.backward()  # from here on gradients are there
+        with LiveBytes() as live:
+            self.forward()
+            saved, most = live.now, live.most
+            live.restart()
+            self.backward()
+        return saved, max(most, live.most) - saved
+
+
+def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: bool) -> LayerProfile:
+    forward, backward, rows = [], [], bench.unit
+    while rows <= MOST_ROWS * bench.unit:
+        bench.prepare(rows)
+        both = clock.timings(rows, bench.forward, bench.backward)
+        forward.append(both[0])
+        backward.append(both[1])
+        if sum(timing.seconds for timing in both) > LONGEST[clock.device.type]:
+            break
+        rows *= 2
+    share = 0.0
+    if bench.kind != "stem" and checkpoint == "none":
+        bench.prepare(forward[0].size)
+        alone = clock.timings(1, bench.forward, bench.backward_to_input)[1].seconds
+        share = min(1.0, alone / backward[0].seconds)
+    (saved, space), (saved_2, space_2) = bench.memory(bench.unit), bench.memory(2 * bench.unit)
+    return LayerProfile(
+        layer=bench.kind,
+        tensor=tensor,
+        checkpoint=checkpoint,
+        wrapped=wrapped,
+        forward=Curve(timings=tuple(forward)),
+        backward=Curve(timings=tuple(backward)),
+        input_share=share,
+        saved=_line(bench.unit, saved, saved_2),
+        workspace=_line(bench.unit, space, space_2),
+    )
+
+
+def _line(unit: int, once: int, twice: int) -> Bytes:
+    """Bytes for `unit` rows and for twice as many, as a line."""
+    return Bytes(fixed=max(0, 2 * once - twice), per_row=max(0, twice - once) / unit)
+
+
+def _weights(bench: _Bench, clock: Clock, tensor: str) -> WeightProfile:
+    layer = bench.layer
+    assert isinstance(layer, FSDPModule) and isinstance(layer, nn.Module)
+
+    def gather() -> None:
+        layer.reshard()
+        layer.unshard()
+
+    layer.unshard()
+    elements = sum(local(p).numel() for p in layer.parameters())
+    bench.prepare(bench.unit)
+    taken = {}
+    for sync in (False, True):
+        bench.syncing(sync)
+        taken[sync] = clock.timings(elements, bench.forward, bench.backward)[1].seconds
+    bench.syncing(False)
+    bench.forward()
+    bench.backward()
+    return WeightProfile(
+        layer=bench.kind,
+        tensor=tensor,
+        elements=elements,
+        gather=clock.timing(elements, gather),
+        reduce=max(0.0, taken[True] - taken[False]),
+    )
+
+
+def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock) -> Timing:
+    """A step of AdamW over a whole model in its own precision, and the norm of the gradients."""
+    with _built(replace(subject, precision="fp32", compile_blocks=False), "dp1", device, depth) as model:
+        updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
+        parameters = [parameter for _, parameter in model.named_parameters()]
+
+        def fill() -> None:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+
+        def step() -> None:
+            global_norm(updates.gradients(), model)
+            updates.step(1e-3)
+
+        return clock.timings(sum(p.numel() for p in parameters), fill, step)[1]
+
+
+def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
+    """Seconds of a micro-batch that are not of its layers, on one image."""
+    with _built(subject, "dp1", device) as model:
+        keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        config, layers = model.config, 0.0
+        for kind in NAMES:
+            bench = _Bench(model, kind, False)
+            bench.prepare(1)
+            layers += sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
+    with _built(subject, "dp1", device) as model:
+        images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
+        images = images.to(model.precision.compute)
+        whole = clock.timing(1, lambda: model.forward_backward(images, labels, keys)).seconds
+    return max(0.0, whole - layers)

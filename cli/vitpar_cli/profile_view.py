@@ -71,7 +71,10 @@ def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
     spread = statistics.median(timing.spread for timing in timings)
     console.print(f"spread     {spread:.0%} of a point, in the middle of all", highlight=False)
     if spread > BUSY:
-        console.print("warning: something else keeps this machine busy: measure again when it is idle", style="yellow")
+        console.print(
+            "warning: figures scatter, as ranks share cores or other programs run: measure again when it is idle",
+            style="yellow",
+        )
     console.print(f"written    {out}", highlight=False, soft_wrap=True)
 
 

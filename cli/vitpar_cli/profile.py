@@ -16,7 +16,7 @@ from vitpar.errors import PlannerError
 from vitpar.strategy import parse
 from vitpar_cli import recipe_options as o
 from vitpar_cli.profile_view import show_hardware, show_model
-from vitpar_cli.world import choose_device, ranks_available, run_in_world
+from vitpar_cli.world import choose_device, ranks_available, resolve, run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ def hardware(
 
     kind = choose_device(device)
     world = ranks or ranks_available(kind) or cpu_cores()
+    plan = resolve(parse(f"dp{world}"), kind)  # refuses ranks that a launcher or the GPUs do not give
     _check_folder(out)
 
     def work(device: "torch.device") -> int:
@@ -70,7 +71,7 @@ def hardware(
             typer.echo(profile.model_dump_json(by_alias=True)) if as_json else show_hardware(profile, out)
         return 0
 
-    run_in_world(parse(f"dp{world}"), kind, work)
+    run_in_world(plan, kind, work)
 
 
 @app.command()

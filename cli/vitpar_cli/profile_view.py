@@ -44,6 +44,8 @@ def show_hardware(profile: "Hardware", out: Path) -> None:
 
 def show_model(profile: "ModelProfile", out: Path) -> None:
     """Print the profile's main figures, and where it was written."""
+    from vitpar.planner.model_profile import CHECKPOINTS, always_wrapped
+
     console = Console()
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
@@ -52,9 +54,9 @@ def show_model(profile: "ModelProfile", out: Path) -> None:
     for heading in ("forward ms", "backward ms", "images/s", "saved MiB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
-        if layer.layer == "block" and layer.wrapped == profile.always_wrapped(layer.tensor):
+        if layer.layer == "block" and layer.wrapped == always_wrapped(profile.precision, layer.tensor):
             rows, forward, backward = layer.forward.timings[-1].size, layer.forward, layer.backward
-            flag = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}[layer.checkpoint]
+            flag = CHECKPOINTS[layer.checkpoint]
             times = [curve.timings[-1].seconds for curve in (forward, backward)]
             figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
             table.add_row(layer.tensor + flag, str(rows), *figures, f"{layer.saved.of(rows) / 2**20:,.2f}")

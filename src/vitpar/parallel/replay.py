@@ -70,7 +70,7 @@ def replay(
             else:
                 waiting[need] = pp
 
-    def arrive(what: tuple[str, int, int]) -> None:
+    def arrive(what: Part) -> None:
         there.add(what)
         if what in waiting:
             start(waiting.pop(what))

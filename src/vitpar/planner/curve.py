@@ -64,11 +64,6 @@ class Curve(Record):
         """Size a second of more and more, by the same line; infinite where size does not matter."""
         return 1 / self._line[1] if self._line[1] else float("inf")
 
-    @property
-    def spread(self) -> float:
-        """The largest spread of a point."""
-        return max(timing.spread for timing in self.timings)
-
     @cached_property
     def _points(self) -> tuple[list[int], list[float]]:
         return [t.size for t in self.timings], list(accumulate((t.seconds for t in self.timings), max))

@@ -11,7 +11,8 @@ from vitpar.planner.curve import Curve, Timing
 from vitpar.planner.record import Record, read_record, write_record
 
 LayerKind = Literal["stem", "block", "head"]
-KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
+CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
+"""Policies, and how a strategy names them."""
 
 
 class Bytes(Record):
@@ -78,14 +79,15 @@ class ModelProfile(Record):
     microbatch: float = Field(ge=0)
     measured: dict[str, str] = Field(default_factory=dict)
 
-    def always_wrapped(self, tensor: str) -> bool:
-        """Whether ``fully_shard`` is around every layer with that tensor parallelism: under 2d and 3d, which shard
-        weights, and where parameters are kept in another precision."""
-        return self.precision not in ("fp32", "fp64") or tensor.endswith("d")
-
     def save(self, path: Path) -> None:
         """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
         write_record(self, path, "model profile")
+
+
+def always_wrapped(precision: str, tensor: str) -> bool:
+    """Whether ``fully_shard`` is around every layer: under 2d and 3d, which shard weights, and where parameters are
+    kept in another precision than is computed in."""
+    return precision not in ("fp32", "fp64") or tensor.endswith("d")
 
 
 def read_model_profile(path: Path) -> ModelProfile:

@@ -26,7 +26,15 @@ from vitpar.planner.clock import Clock
 from vitpar.planner.curve import Curve, Timing
 from vitpar.planner.device import device_name
 from vitpar.planner.live_bytes import LiveBytes
-from vitpar.planner.model_profile import Bytes, LayerKind, LayerProfile, ModelProfile, WeightProfile
+from vitpar.planner.model_profile import (
+    CHECKPOINTS,
+    Bytes,
+    LayerKind,
+    LayerProfile,
+    ModelProfile,
+    WeightProfile,
+    always_wrapped,
+)
 from vitpar.strategy import parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.words import divisors
@@ -35,7 +43,6 @@ from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.optimizer_section import OptimizerSection
 
 NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
-CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
 LONGEST = {"cpu": 0.5, "cuda": 0.25}  # seconds of a layer's step, above which no more rows are tried
 MOST_ROWS = 512
 Progress = Callable[[int, int, str], None]
@@ -64,11 +71,10 @@ class Subject:
     def strategies(self) -> Iterator[tuple[str, str, bool]]:
         """(tensor, checkpoint, wrapped) of all that is measured."""
         for tensor in self.tensors():
-            # Where every rank keeps what it computes with, in the precision it computes in, layers stay plain.
-            plain = self.precision in ("fp32", "fp64") and tensor[-1] != "d"
+            kinds = (True,) if always_wrapped(self.precision, tensor) else (False, True)
             for checkpoint in CHECKPOINTS:
                 if not (checkpoint == "selective" and self.compile_blocks):
-                    yield from ((tensor, checkpoint, wrapped) for wrapped in ((False, True) if plain else (True,)))
+                    yield from ((tensor, checkpoint, wrapped) for wrapped in kinds)
 
 
 def profile_model(
@@ -89,7 +95,7 @@ def profile_model(
         progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
         with _built(subject, f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}", device) as model:
             for kind in NAMES:
-                bench = _Bench(model, kind, wrapped)
+                bench = _Bench(model, kind)
                 layers.append(_layer(bench, clock, tensor, checkpoint, wrapped))
                 if wrapped and checkpoint == "none":
                     weights.append(_weights(bench, clock, tensor))
@@ -133,7 +139,6 @@ def _built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) ->
     config = replace(subject.config, depth=depth)
     smallest = row_parts(parse(mesh).strategy)
     plan = validate(parse(mesh), config, smallest)
-    compiled = subject.compile_blocks and "selective" not in mesh
     with pretended(plan.world_size):
         yield parallelize(
             config,
@@ -141,15 +146,15 @@ def _built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) ->
             batch_size=smallest,
             device=device,
             precision_name=subject.precision,
-            compile_blocks=compiled,
+            compile_blocks=subject.compile_blocks,
         )
 
 
 class _Bench:
-    """One layer to run forward and backward on any number of rows. wrapped: its gathered parameters are kept and
-    gradients wait, unless `syncing`."""
+    """One layer to run forward and backward on any number of rows. If it is wrapped, gathered parameters are
+    kept and gradients wait, unless `syncing`."""
 
-    def __init__(self, model: ParallelModel, kind: LayerKind, wrapped: bool) -> None:
+    def __init__(self, model: ParallelModel, kind: LayerKind) -> None:
         (stage,) = model.stages.values()
         self.layer, self.kind, self._model = stage.layers()[NAMES[kind]], kind, model
         self._strategy = model.plan.strategy
@@ -300,7 +305,7 @@ def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         config, layers = model.config, 0.0
         for kind in NAMES:
-            bench = _Bench(model, kind, False)
+            bench = _Bench(model, kind)
             bench.prepare(1)
             layers += sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
     with _built(subject, "dp1", device) as model:

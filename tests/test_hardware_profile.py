@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from vitpar.errors import PlannerError
-from vitpar.planner.curve import Curve, Timing, fit
-from vitpar.planner.hardware import OPERATIONS, Hardware, read_hardware
-from vitpar.planner.profile_hardware import Effort, group_of, group_shapes, profile_hardware
+from vitpar.planner.measure.hardware import Effort, group_of, group_shapes, profile_hardware
+from vitpar.planner.profile.curve import Curve, Timing, fit
+from vitpar.planner.profile.hardware import OPERATIONS, Hardware, read_hardware
 from vitpar_cli.profile import hardware
 
 LITTLE = Effort(0.002, ("float32",), (16, 32), (2**10, 2**14), (2**12,))

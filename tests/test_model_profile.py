@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import vitpar.planner.profile_model as profiling
+import vitpar.planner.measure.model as profiling
 from vitpar.errors import PlannerError
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel.held import layer_parameters
-from vitpar.planner.clock import Clock, Neighbours
-from vitpar.planner.live_bytes import LiveBytes
-from vitpar.planner.model_profile import Bytes, LayerProfile, ModelProfile, read_model_profile
-from vitpar.planner.profile_model import Subject, profile_model
+from vitpar.planner.measure.clock import Clock, Neighbours
+from vitpar.planner.measure.live_bytes import LiveBytes
+from vitpar.planner.measure.model import Subject, profile_model
+from vitpar.planner.profile.model import Bytes, LayerProfile, ModelProfile, read_model_profile
 from vitpar.strategy import parse, validate
 
 CPU = torch.device("cpu")

@@ -59,7 +59,7 @@ def hardware(
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
 
-        from vitpar.planner.profile_hardware import Effort, profile_hardware
+        from vitpar.planner.measure.hardware import Effort, profile_hardware
 
         joined = find_world()
         per_node = joined.local_size if joined else 1
@@ -124,8 +124,8 @@ def model(
     import torch
 
     from vitpar.launch.process_group import meeting_place
-    from vitpar.planner.clock import Clock, Neighbours
-    from vitpar.planner.profile_model import Subject, profile_model
+    from vitpar.planner.measure.clock import Clock, Neighbours
+    from vitpar.planner.measure.model import Subject, profile_model
 
     world = world or ALONE
     where = torch.device(kind)

@@ -12,9 +12,9 @@ from rich.table import Table
 from vitpar.strategy.words import count
 
 if TYPE_CHECKING:
-    from vitpar.planner.curve import Timing
-    from vitpar.planner.hardware import Hardware
-    from vitpar.planner.model_profile import ModelProfile
+    from vitpar.planner.profile.curve import Timing
+    from vitpar.planner.profile.hardware import Hardware
+    from vitpar.planner.profile.model import ModelProfile
 
 BUSY = 0.2  # spread of a point in the middle of all, above which a profile is worth little
 
@@ -44,7 +44,7 @@ def show_hardware(profile: "Hardware", out: Path) -> None:
 
 def show_model(profile: "ModelProfile", out: Path) -> None:
     """Print the profile's main figures, and where it was written."""
-    from vitpar.planner.model_profile import CHECKPOINTS, always_wrapped
+    from vitpar.planner.profile.model import CHECKPOINTS, always_wrapped
 
     console = Console()
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
@@ -81,7 +81,7 @@ def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
 
 
 def _links(profile: "Hardware") -> Table:
-    from vitpar.planner.hardware import OPERATIONS
+    from vitpar.planner.profile.hardware import OPERATIONS
 
     table = Table("ranks", "stride", box=box.SIMPLE, padding=(0, 1, 0, 0), title="latency in ms + GB/s")
     for name in OPERATIONS:

@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vitpar.errors import StrategyError
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
-from vitpar.planner.clock import Clock
-from vitpar.planner.curve import Curve, Timing
-from vitpar.planner.device import device_name
-from vitpar.planner.live_bytes import LiveBytes
-from vitpar.planner.model_profile import (
+from vitpar.planner.measure.clock import Clock
+from vitpar.planner.measure.device import device_name
+from vitpar.planner.measure.live_bytes import LiveBytes
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.model import (
     CHECKPOINTS,
     Bytes,
     LayerKind,

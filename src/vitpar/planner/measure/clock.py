@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from vitpar.planner.curve import Timing
+from vitpar.planner.profile.curve import Timing
 
 SHORTEST = 1e-3  # seconds between two readings at least: what is shorter is repeated
 FEWEST, MOST = 3, 25  # readings of a point

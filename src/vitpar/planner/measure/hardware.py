@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
-from vitpar.planner.clock import Clock, Group
-from vitpar.planner.curve import Curve, Timing
-from vitpar.planner.device import device_name, memory_bytes
-from vitpar.planner.hardware import OPERATIONS, Hardware, Link, Matmul, Operation, Overlap
+from vitpar.planner.measure.clock import Clock, Group
+from vitpar.planner.measure.device import device_name, memory_bytes
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.hardware import OPERATIONS, Hardware, Link, Matmul, Operation, Overlap
 
 Progress = Callable[[int, int, str], None]
 """Called with (points done, points in all, what is measured next)."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from pydantic import Field, field_validator
 
-from vitpar.planner.record import Record
+from vitpar.planner.profile.record import Record
 
 
 class Timing(Record):

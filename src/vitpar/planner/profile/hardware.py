@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from vitpar.planner.curve import Curve
-from vitpar.planner.record import Record, read_record, write_record
+from vitpar.planner.profile.curve import Curve
+from vitpar.planner.profile.record import Record, read_record, write_record
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vitpar.planner.curve import Curve, Timing
-from vitpar.planner.record import Record, read_record, write_record
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.record import Record, read_record, write_record
 
 LayerKind = Literal["stem", "block", "head"]
 CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}

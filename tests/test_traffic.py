@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,25 +13,25 @@ from ranks import RankPool
 from vitpar import model_config, parallelize, parse, validate
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
-from vitpar.strategy.traffic import Traffic, block_traffic
+from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
 
 ROWS = 16
 CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=24, depth=2, heads=4, hidden=72, num_classes=3)
 
 
-def sent_by_a_block(device: torch.device, mesh: str) -> tuple[Counter, Counter]:
-    """What block 1 sends in forward and in backward, groups as axis and ranks; runs on every rank."""
-    plan = validate(parse(mesh), CONFIG, ROWS)
-    model = parallelize(CONFIG, plan, batch_size=ROWS, device=device)
+def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) -> tuple[Counter, Counter]:
+    """What it sends in forward and in backward along tensor axes, groups as axis and ranks; runs on every rank."""
+    config = replace(CONFIG, **options)
+    plan = validate(parse(mesh), config, ROWS)
+    model = parallelize(config, plan, batch_size=ROWS, device=device)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[model.pipe.get_local_rank("stage")]
-    shape = (len(part.row_range(ROWS)), CONFIG.tokens, len(part.feature_range(CONFIG.width)))
+    shape = (len(part.row_range(ROWS)), config.tokens, len(part.feature_range(config.width)))
     x = torch.randn(shape, requires_grad=True)
-    block = stage.layers()["blocks.1"]
-    axes = block.attn.qkv.tensor_mesh
+    axes = stage.layers()["blocks.1"].attn.qkv.tensor_mesh
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
     with Sent() as forward:
-        y = block(x)
+        y = stage.layers()[layer](x)
     with Sent() as backward:
         y.sum().backward()
     found = []
@@ -40,13 +41,30 @@ def sent_by_a_block(device: torch.device, mesh: str) -> tuple[Counter, Counter]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "tp4", "dp2xtp2", "tp4+sp", "tp2xfsdp2+sp", "tp4+2d", "tp8+2.5d", "tp8+3d"])
+MESHES = ("tp2", "tp4", "dp2xtp2", "tp4+sp", "tp2xfsdp2+sp", "tp4+2d", "tp8+2.5d", "tp8+3d")
+HEADS: tuple[dict, ...] = ({}, {"pool": "avg", "representation_size": 12}, {"distillation": True})
+
+
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(f"{mesh}{flag}" for mesh in MESHES for flag in ("+ckpt", "+ckpt.selective"))]
+)
 def test_a_block_sends_what_the_table_says(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    plan = parse(mesh)
-    expected = block_traffic(CONFIG, plan.strategy, ROWS)
-    for counted in ranks(plan.world_size).run(sent_by_a_block, mesh):
-        for part, table in zip(counted, expected, strict=True):
-            assert part == Counter({(c.operation, c.axis, c.ranks, c.elements): n for c, n in table.items()})
+    assert_sent(mesh, "blocks.1", {}, block_traffic(CONFIG, parse(mesh).strategy, ROWS), ranks)
+
+
+@pytest.mark.parametrize("options", HEADS, ids=["token", "mean", "two tokens"])
+@pytest.mark.parametrize("mesh", [*MESHES, "tp4+ckpt", "tp4+sp+ckpt", "tp8+3d+ckpt", "tp8+2.5d+ckpt.selective"])
+def test_a_head_sends_what_the_table_says(mesh: str, options: dict, ranks: Callable[[int], RankPool]) -> None:
+    config = replace(CONFIG, **options)
+    assert_sent(mesh, "head", options, head_traffic(config, parse(mesh).strategy, ROWS), ranks)
+
+
+def assert_sent(
+    mesh: str, layer: str, options: dict, table: tuple[Traffic, Traffic], ranks: Callable[[int], RankPool]
+) -> None:
+    for counted in ranks(parse(mesh).world_size).run(sent_by_a_layer, mesh, layer, options):
+        for part, expected in zip(counted, table, strict=True):
+            assert part == Counter({(c.operation, c.axis, c.ranks, c.elements): n for c, n in expected.items()})
 
 
 def received(traffic: Traffic) -> float:

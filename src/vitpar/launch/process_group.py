@@ -20,11 +20,12 @@ Device = Literal["cpu", "cuda"]
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def join(world: World, device: Device, timeout: float = 600.0) -> torch.device:
+def join(world: World, device: Device, timeout: float = 600.0, store: Store | None = None) -> torch.device:
     """Makes this process `world.rank` of `world.size`, and returns the device it computes on.
 
     Sets torch.distributed's environment variables and default process group, the current GPU, and the number of CPU
     threads (unless OMP_NUM_THREADS says it). timeout: seconds to wait for other ranks, here and in every collective.
+    store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds after another.
     Raises LaunchError when this rank has no GPU or the ranks cannot meet.
     """
     watch_parent()
@@ -49,8 +50,8 @@ def join(world: World, device: Device, timeout: float = 600.0) -> torch.device:
         dist.init_process_group(
             BACKENDS[device],
             # A world of one needs no network, so no port can be taken and no firewall be in the way.
-            store=dist.HashStore() if world.size == 1 else None,
-            init_method=None if world.size == 1 else "env://",
+            store=dist.HashStore() if world.size == 1 else store,
+            init_method=None if world.size == 1 or store is not None else "env://",
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout),

@@ -106,6 +106,22 @@ def logit_layout(strategy: Strategy) -> Layout:
     return _layout(strategy, [name for name in rows if name != "j"] if strategy.sequence_parallel else rows, ())
 
 
+@cache
+def token_layout_key(strategy: Strategy) -> tuple[tuple[str, int], ...]:
+    """Equal exactly where `token_layout` is, and quick for any number of ranks: what the ranks hold along the axes,
+    outermost first, neighbours that hold the same kind of thing as one."""
+    rows, features, axes = _token_rows(strategy), _features(strategy), mesh_axes(strategy)
+    found: list[tuple[str, int]] = []
+    for place, (name, size) in enumerate(axes):
+        kind = "features" if name in features else "rows" if name in rows else "copies"
+        if kind == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
+            kind = "inner rows"
+        if found and found[-1][0] == kind:
+            size *= found.pop()[1]
+        found.append((kind, size))
+    return tuple(found)
+
+
 def copies(layout: Layout, stage_rank: int) -> list[int]:
     """The ranks of the stage that hold the same part as `stage_rank`, itself included, in order."""
     return [rank for rank, part in enumerate(layout) if part == layout[stage_rank]]
@@ -114,6 +130,13 @@ def copies(layout: Layout, stage_rank: int) -> list[int]:
 def row_parts(strategy: Strategy) -> int:
     """Into how many parts the batch is split where it is split most."""
     return token_layout(strategy)[0].rows
+
+
+@cache
+def row_unit(strategy: Strategy) -> int:
+    """The number of images that divides every micro-batch the layer can cut among the ranks of its stage."""
+    sizes = dict(mesh_axes(strategy))
+    return math.prod(sizes[name] for name in _token_rows(strategy))
 
 
 @dataclass(frozen=True)

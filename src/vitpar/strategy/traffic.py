@@ -1,4 +1,4 @@
-"""What the ranks of a block send each other for every micro-batch, as a table: operation, group, size.
+"""What the ranks of a layer send each other for every micro-batch, as a table: operation, group, size.
 
 It is the runtime's communication along the tensor axes (``vitpar.parallel.tensor``) counted by arithmetic; the tests
 compare it with what a step really sends, operation by operation.
@@ -13,7 +13,7 @@ from typing import Protocol
 from vitpar.strategy.layer import Strategy
 
 
-class BlockShape(Protocol):
+class LayerShapes(Protocol):
     """What the table has to know of a model."""
 
     @property
@@ -23,6 +23,22 @@ class BlockShape(Protocol):
     @property
     def hidden(self) -> int:
         """Hidden features of a block's MLP."""
+
+    @property
+    def features(self) -> int:
+        """Features that the classifier reads."""
+
+    @property
+    def representation_size(self) -> int | None:
+        """Features of a layer before the classifier, None for no such layer."""
+
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def distillation(self) -> bool:
+        """Whether there are two tokens with a classifier each."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +59,24 @@ class Collective:
 
 
 Traffic = Counter[Collective]
+_Kept = tuple[Traffic, Traffic, Collective | None]
+"""Forward, backward without computing again, and what forward ends with after the last product."""
 
 
-def block_traffic(model: BlockShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+def block_traffic(model: LayerShapes, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
     """What one rank takes part in for a micro-batch of `rows` images over the stage: (in forward, in backward).
 
-    Without recomputation, biases' and norms' partial gradients (once a step) and weights.
+    Without biases' and norms' partial gradients (once a step) and weights.
     """
     shape = dict(strategy.tensor_shape)
     if shape["j"] == 1:
         return Counter(), Counter()
+    forward, backward, last = _block(model, strategy, rows)
+    return forward, backward + _again(strategy, forward, last)
+
+
+def _block(model: LayerShapes, strategy: Strategy, rows: int) -> _Kept:
+    shape = dict(strategy.tensor_shape)
     cells = rows // strategy.data_parallel * model.tokens  # tokens of the images that a tensor group works on
     if strategy.tensor_mode == "3d":
         return _cube(model, shape["j"], cells)
@@ -61,12 +85,49 @@ def block_traffic(model: BlockShape, strategy: Strategy, rows: int) -> tuple[Tra
     whole = cells * model.width
     if strategy.sequence_parallel:
         gather, scatter = (Collective(kind, "j", shape["j"], whole) for kind in ("all_gather", "reduce_scatter"))
-        return Counter({gather: 2, scatter: 2}), Counter({gather: 4, scatter: 2})
+        return Counter({gather: 2, scatter: 2}), Counter({gather: 4, scatter: 2}), scatter
     reduce = Collective("all_reduce", "j", shape["j"], whole)
-    return Counter({reduce: 2}), Counter({reduce: 2})
+    return Counter({reduce: 2}), Counter({reduce: 2}), reduce
 
 
-def _square(model: BlockShape, q: int, cells: int) -> tuple[Traffic, Traffic]:
+def _again(strategy: Strategy, forward: Traffic, last: Collective | None) -> Traffic:
+    """What full checkpointing sends once more in backward: all of forward but what follows the last product (`last`).
+    The selective policy keeps what communication gave."""
+    if strategy.checkpoint != "full":
+        return Counter()
+    return forward - Counter([last] if last else [])
+
+
+def head_traffic(model: LayerShapes, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+    """The same of the head. The stem sends nothing."""
+    shape = dict(strategy.tensor_shape)
+    side, forward, backward = shape["j"], Counter[Collective](), Counter[Collective]()
+    if side == 1:
+        return forward, backward
+    images, classifiers = rows // strategy.data_parallel, 1 + model.distillation
+    if strategy.tensor_mode == "1d":
+        if strategy.sequence_parallel:
+            forward[Collective("all_gather", "j", side, images * model.width)] += classifiers
+        last = Collective("all_reduce", "j", side, images * model.num_classes)
+        forward[last] += classifiers
+        backward[Collective("all_gather", "j", side, images * model.features)] += classifiers
+        return forward, backward + _again(strategy, forward, last)
+    axis = "k" if strategy.tensor_mode == "3d" else "j"
+    images //= side if axis == "k" else 1
+    normed = images * (model.tokens if model.pool == "avg" else classifiers)
+    forward[Collective("all_reduce", axis, side, normed)] += 2
+    backward[Collective("all_reduce", axis, side, 2 * normed)] += 1
+    if model.representation_size:
+        pooled = images * model.width
+        forward[Collective("all_gather", axis, side, pooled)] += classifiers
+        backward[Collective("all_gather", axis, side, pooled)] += classifiers
+        backward[Collective("reduce_scatter", axis, side, pooled)] += classifiers
+    last = Collective("all_reduce", axis, side, images * model.num_classes)
+    forward[last] += classifiers
+    return forward, backward + _again(strategy, forward, last)
+
+
+def _square(model: LayerShapes, q: int, cells: int) -> _Kept:
     """2d and 2.5d: features gathered before each of the four products, again in backward, where their gradients are
     scattered; the statistics of two norms."""
     forward: Traffic = Counter({Collective("all_reduce", "j", q, cells): 4})
@@ -75,10 +136,10 @@ def _square(model: BlockShape, q: int, cells: int) -> tuple[Traffic, Traffic]:
         forward[Collective("all_gather", "j", q, cells * features)] += 1
         backward[Collective("all_gather", "j", q, cells * features)] += 1
         backward[Collective("reduce_scatter", "j", q, cells * features)] += 1
-    return forward, backward
+    return forward, backward, None
 
 
-def _cube(model: BlockShape, q: int, cells: int) -> tuple[Traffic, Traffic]:
+def _cube(model: LayerShapes, q: int, cells: int) -> _Kept:
     """3d: rows gathered over one axis, sums scattered over the other, the axes swapped from product to product."""
     forward: Traffic = Counter({Collective("all_reduce", "k", q, cells // q): 4})
     backward: Traffic = Counter({Collective("all_reduce", "k", q, 2 * cells // q): 2})
@@ -96,4 +157,4 @@ def _cube(model: BlockShape, q: int, cells: int) -> tuple[Traffic, Traffic]:
         backward[Collective("all_gather", summed, q, given)] += 1
         backward[Collective("all_gather", gathered, q, taken)] += 1
         backward[Collective("reduce_scatter", gathered, q, taken)] += 1
-    return forward, backward
+    return forward, backward, Collective("reduce_scatter", "j", q, cells * width // q)

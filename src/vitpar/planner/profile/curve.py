@@ -55,6 +55,13 @@ class Curve(Record):
         return rising[-1] + slope * (size - sizes[-1])
 
     @property
+    def least(self) -> float:
+        """Seconds that a unit of size takes at least, at any size."""
+        sizes, rising = self._points
+        tail = self.seconds(2 * sizes[-1]) - rising[-1]
+        return min(tail / sizes[-1], *(seconds / size for size, seconds in zip(sizes, rising, strict=True)))
+
+    @property
     def latency(self) -> float:
         """Seconds that even nothing takes, by the straight line nearest to the points (`fit`)."""
         return self._line[0]

@@ -1,0 +1,251 @@
+"""What a step of a plan takes: its stages' micro-batches replayed in the schedule's order, and what follows them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vitpar.parallel.bubble import order as schedule_order
+from vitpar.parallel.pipeline import stage_layers, travel_layouts
+from vitpar.parallel.replay import Event, Order, replay
+from vitpar.planner.cost.groups import Group, pipeline_group, placed, world_group
+from vitpar.planner.cost.layer import LayerCosts, Placement
+from vitpar.planner.cost.memory import Held, Memory
+from vitpar.planner.cost.stage import Stage, build_stage
+from vitpar.planner.cost.streams import Spent, Streams
+from vitpar.planner.profile.model import LayerKind
+from vitpar.strategy import SCHEDULES, Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
+from vitpar.strategy.layout import Layout
+
+
+@dataclass(frozen=True)
+class Price:
+    """A step of a plan.
+
+    seconds: of a step. time: the same for the rank that waits least for others, by what for. memory: of the fullest
+    rank at each place of the pp axis. events: what the places compute, when.
+    """
+
+    plan: Plan
+    batch_size: int
+    seconds: float
+    time: Mapping[str, float]
+    memory: tuple[Memory, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def images_per_second(self) -> float:
+        """Global images."""
+        return self.batch_size / self.seconds
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+
+def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> Price:
+    """The price of `plan`, which is validated for the model and the batch, with default communication settings.
+
+    moments: bytes that the optimizer keeps for every byte of parameters (2 for AdamW). Raises PlannerError where the
+    profiles lack what the plan needs.
+    """
+    batch = batch_arithmetic(plan, batch_size)
+    stages = _stages(plan, costs, batch.microbatch_rows)
+    if plan.pipeline_degree == 1:
+        times = _alone(stages[0], batch.microbatches, costs, _turns(costs, plan.stage_size))
+        order: Order = {0: [[(kind, 0, n)] for n in range(batch.microbatches) for kind in "FB"]}
+    else:
+        order = actions(plan, batch.microbatches)
+        times = _pipelined(plan, stages, order, batch.microbatches, batch.microbatch_rows, costs)
+    seconds, spent, events = _finished(plan, stages, times, costs)
+    memory = tuple(
+        Held(
+            {number: stages[number] for number in stages_of_rank(pp, plan)},
+            moments,
+            _buffers(plan, costs, pp, batch_size, batch.microbatches, batch.microbatch_rows),
+            batch.microbatches,
+        ).at_most(order[pp])
+        for pp in range(plan.pipeline_degree)
+    )
+    return Price(plan, batch_size, seconds, dict(spent), memory, events)
+
+
+def actions(plan: Plan, microbatches: int) -> Order:
+    """What every rank of the plan's pipeline computes, in order."""
+    return _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
+
+
+@lru_cache(maxsize=4096)
+def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> Order:
+    return schedule_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
+
+
+@dataclass
+class _Times:
+    """When the places of the pp axis are done with the last backward and what it sent, and what they did until then."""
+
+    done: list[float]
+    spent: list[Spent]
+    events: list[Event]
+
+
+def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
+    where, strategies = Placement(*placed(plan)), plan.strategies(costs.config.layer_names)
+    travel: list[Layout | None] = [None, *travel_layouts(costs.config, plan), None]
+    splits = plan.pipeline_degree > 1 and SCHEDULES[plan.schedule].splits_backward
+    return [
+        build_stage(
+            costs,
+            [(kind_of(name), strategies[name]) for name in names],
+            rows,
+            where,
+            taken=travel[number],
+            given=travel[number + 1],
+            splits=splits,
+        )
+        for number, names in enumerate(stage_layers(costs.config, plan))
+    ]
+
+
+def kind_of(name: str) -> LayerKind:
+    """The kind of the layer called `name`."""
+    return "block" if name.startswith("blocks.") else "stem" if name == "stem" else "head"
+
+
+def _turns(costs: LayerCosts, ranks: int) -> float:
+    """How many ranks take turns on a core when `ranks` compute: GPUs have one each."""
+    return 1.0 if costs.hardware.device == "cuda" else max(1.0, ranks / costs.model.processes)
+
+
+def _alone(stage: Stage, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
+    """Without a pipeline. Of many micro-batches those in the middle are alike."""
+    streams, skipped = Streams(costs.hardware.overlap, turns), 0.0
+    events: list[Event] = []
+    for number in range(microbatches):
+        if number == 2 and microbatches > 4:
+            before, spent = streams.at, Spent(streams.spent)
+        elif 3 <= number < microbatches - 1 and microbatches > 4:
+            if number == 3:
+                delta = {what: streams.spent[what] - spent[what] for what in streams.spent}
+                length = streams.at - before
+            skipped += length
+            streams.spent.add(delta)
+            _mark(events, number, streams.at + skipped - length, streams.at + skipped)
+            continue
+        begun = streams.at + skipped
+        stage.forward(streams, number == 0)
+        middle = streams.at + skipped
+        stage.backward(streams, number == microbatches - 1)
+        streams.block(costs.model.microbatch * turns, "other")
+        events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, streams.at + skipped)]
+    streams.block(streams.left, "gradients")
+    return _Times([streams.at + skipped], [streams.spent], events)
+
+
+def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
+    middle = begun + (end - begun) / 3
+    events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, end)]
+
+
+def _pipelined(
+    plan: Plan, stages: list[Stage], order: Order, microbatches: int, rows: int, costs: LayerCosts
+) -> _Times:
+    at_once = float("inf") if costs.hardware.device == "cuda" else costs.model.processes / plan.stage_size
+    crowded = min(1.0, at_once)  # what is sent was measured with all ranks at work
+    overhead, last = costs.model.microbatch / 2, microbatches - 1
+    found: dict[tuple[str, int, bool], tuple[float, Spent, float]] = {}
+
+    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
+        """Seconds, what for, and seconds that are sent in the background from then on."""
+        special = microbatch == (0 if kind == "F" else last)
+        key = kind, number, special
+        if key not in found:
+            streams, stage = Streams(costs.hardware.overlap), stages[number]
+            late = stage.late(number == 0)
+            if kind == "F":
+                stage.forward(streams, special)
+            elif kind == "W":
+                streams.compute(late, "backward")
+            else:
+                stage.backward(streams, special)
+            if kind == "I":
+                streams.at, streams.spent["backward"] = streams.at - late, streams.spent["backward"] - late
+            streams.block(overhead, "other")
+            spent = Spent({what: s if what in COMPUTED else s * crowded for what, s in streams.spent.items()})
+            found[key] = sum(spent.values()), spent, streams.left
+        return found[key]
+
+    travel, link = travel_layouts(costs.config, plan), pipeline_group(plan, costs.hardware.ranks_per_node)
+    whole = rows * costs.config.tokens * costs.config.width * costs.numbers.compute.itemsize
+    sent = [costs.links.seconds("p2p", link, layout[0].share * whole) for layout in travel]
+    events = replay(
+        order,
+        plan.num_stages,
+        lambda kind, stage, number: action(kind, stage, number)[0],
+        lambda source, target: sent[min(source, target)],
+        at_once,
+    )
+    done = [0.0] * plan.pipeline_degree
+    spent = [Spent() for _ in done]
+    for event in events:
+        seconds, parts, left = action(event.kind, event.stage, event.microbatch)
+        stretched = (event.end - event.start) / seconds if seconds else 1.0
+        spent[event.pp].add(parts, stretched)
+        done[event.pp] = max(done[event.pp], event.end + left)
+    for pp, end in enumerate(done):
+        computed = max(event.end for event in events if event.pp == pp)
+        spent[pp]["gradients"] += end - computed
+        spent[pp]["waiting"] += computed - sum(s for what, s in spent[pp].items() if what != "gradients")
+    return _Times(done, spent, events)
+
+
+COMPUTED = ("forward", "backward", "other")
+"""What takes a core."""
+
+
+def _finished(
+    plan: Plan, stages: list[Stage], times: _Times, costs: LayerCosts
+) -> tuple[float, Spent, tuple[Event, ...]]:
+    """After the last backward: partial gradients are added up, then the norm over all ranks, then the optimizer."""
+    where, per_node = Placement(*placed(plan)), costs.hardware.ranks_per_node
+    ends, optimizer = [], []
+    for pp, end in enumerate(times.done):
+        sums: defaultdict[Group, int] = defaultdict(int)
+        elements = 0
+        for number in stages_of_rank(pp, plan):
+            for layer in stages[number].layers:
+                elements += layer.weights.elements
+                groups = costs.groups(layer.strategy, where)
+                for axis, partial in layer.weights.sums.items():
+                    sums[groups.j if axis == "j" else groups.k] += partial * costs.numbers.parameters.itemsize
+        added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
+        times.spent[pp]["gradients"] += added
+        ends.append(end + added)
+        optimizer.append(costs.model.optimizer.seconds(elements) * _turns(costs, plan.world_size))
+    norm = costs.links.seconds("all_reduce", world_group(plan, per_node), 8) if plan.world_size > 1 else 0.0
+    seconds = max(ends) + norm + max(optimizer)
+    busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
+    spent = times.spent[busiest]
+    spent["waiting"] += max(ends) - ends[busiest]
+    spent["optimizer"] = norm + max(optimizer)
+    return seconds, spent, tuple(times.events)
+
+
+def _buffers(plan: Plan, costs: LayerCosts, pp: int, batch_size: int, microbatches: int, rows: int) -> float:
+    """The step's images where they go in, and what torch keeps ready to receive of every micro-batch."""
+    config, numbers = costs.config, costs.numbers
+    whole = rows * config.tokens * config.width * numbers.compute.itemsize
+    travel, total = travel_layouts(config, plan), 0.0
+    for number in stages_of_rank(pp, plan):
+        if number == 0:
+            strategies: dict[str, Strategy] = plan.strategies(config.layer_names)
+            images = batch_size * image_layout(strategies["stem"])[0].share
+            total += images * config.channels * config.image_size**2 * numbers.compute.itemsize
+        if number > 0:
+            total += microbatches * travel[number - 1][0].share * whole
+        if number < plan.num_stages - 1:
+            total += microbatches * travel[number][0].share * whole
+    return total

@@ -1,0 +1,161 @@
+"""Clusters of which only the data sheet is known: nodes, devices, links; made into a hardware profile.
+
+Rates are the published ones times what is reached in practice (`sustained`), so a plan for a cluster can be made
+before there is one. A measured profile is better: ``vitpar profile hardware`` there.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from vitpar.errors import PlannerError, nearest
+from vitpar.planner.cost.links import STEPS
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.hardware import OPERATIONS, Hardware, Link, Matmul, Overlap
+from vitpar.planner.profile.record import Record
+
+SIZES = (2**10, 2**20, 2**33)
+"""Bytes. Seconds are straight lines over them."""
+
+
+class Wire(Record):
+    """A way from one device to others. bandwidth: bytes a second that a device sends, and receives at the same time.
+    latency: seconds of a message."""
+
+    bandwidth: float = Field(gt=0)
+    latency: float = Field(ge=0)
+
+
+class Cluster(Record):
+    """nodes × devices_per_node of one device.
+
+    memory_bytes: of a device. matmul: FLOPs a second, dense, by dtype. memory_bandwidth: bytes a second. sustained: the
+    part of published rates that is reached. intra, inter: within a node, and between nodes for each device. overlap:
+    slow-down of computing and of communication that go on together. sources: where the figures stand.
+    """
+
+    name: str
+    nodes: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1)
+    device_name: str
+    memory_bytes: int = Field(ge=1)
+    matmul: dict[str, float] = Field(min_length=1)
+    memory_bandwidth: float = Field(gt=0)
+    sustained: float = Field(gt=0, le=1)
+    intra: Wire
+    inter: Wire | None = None
+    overlap: Overlap | None = None
+    sources: tuple[str, ...] = ()
+
+    def hardware(self, ranks: int | None = None) -> Hardware:
+        """Its profile, for `ranks` devices (all, if None). Raises PlannerError if there are not so many."""
+        most = self.nodes * self.devices_per_node
+        ranks = ranks or most
+        if ranks > most:
+            raise PlannerError(f"{ranks} ranks do not fit the {most} devices of {self.name}: use at most {most}")
+        if ranks > self.devices_per_node and self.inter is None:
+            raise PlannerError(f"cluster {self.name} has several nodes but no inter: say how they are connected")
+        links = [
+            self._link(operation, size, stride)
+            for size, stride in _shapes(ranks)
+            for operation in OPERATIONS
+            if operation != "p2p" or size == 2
+        ]
+        return Hardware(
+            name=self.name,
+            device="cuda",
+            device_name=self.device_name,
+            backend="nccl",
+            ranks=ranks,
+            ranks_per_node=min(self.devices_per_node, ranks),
+            threads=1,
+            memory_bytes=self.memory_bytes,
+            matmuls=tuple(
+                Matmul(dtype=dtype, timings=_line(0.0, rate * self.sustained, (10**6, 10**15)))
+                for dtype, rate in self.matmul.items()
+            ),
+            copy=Curve(timings=_line(0.0, self.memory_bandwidth * self.sustained, SIZES)),
+            links=tuple(links),
+            overlap=self.overlap,
+            measured={"estimated": "from published figures", "sources": "; ".join(self.sources)},
+        )
+
+    def _link(self, operation: Any, ranks: int, stride: int) -> Link:
+        members = [rank * stride // self.devices_per_node for rank in range(ranks)]
+        nodes, here = len(set(members)), members.count(members[0])
+        messages, share = STEPS[operation](ranks)
+        wire = self.intra
+        bandwidth = self.intra.bandwidth
+        if nodes > 1:
+            assert self.inter is not None
+            wire = self.inter
+            # The ranks of a node that are in one group send through as many wires.
+            bandwidth = min(self.intra.bandwidth, here * self.inter.bandwidth)
+        rate = bandwidth * self.sustained / share
+        # Trees and hierarchies keep the number of messages that follow each other small.
+        latency = wire.latency * min(messages, 2 * max(1, ranks.bit_length() - 1))
+        return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=_line(latency, rate, SIZES))
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster in the file `name`, or a shipped one by name: 8xH100, or 32x8xH200 for 32 nodes of 8.
+
+    Raises PlannerError for neither, and for a file that is no cluster.
+    """
+    if name.endswith(".toml") or Path(name).is_file():
+        return _read(Path(name))
+    match = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,2})x([A-Za-z0-9-]+)", name)
+    shipped = {entry.name.removesuffix(".toml"): entry for entry in _folder().iterdir() if entry.name.endswith(".toml")}
+    kind = match[3] if match else name
+    found = next((entry for known, entry in shipped.items() if known.lower() == kind.lower()), None)
+    if match is None or found is None:
+        known = ", ".join(sorted(shipped))
+        raise PlannerError(
+            f"unknown cluster '{name}'{nearest(kind, sorted(shipped))}: use a TOML file, or a number and one of "
+            f"{known}, as in 8xH100 or 32x8xH200"
+        )
+    device = tomllib.loads(found.read_text(encoding="utf-8"))
+    nodes, devices = int(match[1] or 1), int(match[2])
+    if not nodes or not devices:
+        raise PlannerError(f"cluster '{name}' has no devices: use numbers of 1 or more")
+    return Cluster.model_validate({**device, "name": name, "nodes": nodes, "devices_per_node": devices})
+
+
+def _folder() -> Any:
+    return files("vitpar.planner.profile") / "clusters"
+
+
+def _read(path: Path) -> Cluster:
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlannerError(f"cannot read the cluster {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlannerError(f"{path} is not a cluster: {error}") from None
+    try:
+        return Cluster.model_validate({"name": path.stem, **fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise PlannerError(f"{path} is not a cluster, {place}: {first['msg']}") from None
+
+
+def _shapes(ranks: int) -> list[tuple[int, int]]:
+    """(ranks, stride) of the groups of such a world."""
+    return [
+        (size, stride)
+        for size in range(2, ranks + 1)
+        if ranks % size == 0
+        for stride in range(1, ranks // size + 1)
+        if ranks % (size * stride) == 0
+    ]
+
+
+def _line(latency: float, rate: float, sizes: tuple[int, ...]) -> tuple[Timing, ...]:
+    return tuple(Timing(size=size, seconds=latency + size / rate, spread=0, samples=1) for size in sizes)

@@ -1,0 +1,127 @@
+"""The plans that a search looks at.
+
+| of a plan     | what is looked at                                                                                    |
+|---------------|------------------------------------------------------------------------------------------------------|
+| pipeline      | every degree that divides the ranks, outermost; every schedule; 1 stage a rank or `virtual_stages`  |
+| stages        | any number of blocks each; several a rank: even                                                      |
+| micro-batches | every number that divides the batch                                                                  |
+| blocks        | in each stage at most two strategies, one after the other; several stages a rank: one for all        |
+| stem, head    | the strategy of the block beside it                                                                  |
+| a strategy    | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint     |
+|               | policy                                                                                               |
+
+Not looked at: +offload (what it costs is not measured), communication settings other than the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import permutations
+from typing import Any
+
+from vitpar.errors import StrategyError
+from vitpar.models.config import ViTConfig
+from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
+from vitpar.strategy.batch import schedule_objection
+from vitpar.strategy.layer import TENSOR_MODES
+from vitpar.strategy.support import refuse_clashes
+from vitpar.strategy.words import divisors
+
+FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "ckpt.selective")
+ROLES = ("pp", "dp", "fsdp", "tp")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What of it a search may use.
+
+    ranks: of the plans. batch_sizes: global images of a step. roles, flags: those allowed. schedules: of pipelines.
+    virtual_stages: how many a rank may hold under schedules that take several. precision, compiled: of the training.
+    most_microbatches: None for no limit.
+    """
+
+    config: ViTConfig
+    ranks: int
+    batch_sizes: tuple[int, ...]
+    precision: str = "fp32"
+    compiled: bool = False
+    roles: tuple[str, ...] = ROLES
+    flags: tuple[str, ...] = FLAGS
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    virtual_stages: tuple[int, ...] = (2,)
+    most_microbatches: int | None = None
+
+    def pipelines(self) -> Iterator[Plan]:
+        """Pipelines as plans without layers: degree, schedule, virtual stages."""
+        for pp in divisors(self.ranks):
+            if pp == 1:
+                yield Plan()
+            elif "pp" in self.roles:
+                for schedule in self.schedules:
+                    counts = {"one": (1,), "two": (2,), "several": self.virtual_stages}[SCHEDULES[schedule].stages]
+                    for virtual in counts:
+                        if pp * virtual <= self.config.depth:
+                            yield Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
+
+    def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
+        """Numbers of micro-batches that divide the batch and that the schedule can run."""
+        most = self.most_microbatches or batch_size
+        return [n for n in divisors(batch_size) if n <= most and not schedule_objection(pipeline, n)]
+
+    def strategies(self, size: int) -> tuple[Strategy, ...]:
+        """Of a layer on a stage of `size` ranks, as far as the model allows."""
+        return _strategies(self.config, size, self.roles, self.flags)
+
+    def allows(self, pipeline: Plan, strategy: Strategy) -> bool:
+        """Whether they go together (the support matrix)."""
+        try:
+            refuse_clashes(replace(pipeline, layers=(("*", strategy),)), self.precision, self.compiled)
+        except StrategyError:
+            return False
+        return True
+
+
+@lru_cache(maxsize=256)
+def _strategies(config: ViTConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Strategy, ...]:
+    found: dict[Strategy, None] = {}
+    policies = (None, *(name for flag, name in (("ckpt", "full"), ("ckpt.selective", "selective")) if flag in flags))
+    for dp, fsdp, tp in _products(size):
+        degrees = {role: n for role, n in (("dp", dp), ("fsdp", fsdp), ("tp", tp)) if n > 1}
+        if not set(degrees) <= set(roles):
+            continue
+        for order in permutations(degrees.items()):
+            axes = tuple(Axis(role, n) for role, n in order)  # type: ignore[arg-type]
+            for tensor in _tensor_ways(config, axes, flags):
+                zeros = [0, *(z for z in (1, 2) if f"zero{z}" in flags and dp > 1 and fsdp == 1)]
+                for zero in zeros:
+                    for policy in policies:
+                        found[replace(tensor, zero=zero, checkpoint=policy)] = None
+    return tuple(found)
+
+
+def _products(size: int) -> Iterator[tuple[int, int, int]]:
+    for dp in divisors(size):
+        for fsdp in divisors(size // dp):
+            yield dp, fsdp, size // dp // fsdp
+
+
+def _tensor_ways(config: ViTConfig, axes: tuple[Axis, ...], flags: tuple[str, ...]) -> Iterator[Strategy]:
+    """The strategies on `axes` that the model can be split by."""
+    plain = Strategy(axes)
+    tries: list[dict[str, Any]] = [{}]
+    if plain.has("tp"):
+        tries += [{"sequence_parallel": True}] if "sp" in flags else []
+        tries += [{"tensor_mode": mode} for mode in TENSOR_MODES[1:] if mode in flags]
+    for fields in tries:
+        try:
+            strategy = replace(plain, **fields)
+            if strategy.tensor_mode == "2.5d":
+                depth = dict(strategy.tensor_shape)["d"]
+                if depth == 1:
+                    continue  # it is 2d
+            validate(Plan(layers=(("*", strategy),)), config, None)
+        except StrategyError:
+            continue
+        yield strategy

@@ -94,7 +94,7 @@ def model(
     """Measure a model's layers on one device: time and memory of every tensor-parallel shard, forward and backward.
 
     The shards of one rank are computed alone, as the runtime would, without the other ranks. On a CPU as many
-    processes as there are cores, or ranks, do so at the same time, because in training they share the machine too.
+    processes as ranks do so at the same time, because in training they share the machine too.
 
     Example: vitpar profile model --recipe experiments/digits.toml --ranks 4 --out model.json
     """
@@ -115,7 +115,7 @@ def model(
     largest = ranks or ranks_available(kind) or cpu_cores()
     config = merged.config(num_classes)
     _check_folder(out)
-    processes = min(largest, cpu_cores()) if kind == "cpu" else 1
+    processes = largest if kind == "cpu" else 1
     world = find_world()
     if world is None and processes > 1:
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]

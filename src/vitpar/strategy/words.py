@@ -6,9 +6,15 @@ from collections.abc import Iterable
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `4 ranks`, `2 micro-batches`."""
-    plural = noun + ("es" if noun.endswith(("ch", "s")) else "s")
+    """`1 rank`, `4 ranks`, `2 micro-batches`, `3 strategies`."""
+    plural = noun[:-1] + "ies" if noun.endswith("gy") else noun + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{number} {noun if number == 1 else plural}"
+
+
+def size(number: float) -> str:
+    """`31.2 GB`, `640 MB`, `0.12 MB`: bytes."""
+    unit, scale = ("GB", 1e9) if number >= 1e9 else ("MB", 1e6)
+    return f"{number / scale:.3g} {unit}"
 
 
 def either(options: Iterable[object]) -> str:

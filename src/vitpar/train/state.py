@@ -9,8 +9,13 @@ def state_bytes(recipe: Recipe) -> int:
 
     Muon keeps less for some elements than for others: this is what it keeps at most.
     """
-    copies = 2 + _moments(recipe) + bool(recipe.train.ema_decay)
-    return copies * PRECISIONS[recipe.train.precision].parameters.itemsize
+    return (2 + moments(recipe)) * PRECISIONS[recipe.train.precision].parameters.itemsize
+
+
+def moments(recipe: Recipe) -> int:
+    """Copies of the parameters' size that are kept besides parameters and gradients: the optimizer's, and the running
+    average."""
+    return _moments(recipe) + bool(recipe.train.ema_decay)
 
 
 def state_words(recipe: Recipe) -> str:

@@ -23,13 +23,15 @@ class Work:
     """A micro-batch on one rank.
 
     forward, backward: seconds of computing, computing again included. late: how much of backward gives the gradients
-    of weights, which may come later. forward_sent, backward_sent: seconds that it waits for the ranks along tensor
-    axes. saved: bytes kept from forward to backward. workspace: bytes on top of that at most.
+    of weights, which may come later. skew: by how many seconds the slowest rank is later, in both. forward_sent,
+    backward_sent: seconds that it waits for the ranks along tensor axes. saved: bytes kept from forward to backward.
+    workspace: bytes on top of that at most.
     """
 
     forward: float
     backward: float
     late: float
+    skew: tuple[float, float]
     forward_sent: float
     backward_sent: float
     saved: float
@@ -100,6 +102,22 @@ class LayerCosts:
             self._held[key] = self._weighed(*key)
         return self._held[key]
 
+    def crowd(self, ranks: int) -> float:
+        """How many times longer than profiled a rank computes while `ranks` of a machine do so: GPUs are not shared,
+        and CPU cores are as long as there are enough."""
+        model = self.model
+        if model.device == "cuda":
+            return 1.0
+        here = min(ranks, self.hardware.ranks_per_node)
+        return max(1.0, here * model.threads / model.cores) / max(1.0, model.processes * model.threads / model.cores)
+
+    def at_once(self, stage_size: int) -> float:
+        """How many stages of so many ranks a machine computes at a time at full speed."""
+        model = self.model
+        if model.device == "cuda":
+            return float("inf")
+        return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
+
     def wrapped(self, strategy: Strategy) -> bool:
         """Whether ``fully_shard`` is around a layer (`Sharding.needed` in ``vitpar.parallel.data``)."""
         shards = self.groups(strategy, Placement()).shard.ranks > 1
@@ -114,6 +132,7 @@ class LayerCosts:
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
             late=(1 - plain.input_share) * plain.backward.seconds(here),
+            skew=(profile.forward.skew(here), profile.backward.skew(here)),
             forward_sent=self._sent(forward, groups),
             backward_sent=self._sent(backward, groups),
             saved=profile.saved.of(here),

@@ -55,7 +55,7 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
     batch = batch_arithmetic(plan, batch_size)
     stages = _stages(plan, costs, batch.microbatch_rows)
     if plan.pipeline_degree == 1:
-        times = _alone(stages[0], batch.microbatches, costs, _turns(costs, plan.stage_size))
+        times = _alone(stages[0], batch.microbatches, costs, costs.crowd(plan.stage_size))
         order: Order = {0: [[(kind, 0, n)] for n in range(batch.microbatches) for kind in "FB"]}
     else:
         order = actions(plan, batch.microbatches)
@@ -115,11 +115,6 @@ def kind_of(name: str) -> LayerKind:
     return "block" if name.startswith("blocks.") else "stem" if name == "stem" else "head"
 
 
-def _turns(costs: LayerCosts, ranks: int) -> float:
-    """How many ranks take turns on a core when `ranks` compute: GPUs have one each."""
-    return 1.0 if costs.hardware.device == "cuda" else max(1.0, ranks / costs.model.processes)
-
-
 def _alone(stage: Stage, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
     """Without a pipeline. Of many micro-batches those in the middle are alike."""
     streams, skipped = Streams(costs.hardware.overlap, turns), 0.0
@@ -141,6 +136,7 @@ def _alone(stage: Stage, microbatches: int, costs: LayerCosts, turns: float) -> 
         stage.backward(streams, number == microbatches - 1)
         streams.block(costs.model.microbatch * turns, "other")
         events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, streams.at + skipped)]
+    streams.meet()
     streams.block(streams.left, "gradients")
     return _Times([streams.at + skipped], [streams.spent], events)
 
@@ -153,9 +149,10 @@ def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
 def _pipelined(
     plan: Plan, stages: list[Stage], order: Order, microbatches: int, rows: int, costs: LayerCosts
 ) -> _Times:
-    at_once = float("inf") if costs.hardware.device == "cuda" else costs.model.processes / plan.stage_size
-    crowded = min(1.0, at_once)  # what is sent was measured with all ranks at work
-    overhead, last = costs.model.microbatch / 2, microbatches - 1
+    at_once = costs.at_once(plan.stage_size)
+    sending = crowded(at_once, plan.pipeline_degree)
+    alone, last = costs.crowd(1), microbatches - 1
+    overhead = costs.model.microbatch / 2 * alone
     found: dict[tuple[str, int, bool], tuple[float, Spent, float]] = {}
 
     def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
@@ -163,7 +160,7 @@ def _pipelined(
         special = microbatch == (0 if kind == "F" else last)
         key = kind, number, special
         if key not in found:
-            streams, stage = Streams(costs.hardware.overlap), stages[number]
+            streams, stage = Streams(costs.hardware.overlap, alone), stages[number]
             late = stage.late(number == 0)
             if kind == "F":
                 stage.forward(streams, special)
@@ -172,9 +169,11 @@ def _pipelined(
             else:
                 stage.backward(streams, special)
             if kind == "I":
-                streams.at, streams.spent["backward"] = streams.at - late, streams.spent["backward"] - late
+                streams.at -= late * alone
+                streams.spent["backward"] -= late * alone
+            streams.meet()
             streams.block(overhead, "other")
-            spent = Spent({what: s if what in COMPUTED else s * crowded for what, s in streams.spent.items()})
+            spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
             found[key] = sum(spent.values()), spent, streams.left
         return found[key]
 
@@ -202,7 +201,13 @@ def _pipelined(
     return _Times(done, spent, events)
 
 
-COMPUTED = ("forward", "backward", "other")
+def crowded(at_once: float, pipeline_degree: int) -> float:
+    """What was measured to send with all ranks at work, beside computing alone on a core: by this factor it goes on as
+    long as measured when all stages are at work."""
+    return min(1.0, at_once / pipeline_degree)
+
+
+COMPUTED = ("forward", "backward", "other", "uneven")
 """What takes a core."""
 
 
@@ -224,7 +229,7 @@ def _finished(
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
         times.spent[pp]["gradients"] += added
         ends.append(end + added)
-        optimizer.append(costs.model.optimizer.seconds(elements) * _turns(costs, plan.world_size))
+        optimizer.append(costs.model.optimizer.seconds(elements) * costs.crowd(plan.world_size))
     norm = costs.links.seconds("all_reduce", world_group(plan, per_node), 8) if plan.world_size > 1 else 0.0
     seconds = max(ends) + norm + max(optimizer)
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])

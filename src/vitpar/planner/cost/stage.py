@@ -58,7 +58,7 @@ class Stage:
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
             self._gather(streams, jobs, gathers, number, +1)
-            streams.compute(layer.work.forward, "forward")
+            streams.compute(layer.work.forward, "forward", layer.work.skew[0])
             streams.block(layer.work.forward_sent, "tensor")
         streams.block(self.after[0], "redistribution")
 
@@ -70,7 +70,7 @@ class Stage:
         for number in reversed(range(len(self.layers))):
             layer = self.layers[number]
             self._gather(streams, jobs, gathers, number, -1)
-            streams.compute(layer.work.backward, "backward")
+            streams.compute(layer.work.backward, "backward", layer.work.skew[1])
             streams.block(layer.work.backward_sent, "tensor")
             self._reduce(streams, layer, last)
             streams.block(layer.moved[1], "redistribution")

@@ -41,11 +41,13 @@ class Streams:
         self._compute = overlap.compute if overlap else 1.0
         self._communication = overlap.communication if overlap else 1.0
         self._queue: deque[Job] = deque()
+        self._variance = 0.0
         self.at = 0.0
         self.spent = Spent()
 
-    def compute(self, seconds: float, what: str) -> None:
-        """Compute for so long, were nothing sent meanwhile."""
+    def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
+        """Compute for so long, were nothing sent meanwhile. skew: seconds by which the slowest rank takes longer."""
+        self._variance += (skew * self._share) ** 2
         begun, seconds = self.at, seconds * self._share
         while seconds > 0 and self._queue:
             job = self._queue[0]
@@ -73,8 +75,18 @@ class Streams:
             self.spent[what] += first.left
             first.left = 0.0
 
+    def meet(self) -> None:
+        """Wait for the slowest rank. Which rank is slow changes from layer to layer, so that over many layers they
+        differ as independent random numbers do."""
+        late = self._variance**0.5
+        self._variance = 0.0
+        self.at += late
+        self.spent["uneven"] += late
+
     def block(self, seconds: float, what: str) -> None:
         """Do nothing else for so long, as in a collective whose result is needed at once."""
+        if seconds > 0:
+            self.meet()
         self.at += seconds
         self.spent[what] += seconds
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from vitpar.planner.profile.curve import Timing
 
 SHORTEST = 1e-3  # seconds between two readings at least: what is shorter is repeated
-FEWEST, MOST = 3, 25  # readings of a point
+FEWEST, MOST = 5, 25  # readings of a point
 
 
 class Together(Protocol):
@@ -24,12 +24,12 @@ class Together(Protocol):
     def meet(self) -> None:
         """Wait for the others."""
 
-    def slowest(self, seconds: list[float]) -> list[float]:
-        """The largest of all processes, one by one; equal for all."""
+    def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
+        """What counts of all processes' figures, one by one, and how much more the slowest took; equal for all."""
 
 
 class Group:
-    """The ranks of the world."""
+    """The ranks of the world. The slowest counts: what they do together ends when it has."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,30 +38,36 @@ class Group:
         if dist.get_world_size() > 1:
             dist.barrier()
 
-    def slowest(self, seconds: list[float]) -> list[float]:
+    def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         if dist.get_world_size() > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.tolist()
+        return found.tolist(), [0.0] * len(seconds)
 
 
 class Neighbours:
-    """Processes that share a machine and nothing else: each may pretend to be in a world of its own."""
+    """Processes that share a machine and nothing else: each may pretend to be in a world of its own.
+
+    The mean counts: in training nobody waits for the others after every layer. Where somebody does, it waits for the
+    slowest.
+    """
 
     def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
         self.rank, self._size, self._store, self._round = rank, size, store, 0
 
     def meet(self) -> None:
-        self.slowest([])
+        self.agree([])
 
-    def slowest(self, seconds: list[float]) -> list[float]:
+    def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         if self._store is None:
-            return seconds
+            return seconds, [0.0] * len(seconds)
         self._round += 1
         keys = [f"vitpar/{self._round}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self.rank], json.dumps(seconds))
         every = [json.loads(self._store.get(key)) for key in keys]
-        return [max(values) for values in zip(*every, strict=True)]
+        columns = list(zip(*every, strict=True))
+        means = [statistics.fmean(values) for values in columns]
+        return means, [max(values) - mean for values, mean in zip(columns, means, strict=True)]
 
 
 class Clock:
@@ -71,30 +77,31 @@ class Clock:
         self.device, self._together, self._seconds = device, together, seconds
 
     def timing(self, size: int, work: Callable[[], object]) -> Timing:
-        """How long `work` takes the slowest, in the middle of several times. Collective; equal for all."""
+        """How long `work` takes, in the middle of several times. Collective; equal for all."""
         return self.timings(size, work)[0]
 
     def timings(self, size: int, *phases: Callable[[], object]) -> tuple[Timing, ...]:
         """The same of several functions that follow each other, such as forward and backward."""
         for phase in phases:
             phase()
-        once = self._together.slowest(self._read(phases, 1))
+        once, _ = self._together.agree(self._read(phases, 1))
         inner = max(1, math.ceil(SHORTEST / min(once)))
         samples = min(MOST, max(FEWEST, int(self._seconds / (inner * sum(once)))))
         readings = []
         for _ in range(samples):
             self._together.meet()
             readings += [seconds / inner for seconds in self._read(phases, inner)]
-        slowest = self._together.slowest(readings)
-        return tuple(_timing(size, slowest[number :: len(phases)]) for number in range(len(phases)))
+        agreed, more = self._together.agree(readings)
+        each = len(phases)
+        return tuple(_timing(size, agreed[n::each], statistics.median(more[n::each])) for n in range(each))
 
     def middle(self, read: Callable[[], float], samples: int = 7) -> float:
-        """The median of what `read` returns to the slowest. Collective."""
+        """The median of what `read` returns. Collective."""
         taken = []
         for _ in range(samples):
             self._together.meet()
             taken.append(read())
-        return statistics.median(self._together.slowest(taken))
+        return statistics.median(self._together.agree(taken)[0])
 
     def computed(self) -> None:
         """Wait until the device has computed what it was given; it may still be sending."""
@@ -117,6 +124,6 @@ class Clock:
         return time.perf_counter()
 
 
-def _timing(size: int, seconds: list[float]) -> Timing:
+def _timing(size: int, seconds: list[float], skew: float) -> Timing:
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Timing(size=size, seconds=middle, spread=(high - low) / 2 / middle, samples=len(seconds))
+    return Timing(size=size, seconds=middle, spread=(high - low) / 2 / middle, samples=len(seconds), skew=skew)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vitpar.errors import StrategyError
+from vitpar.launch.cores import cpu_cores
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.planner.measure.clock import Clock
@@ -35,15 +35,15 @@ from vitpar.planner.profile.model import (
     WeightProfile,
     always_wrapped,
 )
+from vitpar.planner.search.space import tensors
 from vitpar.strategy import parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
-from vitpar.strategy.words import divisors
 from vitpar.train.gradient_norm import global_norm
 from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.optimizer_section import OptimizerSection
 
 NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
-LONGEST = {"cpu": 0.5, "cuda": 0.25}  # seconds of a layer's step, above which no more rows are tried
+LONGEST = {"cpu": 0.4, "cuda": 0.25}  # seconds of a layer's step at most
 MOST_ROWS = 512
 Progress = Callable[[int, int, str], None]
 """Called with (parts done, parts in all, what is measured next)."""
@@ -58,19 +58,9 @@ class Subject:
     ranks: int
     compile_blocks: bool = False
 
-    def tensors(self) -> list[str]:
-        """The tensor-parallel parts of strategies that fit the model, `tp1` first."""
-        found = ["tp1"]
-        for degree in divisors(self.ranks)[1:]:
-            for flag in ("", "+sp", "+2d", "+3d"):  # under 2.5d each square computes as in 2d
-                with suppress(StrategyError):
-                    validate(parse(f"tp{degree}{flag}"), self.config, None)
-                    found.append(f"tp{degree}{flag}")
-        return found
-
     def strategies(self) -> Iterator[tuple[str, str, bool]]:
         """(tensor, checkpoint, wrapped) of all that is measured."""
-        for tensor in self.tensors():
+        for tensor in tensors(self.config, self.ranks):
             kinds = (True,) if always_wrapped(self.precision, tensor) else (False, True)
             for checkpoint in CHECKPOINTS:
                 if not (checkpoint == "selective" and self.compile_blocks):
@@ -90,13 +80,18 @@ def profile_model(
     """
     assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
     strategies = list(subject.strategies())
-    layers, weights = [], []
+    layers: list[LayerProfile] = []
+    weights = []
     for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
         progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
         with _built(subject, f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}", device) as model:
             for kind in NAMES:
                 bench = _Bench(model, kind)
-                layers.append(_layer(bench, clock, tensor, checkpoint, wrapped))
+                plain = next((p for p in layers[-3:] if p.layer == kind), None)  # measured just before, if it can be
+                if wrapped and not always_wrapped(subject.precision, tensor) and plain:
+                    layers.append(_wrapped(bench, clock, plain))
+                else:
+                    layers.append(_layer(bench, clock, tensor, checkpoint, wrapped))
                 if wrapped and checkpoint == "none":
                     weights.append(_weights(bench, clock, tensor))
     progress(len(strategies), len(strategies) + 1, "optimizer")
@@ -109,6 +104,7 @@ def profile_model(
         compiled=subject.compile_blocks,
         processes=processes,
         threads=torch.get_num_threads(),
+        cores=cpu_cores() if device.type == "cpu" else processes,
         layers=tuple(layers),
         weights=tuple(weights),
         optimizer=optimizer,
@@ -228,9 +224,11 @@ def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: b
         both = clock.timings(rows, bench.forward, bench.backward)
         forward.append(both[0])
         backward.append(both[1])
-        if sum(timing.seconds for timing in both) > LONGEST[clock.device.type]:
+        taken = sum(timing.seconds for timing in both)
+        more = next((times for times in (4, 2) if times * taken < LONGEST[clock.device.type]), None)
+        if more is None:
             break
-        rows *= 2
+        rows *= more
     share = 0.0
     if bench.kind != "stem" and checkpoint == "none":
         bench.prepare(forward[0].size)
@@ -248,6 +246,19 @@ def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: b
         saved=_line(bench.unit, saved, saved_2),
         workspace=_line(bench.unit, space, space_2),
     )
+
+
+def _wrapped(bench: _Bench, clock: Clock, plain: LayerProfile) -> LayerProfile:
+    """The same layer with ``fully_shard`` around it, which takes longer by as much for any rows."""
+    first = plain.forward.timings[0], plain.backward.timings[0]
+    bench.prepare(first[0].size)
+    both = clock.timings(first[0].size, bench.forward, bench.backward)
+    curves = []
+    for curve, before, after in zip((plain.forward, plain.backward), first, both, strict=True):
+        more = max(0.0, after.seconds - before.seconds)
+        timings = (timing.model_copy(update={"seconds": timing.seconds + more}) for timing in curve.timings)
+        curves.append(Curve(timings=tuple(timings)))
+    return plain.model_copy(update={"wrapped": True, "forward": curves[0], "backward": curves[1]})
 
 
 def _line(unit: int, once: int, twice: int) -> Bytes:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-_THRESHOLD, _SMALL, _LARGE = -3, 2**16, 2**25  # M_MMAP_THRESHOLD of mallopt(3); the last is where glibc ends up
+_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
+_SMALL, _LARGE = 2**16, 2**25  # the last is where glibc itself ends up; it trims at twice as much
 
 
 class Peak:
@@ -46,15 +47,19 @@ class Peak:
 
 @contextmanager
 def tensors_given_back() -> Iterator[None]:
-    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower."""
+    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower.
+
+    Not so where memory that was freed before is taken again: use it before anything large was computed.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_THRESHOLD, _SMALL)
+        mallopt(_MAP, _SMALL)
     try:
         yield
     finally:
         if mallopt is not None:
-            mallopt(_THRESHOLD, _LARGE)
+            mallopt(_MAP, _LARGE)
+            mallopt(_TRIM, 2 * _LARGE)
 
 
 def _resident(key: str) -> int | None:

@@ -4,70 +4,109 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from vitpar.launch.process_group import join, leave, meeting_place
+from vitpar.launch.world import World
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
+from vitpar.planner.measure.apart import apart
 from vitpar.planner.measure.resident import Peak, tensors_given_back
-from vitpar.strategy import Plan, validate
+from vitpar.strategy import Plan
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.optimizer_section import OptimizerSection
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: a model on random images, `batch_size` a step, in `precision`."""
+
+    config: ViTConfig
+    batch_size: int
+    precision: str = "fp32"
+    compile_blocks: bool = False
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+
+    def step(self, plan: Plan, device: torch.device) -> Callable[[], None]:
+        """What the trainer does in a step, without data and records. Collective."""
+        model = parallelize(
+            self.config,
+            plan,
+            batch_size=self.batch_size,
+            device=device,
+            precision_name=self.precision,
+            compile_blocks=self.compile_blocks,
+        )
+        return _step(model, self.batch_size, self.optimizer)
+
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of a plan. seconds: of each step, for the slowest rank. memory: bytes that each rank took at most, None
+    """Steps of a plan. seconds: of each step, for the slowest rank. memory: bytes that each rank takes at most, None
     where the system does not tell."""
 
     seconds: tuple[float, ...]
     memory: tuple[int | None, ...]
 
 
-def measure_steps(
-    config: ViTConfig,
-    plan: Plan,
-    batch_size: int,
-    device: torch.device,
-    *,
-    precision: str,
-    compile_blocks: bool = False,
-    optimizer: OptimizerSection = OptimizerSection(),
-    seconds: float = 3.0,
-) -> Measured:
-    """Train `plan`, which is validated, on random images of `batch_size`. Collective; equal for all ranks.
+class Runner:
+    """Runs plans one after the other, each in processes of its own, forked from the ranks of `world`.
 
-    seconds: to spend on timed steps, about; there are at least three, after two that do not count.
+    kind: of device. seconds: to spend on the timed steps of a plan, about; there are at least three, after two that do
+    not count.
     """
 
-    def built(config: ViTConfig, plan: Plan) -> Callable[[], None]:
-        model = parallelize(
-            config,
-            plan,
-            batch_size=batch_size,
-            device=device,
-            precision_name=precision,
-            compile_blocks=compile_blocks,
-        )
-        return _step(model, batch_size, optimizer)
+    def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 3.0) -> None:
+        self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
+        self._store = meeting_place(world)  # rank 0 keeps it; forked processes go there by themselves
 
+    def measure(self, training: Training, plan: Plan) -> Measured:
+        """`plan`, which is validated and takes all ranks. Collective; equal for all ranks."""
+        memory = self._run(lambda device: _memory(training, plan, device))
+        return Measured(self._run(lambda device: _seconds(training, plan, device, self._seconds)), memory)
+
+    def _run(self, work: Callable[[torch.device], T]) -> T:
+        self._worlds += 1
+
+        def joined() -> T:
+            store = None
+            if self._store is not None:
+                w = self._world
+                store = dist.PrefixStore(str(self._worlds), dist.TCPStore(w.master_addr, w.master_port, w.size, False))
+            found = work(join(self._world, self._kind, store=store))
+            leave()
+            return found
+
+        return apart(joined)
+
+
+def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int | None, ...]:
+    """Bytes at most on each rank."""
     with tensors_given_back():
         if device.type == "cpu":  # what programs load for themselves is not the plan's
-            small = replace(config, width=config.heads * 8, hidden=config.heads * 16, depth=plan.num_stages)
-            small_plan = replace(plan, layers=plan.layers, split="even")
-            if plan.is_uniform:
-                step = built(small, validate(small_plan, small, batch_size))
-                step()
-                del step
+            c = training.config
+            replace(training, config=replace(c, width=8 * c.heads, hidden=16 * c.heads)).step(plan, device)()
         peak = Peak(device)
-        step = built(config, plan)
+        step = training.step(plan, device)
         step()
         peak.forget()
         step()
         grown = peak.grown
+    memory: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(memory, grown)
+    return tuple(memory)
+
+
+def _seconds(training: Training, plan: Plan, device: torch.device, seconds: float) -> tuple[float, ...]:
+    step = training.step(plan, device)
+    step()
     step()
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < seconds:
@@ -79,13 +118,10 @@ def measure_steps(
         mine = torch.tensor(time.perf_counter() - begun, dtype=torch.float64, device=device)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         taken.append(mine.item())
-    memory: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(memory, grown)
-    return Measured(tuple(taken), tuple(memory))
+    return tuple(taken)
 
 
 def _step(model: ParallelModel, batch_size: int, settings: OptimizerSection) -> Callable[[], None]:
-    """What the trainer does in a step, without data and records."""
     updates = ShardedOptimizer(model.named_parameters(), settings, heads=model.config.heads)
     c, device = model.config, model.device
     rows = len(model.image_rows(batch_size)) if model.takes_images else 0

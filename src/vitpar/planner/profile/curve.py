@@ -16,13 +16,14 @@ class Timing(Record):
     """One measured point.
 
     size: bytes, or FLOPs, as the curve says. seconds: the median. spread: half the distance between the quartiles over
-    the median. samples: how many were taken.
+    the median. samples: how many were taken. skew: seconds that the slowest process takes more than the others.
     """
 
     size: int = Field(ge=1)
     seconds: float = Field(gt=0)
     spread: float = Field(ge=0)
     samples: int = Field(ge=1)
+    skew: float = Field(default=0.0, ge=0)
 
 
 class Curve(Record):
@@ -53,6 +54,12 @@ class Curve(Record):
         if len(sizes) > 1:
             slope = max(slope / 2, (rising[-1] - rising[-2]) / (sizes[-1] - sizes[-2]))
         return rising[-1] + slope * (size - sizes[-1])
+
+    def skew(self, size: float) -> float:
+        """Seconds by which the slowest process is later than the others: the part that it was of the measured size
+        nearest to `size`."""
+        nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
+        return nearest.skew / nearest.seconds * self.seconds(size)
 
     @property
     def least(self) -> float:

@@ -61,7 +61,8 @@ class WeightProfile(Record):
 class ModelProfile(Record):
     """A profile of `model` (the fields of its ViTConfig) in one precision.
 
-    processes: how many measured at the same time, each with `threads` CPU threads. optimizer: a step and the global
+    processes: how many measured at the same time, each with `threads` CPU threads, on `cores` (on GPUs one each).
+    optimizer: a step and the global
     norm; sizes are elements. microbatch: seconds that a micro-batch takes besides its layers.
     """
 
@@ -73,6 +74,7 @@ class ModelProfile(Record):
     compiled: bool
     processes: int = Field(ge=1)
     threads: int = Field(ge=1)
+    cores: int = Field(ge=1)
     layers: tuple[LayerProfile, ...]
     weights: tuple[WeightProfile, ...]
     optimizer: Curve

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price, price
+from vitpar.planner.cost.price import Price, crowded, price
 from vitpar.planner.profile.model import LayerKind
 from vitpar.planner.search.bounds import Kind, Machine, in_flight, least_seconds
 from vitpar.planner.search.options import Option, Options
@@ -33,7 +33,7 @@ class Effort:
     alternatives: plans to remember besides the best."""
 
     tolerance: float = 1e-3
-    prices: int = 400
+    prices: int = 40
     runs: int = 12
     alternatives: int = 10
 
@@ -44,7 +44,7 @@ class Result:
 
     plans: the best first, then the next best. bound: images a second that no plan with any mix of strategies exceeds.
     exact: whether the first is the best of the whole space. kinds: pipelines with micro-batches. priced: plans.
-    strategies: different ones of a layer. fitting: whether anything fits; if not, `plans` has the one that needs least.
+    strategies: different ones of a layer. seconds: that the search took. Nothing fits where there are no plans.
     """
 
     plans: tuple[Price, ...]
@@ -63,7 +63,8 @@ class Search:
     """
 
     def __init__(self, space: Space, costs: LayerCosts, moments: float = 2, effort: Effort = Effort()) -> None:
-        self._space, self._costs, self._moments, self._effort = space, costs, moments, effort
+        self.space, self.effort = space, effort
+        self._costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
 
@@ -75,7 +76,7 @@ class Search:
             bound = self._bound(kind, budget, quick=True)
             if bound < math.inf:
                 heapq.heappush(heap, (bound, next(order), False, kind))
-        total, found, exact, least = len(heap), _Best(self._effort), True, math.inf
+        total, found, exact, least = len(heap), _Best(self.effort), True, math.inf
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
             if bound >= found.limit:
@@ -100,6 +101,16 @@ class Search:
             seconds=seconds,
         )
 
+    def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
+        """The best plans for less and less memory, `best` first: each for `step` of what the one before needs."""
+        found = [best]
+        while len(found) < points:
+            plans = self.best(step * found[-1].memory_bytes).plans
+            if not plans:
+                break
+            found.append(plans[0])
+        return tuple(found)
+
     def price(self, plan: Plan, batch_size: int) -> Price:
         """Of a validated plan, remembered."""
         key = plan, batch_size
@@ -108,9 +119,9 @@ class Search:
         return self._prices[key]
 
     def _kinds(self) -> Iterator[Kind]:
-        for batch_size in self._space.batch_sizes:
-            for pipeline in self._space.pipelines():
-                for microbatches in self._space.microbatches(pipeline, batch_size):
+        for batch_size in self.space.batch_sizes:
+            for pipeline in self.space.pipelines():
+                for microbatches in self.space.microbatches(pipeline, batch_size):
                     yield Kind(pipeline, batch_size, microbatches)
 
     def options(self, kind: Kind) -> list[Option]:
@@ -119,25 +130,27 @@ class Search:
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         """What a rank of a kind has."""
-        hardware, model = self._costs.hardware, self._costs.model
-        size = self._space.ranks // kind.pipeline.pipeline_degree
-        turns = 1.0 if hardware.device == "cuda" else max(1.0, size / model.processes)
-        return Machine(turns, model.microbatch * turns, budget)
+        pp = kind.pipeline.pipeline_degree
+        size, at_once = self.space.ranks // pp, self._costs.at_once(self.space.ranks // pp)
+        return Machine(
+            alone=self._costs.crowd(1),
+            sending=crowded(at_once, pp),
+            speed=min(1.0, at_once),
+            lanes=min(at_once, pp),
+            overhead=self._costs.model.microbatch
+            * max(self._costs.crowd(size), self._costs.crowd(1) * kind.pipeline.num_stages / min(at_once, pp)),
+            budget=budget,
+        )
 
     def _bound(self, kind: Kind, budget: float, quick: bool) -> float:
         """Seconds an image."""
-        machine, depth = self.machine(kind, budget), self._space.config.depth
+        machine, depth = self.machine(kind, budget), self.space.config.depth
         return least_seconds(kind, self.options(kind), depth, machine, quick=quick) / kind.batch_size
 
     @property
     def depth(self) -> int:
         """Blocks of the model."""
-        return self._space.config.depth
-
-    @property
-    def effort(self) -> Effort:
-        """Where to stop."""
-        return self._effort
+        return self.space.config.depth
 
 
 class _Best:
@@ -269,8 +282,8 @@ class _Expansion:
         own = sent = each = resting = busy = 0.0
         for option, kind, times in layers:
             load = option.loads[kind]
-            work = load.computes * self._machine.turns + load.waits
-            own += times * (m * work + load.once)
+            work = self._machine.work(load) / self._machine.speed
+            own += times * (m * work + load.once + load.edge)
             sent += times * load.sent
             each += times * work
             resting += times * (load.kept + load.reduced)

@@ -31,13 +31,21 @@ class Kind:
 class Machine:
     """What a rank has.
 
-    turns: ranks that take turns on its core. overhead: seconds of a micro-batch besides its layers. budget: bytes of
-    memory.
+    alone, sending: how many times longer than profiled it computes with a core for itself, and waits for what is sent.
+    speed: at which it goes on at best, as ranks share cores. lanes: how many places of the pp axis go on at that, in
+    all. overhead: seconds of a micro-batch besides its layers. budget: bytes of memory.
     """
 
-    turns: float
+    alone: float
+    sending: float
+    speed: float
+    lanes: float
     overhead: float
     budget: float
+
+    def work(self, load: Load) -> float:
+        """Seconds of a layer for a micro-batch at full speed."""
+        return load.computes * self.alone + load.waits * self.sending
 
 
 Cost = Callable[[Load], float]
@@ -46,7 +54,8 @@ Cost = Callable[[Load], float]
 def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
     """Ways to bound the seconds of a step from below, each a sum over blocks and one over stem and head.
 
-    - Of pp ranks one has at least its share of m micro-batches to work on.
+    - All layers work on m micro-batches, with as many cores as there are.
+    - Of pp ranks one has at least its share of that, and of what is done once.
     - A micro-batch goes through all layers and back, one after the other.
     - Where a rank has one stage and computes backward at once, stage j starts after the stages before it and they end
       after it: T >= w_0 + … + w_j-1 + m w_j for every j. The least T has equality everywhere, so that
@@ -59,13 +68,16 @@ def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
     pp, schedule = pipeline.pipeline_degree, SCHEDULES[pipeline.schedule]
 
     def work(load: Load) -> float:
-        return load.computes * machine.turns + load.waits
+        return machine.work(load) / machine.speed
 
     def share(load: Load) -> float:
-        return (m * work(load) + load.once) / pp
+        return (m * work(load) + load.once + load.edge) / pp
+
+    def cores(load: Load) -> float:
+        return m * machine.work(load) / machine.lanes
 
     def chain(load: Load) -> float:
-        return work(load) - load.late * machine.turns
+        return work(load) - load.late * machine.alone / machine.speed
 
     def sent(load: Load) -> float:
         return load.sent / pp
@@ -73,7 +85,7 @@ def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
     found: list[tuple[Cost, Cost]] = [(share, share), (sent, sent)]
     if pp == 1:
         return found
-    found.append((chain, chain))
+    found += [(chain, chain), (cores, cores)]
     if schedule.stages == "one":
         filled = 1 / (1 - (1 - 1 / m) ** pp)
         found.append((lambda load: filled * work(load),) * 2)
@@ -81,7 +93,7 @@ def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
         least = depth // pipeline.num_stages / depth
 
         def last(load: Load) -> float:
-            before = load.forward * machine.turns if schedule.splits_backward else work(load)
+            before = load.forward * machine.alone / machine.speed if schedule.splits_backward else work(load)
             return least * ((pp - 1) * before + m * pipeline.virtual_stages * work(load))
 
         found.append((last, lambda load: 0.0))

@@ -23,8 +23,9 @@ class Load:
     """What a layer takes at least, so that layers add up.
 
     forward: seconds of computing forward. computes: backward too. late: of backward, what may come later. waits:
-    seconds of a rank for every micro-batch. once: seconds once a step, the optimizer's among them. sent: seconds on
-    the way in the background in a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer
+    seconds of a rank for every micro-batch. once: seconds once a step, the optimizer's among them. edge: seconds that
+    nothing goes on beside: gathering the first layer, reducing its gradients. sent: seconds on the way in the
+    background in a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer
     steps. gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch
     between forward and backward.
     """
@@ -34,6 +35,7 @@ class Load:
     late: float
     waits: float
     once: float
+    edge: float
     sent: float
     kept: float
     reduced: float
@@ -60,8 +62,7 @@ class Options:
 
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
-        turns = 1.0 if costs.hardware.device == "cuda" else max(1.0, space.ranks / costs.model.processes)
-        self._update = costs.model.optimizer.least * turns  # seconds for an element
+        self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # seconds for an element
         self._light: dict[tuple[int, bool, bool], list[Strategy]] = {}
         self._found: dict[tuple[int, bool, bool, int, int], list[Option]] = {}
         self.strategies = 0
@@ -121,7 +122,9 @@ class Options:
     def _load(self, layer: StageLayer, microbatches: int, in_order: bool, pipelined: bool) -> Load:
         work, weights, twice = layer.work, layer.weights, layer.strategy.zero == 2
         waits = work.forward_sent + work.backward_sent
-        once = sent = 0.0
+        once = sent = edge = 0.0
+        if layer.kind == "stem" and not pipelined:
+            edge = weights.reduce * (not in_order or not weights.wrapped) + weights.gather * (not in_order)
         if not weights.wrapped:
             sent = weights.reduce
         elif in_order:
@@ -131,6 +134,8 @@ class Options:
             sent = weights.gather * (2 * microbatches if layer.always else 1)
             sent += weights.reduce * (microbatches if twice else not pipelined)
             once = weights.reduce * (pipelined and not twice)
+        if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
+            waits += sum(work.skew) / (self._space.config.depth + 2) ** 0.5
         shard = 0.0 if layer.strategy.offload else weights.held
         return Load(
             forward=work.forward,
@@ -138,6 +143,7 @@ class Options:
             late=work.late,
             waits=waits,
             once=once + weights.elements * self._update,
+            edge=edge,
             sent=sent,
             kept=shard * (1 + self._moments),
             reduced=shard,
@@ -173,6 +179,7 @@ def _of_layer(layer: StageLayer, pipelined: bool) -> tuple[float, ...]:
         work.forward,
         work.backward,
         work.late,
+        *work.skew,
         work.forward_sent,
         work.backward_sent,
         work.saved,

@@ -1,0 +1,203 @@
+"""`vitpar search`: the plan with the most images a second that fits into memory."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitpar.errors import PlannerError
+from vitpar.files import write_text
+from vitpar_cli import recipe_options as o
+
+if TYPE_CHECKING:
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.profile.hardware import Hardware
+    from vitpar.train.recipe import Recipe
+
+USED = (
+    *("model.…", "optimizer.name", "optimizer.momentum"),
+    *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay", "compile")),
+)
+"""Settings that matter to a search."""
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+FREE = 0.9  # of a device's memory, when no budget is given: the rest is for programs and fragments
+
+
+def search(
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", metavar="SIZE", help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best plan as JSON.")] = None,
+    recipe: o.RecipeFile = None,
+    hardware: Annotated[
+        Path | None, typer.Option("--hardware", metavar="FILE", help="What `vitpar profile hardware` wrote.")
+    ] = None,
+    model_profile: Annotated[
+        Path | None, typer.Option("--model-profile", metavar="FILE", help="What `vitpar profile model` wrote.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
+    ] = None,
+    model: o.ModelName = None,
+    num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes, with --cluster.")] = 1000,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option("--batch-size", metavar="N[,N…]", help="Images of a step; of several the best is chosen."),
+    ] = None,
+    precision: o.Precision = None,
+    roles: Annotated[str, typer.Option("--roles", metavar="NAMES", help="Roles that plans may use.")] = "pp,dp,fsdp,tp",
+    without: Annotated[
+        str, typer.Option("--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe.")
+    ] = "",
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
+    ] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write the best plan's step, for chrome://tracing.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Find the plan with the most images a second whose ranks need no more memory than there is.
+
+    It reads two profiles and needs no devices. With --cluster a data sheet takes their place: figures are estimates.
+
+    Example: vitpar search --memory 2GB --out plan.json && vitpar train --mesh plan.json
+
+    Example: vitpar search --cluster 8xH100 --model vit_huge_patch14_224 --batch-size 1024 --precision bf16
+    """
+    o.refuse_idle(assignments, "a search", USED)
+    if cluster and (hardware or model_profile):
+        raise PlannerError("--cluster is given beside a profile: give one of the two")
+    merged = o.merged_recipe(
+        recipe,
+        Path("unused") if recipe is None and model else None,
+        assignments,
+        model__name=model,
+        train__steps=1 if recipe is None and model else None,
+        train__precision=precision,
+    )
+    sizes = _numbers(batch_sizes) if batch_sizes else (merged.train.batch_size,)
+    budget = None if memory is None else parse_size(memory)
+
+    from vitpar.planner.report.data import findings
+    from vitpar.planner.report.page import page
+    from vitpar.planner.report.trace import trace
+    from vitpar.planner.search.best import Search
+    from vitpar.planner.search.space import FLAGS, Space
+    from vitpar.strategy import SCHEDULES, validate, write_plan
+    from vitpar.strategy.words import size
+    from vitpar.train.state import moments
+    from vitpar_cli.search_view import SearchProgress, show
+
+    machine = _hardware(hardware, cluster, ranks)
+    costs = _costs(machine, model_profile, merged, num_classes, estimated=cluster is not None)
+    left_out = {word.strip().lstrip("+") for word in without.split(",") if word.strip()}
+    if unknown := left_out - {*FLAGS, *SCHEDULES}:
+        raise PlannerError(f"unknown flag '{min(unknown)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
+    space = Space(
+        costs.config,
+        ranks or machine.ranks,
+        sizes,
+        costs.model.precision,
+        costs.model.compiled,
+        roles=_roles(roles),
+        flags=tuple(flag for flag in FLAGS if flag not in left_out),
+        schedules=tuple(name for name in SCHEDULES if name not in left_out),
+    )
+    searching = Search(space, costs, moments(merged))
+    limit = budget or FREE * machine.memory_bytes
+    with SearchProgress(shown=not as_json) as progress:
+        result = searching.best(limit, progress)
+        if not result.plans:
+            raise PlannerError(
+                f"no plan fits into {size(limit)} a rank: allow more --memory, more --ranks, "
+                "a smaller --batch-size, or fewer things in --without"
+            )
+        found = findings(searching, result, limit)
+    best = result.plans[0]
+    chosen = validate(best.plan, costs.config, best.batch_size)
+    if out is not None:
+        write_plan(out, chosen)
+    if report is not None:
+        _write(report, page(found, costs, moments(merged)))
+    if trace_file is not None:
+        _write(trace_file, json.dumps(trace(best)) + "\n")
+    if as_json:
+        typer.echo(json.dumps(found.to_json()))
+    else:
+        show(found, costs, out, report, trace_file)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise PlannerError(f"cannot write {path}: {error.strerror}") from None
+
+
+def parse_size(text: str) -> float:
+    """Bytes of `24GB`, `1.5GiB`, `500MB`. Raises PlannerError."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", text.strip())
+    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise PlannerError(f"--memory {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
+    return float(match[1]) * UNITS[match[2].upper()]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise PlannerError(f"--batch-size {text} is no number of images: use 256, or several as in 256,512,1024")
+    return tuple(int(part) for part in parts)
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    from vitpar.planner.search.space import ROLES
+
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := set(names) - set(ROLES):
+        raise PlannerError(f"unknown role '{min(unknown)}' in --roles: use {', '.join(ROLES)}")
+    return names
+
+
+def _hardware(path: Path | None, cluster: str | None, ranks: int | None) -> "Hardware":
+    from vitpar.planner.profile.cluster import find_cluster
+    from vitpar.planner.profile.hardware import read_hardware
+
+    if cluster:
+        return find_cluster(cluster).hardware(ranks)
+    return read_hardware(path or Path("hardware.json"))
+
+
+def _costs(
+    hardware: "Hardware", path: Path | None, recipe: "Recipe", num_classes: int, estimated: bool
+) -> "LayerCosts":
+    """The costs of the profiled model, or of the recipe's by arithmetic."""
+    from vitpar.models import ViTConfig
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.profile.estimate import estimate_model
+    from vitpar.planner.profile.model import read_model_profile
+    from vitpar.planner.search.space import tensors
+
+    if estimated:
+        config = recipe.config(num_classes)
+        fitting = tensors(config, hardware.ranks)
+        profile = estimate_model(config, recipe.train.precision, hardware, fitting, recipe.train.compile)
+        return LayerCosts(config, hardware, profile)
+    profile = read_model_profile(path or Path("model.json"))
+    if profile.device != hardware.device:
+        raise PlannerError(
+            f"the model was profiled on {profile.device} but the hardware on {hardware.device}: "
+            "profile both on the same machine"
+        )
+    return LayerCosts(ViTConfig(**profile.model), hardware, profile)

@@ -1,0 +1,148 @@
+"""`vitpar validate`: predictions beside measurements."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitpar.errors import PlannerError
+from vitpar.files import write_text
+from vitpar.strategy.words import count
+from vitpar_cli import recipe_options as o
+from vitpar_cli.world import choose_device, resolve
+
+if TYPE_CHECKING:
+    from vitpar.models import ViTConfig
+    from vitpar.planner.report.accuracy import Row
+    from vitpar.strategy import Plan
+
+
+def validate(
+    plans: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: some of every kind]"),
+    ] = None,
+    recipe: o.RecipeFile = None,
+    hardware: Annotated[
+        Path, typer.Option("--hardware", metavar="FILE", help="What `vitpar profile hardware` wrote.")
+    ] = Path("hardware.json"),
+    model_profile: Annotated[
+        Path, typer.Option("--model-profile", metavar="FILE", help="What `vitpar profile model` wrote.")
+    ] = Path("model.json"),
+    batch_size: o.BatchSize = None,
+    microbatches: o.Microbatches = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time to spend on each plan's steps.")] = 3.0,
+    device: o.DeviceName = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run plans for a few steps and print what was predicted beside what was measured.
+
+    The plans need as many ranks as the hardware was profiled with. Each runs in processes of its own, on random images.
+
+    Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
+    """
+    from vitpar.launch import ALONE, find_world, spawn
+    from vitpar.models import ViTConfig
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.cost.price import price
+    from vitpar.planner.measure.examples import example_plans
+    from vitpar.planner.profile.hardware import read_hardware
+    from vitpar.planner.profile.model import read_model_profile
+    from vitpar.planner.report.accuracy import Row
+    from vitpar.train.state import moments
+
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
+    merged = o.merged_recipe(recipe, None, None, train__batch_size=batch_size)
+    kind, machine, profile = choose_device(device), read_hardware(hardware), read_model_profile(model_profile)
+    costs, size = LayerCosts(ViTConfig(**profile.model), machine, profile), merged.train.batch_size
+    if plans:
+        chosen = [_plan(text, costs.config, size, machine.ranks, microbatches) for text in plans]
+    else:
+        chosen = list(example_plans(costs.config, machine.ranks, size, profile.precision, profile.compiled))
+    prices = [price(plan, costs, size, moments(merged)) for plan in chosen]
+    world = find_world()
+    resolve(replace(chosen[0]), kind)  # refuses ranks that a launcher or the GPUs do not give
+    if world is None and machine.ranks > 1:
+        argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
+        raise typer.Exit(spawn(machine.ranks, argv, device=kind, debug=bool(os.environ.get("VITPAR_DEBUG"))))
+
+    from vitpar.planner.measure.steps import Runner, Training
+
+    world = world or ALONE
+    runner = Runner(world, kind, seconds)
+    training = Training(costs.config, size, profile.precision, profile.compiled, merged.optimizer)
+    console = Console(highlight=False)
+    rows: list[Row] = []
+    for number, (plan, priced) in enumerate(zip(chosen, prices, strict=True), start=1):
+        rows.append(Row(priced, runner.measure(training, plan)))
+        if world.rank == 0:
+            if out is not None:
+                write_text(out, json.dumps(_to_json(rows), indent=1) + "\n")
+            if not as_json and sys.stderr.isatty():
+                print(f"{number} of {count(len(chosen), 'plan')}: {plan}", file=sys.stderr)
+    if world.rank == 0:
+        print(json.dumps(_to_json(rows))) if as_json else _show(console, rows)
+
+
+def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatches: int | None) -> "Plan":
+    from vitpar.strategy import parse, read_plan
+    from vitpar.strategy import validate as validated
+
+    plan = read_plan(text) if text.endswith(".json") else replace(parse(text), microbatches=microbatches)
+    plan = plan.resolve(ranks) if plan.is_open else plan
+    if plan.world_size != ranks:
+        raise PlannerError(
+            f"'{plan}' takes {count(plan.world_size, 'rank')} but the hardware was profiled with {ranks}: "
+            f"profile it with --ranks {plan.world_size}, or give plans of {count(ranks, 'rank')}"
+        )
+    return validated(plan, config, batch_size)
+
+
+def _to_json(rows: "list[Row]") -> dict:
+    from vitpar.planner.report.accuracy import accuracy
+
+    found = accuracy(rows)
+    return {
+        "time_error": {"mean": found.time[0], "largest": found.time[1]},
+        "memory_error": found.memory and {"mean": found.memory[0], "largest": found.memory[1]},
+        "rank_correlation": found.rank,
+        "chosen_slower_than_best": found.chosen,
+        "rows": [row.to_json() for row in rows],
+    }
+
+
+def _show(console: Console, rows: "list[Row]") -> None:
+    from vitpar.planner.report.accuracy import accuracy
+
+    table = Table("plan", box=box.SIMPLE)
+    for heading in ("predicted ms", "measured ms", "error", "predicted MB", "measured MB", "error"):
+        table.add_column(heading, justify="right")
+    for row in sorted(rows, key=lambda row: row.seconds):
+        plan = row.price.plan
+        words = f"{plan}" + (f" {plan.schedule}" if plan.pipeline_degree > 1 else "")
+        words += f" {plan.microbatches}" if (plan.microbatches or 1) > 1 else ""
+        memory = "" if row.memory is None else f"{row.memory / 1e6:,.1f}"
+        table.add_row(
+            words,
+            f"{row.price.seconds * 1e3:,.1f}",
+            f"{row.seconds * 1e3:,.1f}",
+            f"{row.time_error:+.1%}",
+            f"{row.price.memory_bytes / 1e6:,.1f}",
+            memory,
+            "" if row.memory_error is None else f"{row.memory_error:+.1%}",
+        )
+    console.print(table)
+    found = accuracy(rows)
+    console.print(f"time       {found.time[0]:.1%} off in the mean, {found.time[1]:.1%} at most")
+    if found.memory:
+        console.print(f"memory     {found.memory[0]:.1%} off in the mean, {found.memory[1]:.1%} at most")
+    console.print(f"order      rank correlation {found.rank:.3f}; predicted to be the fastest and {found.chosen:.1%}")
+    console.print("           slower than the fastest that was measured")

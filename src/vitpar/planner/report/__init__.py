@@ -1,0 +1,1 @@
+"""What a search found, to be read by programs and people."""

@@ -1,0 +1,199 @@
+"""The search against looking at every plan of its space, on small models with rates that hypothesis draws."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vitpar.errors import StrategyError
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import Price, price
+from vitpar.planner.profile.cluster import Cluster, Wire
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.hardware import Overlap
+from vitpar.planner.search.best import Effort, Search
+from vitpar.planner.search.space import Space, tensors
+from vitpar.strategy import Plan, Strategy, plan_from_json, plan_to_json, validate
+from vitpar.strategy.support import refuse_clashes
+
+EVERYTHING = Effort(tolerance=0.0, prices=10**9, runs=10**9)
+SMALL = {"patch_size": 8, "image_size": 32, "heads": 4, "num_classes": 10}
+
+
+def cluster(
+    nodes: int = 1, devices: int = 4, wire: float = 1e10, latency: float = 1e-5, overlap: Overlap | None = None
+) -> Cluster:
+    return Cluster(
+        name="drawn",
+        nodes=nodes,
+        devices_per_node=devices,
+        device_name="drawn",
+        memory_bytes=10**9,
+        matmul={"float32": 1e12},
+        memory_bandwidth=1e11,
+        sustained=1.0,
+        intra=Wire(bandwidth=wire, latency=latency),
+        inter=Wire(bandwidth=wire / 4, latency=4 * latency),
+        overlap=overlap,
+    )
+
+
+def costs_of(drawn: Cluster, depth: int, width: int) -> LayerCosts:
+    config = model_config("vit_custom", width=width, depth=depth, **SMALL)
+    hardware = drawn.hardware()
+    return LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks)))
+
+
+def every_plan(space: Space, batch_size: int) -> Iterator[Plan]:
+    """All of the space that `space` describes, by loops."""
+    depth = space.config.depth
+    for pipeline in space.pipelines():
+        strategies = [s for s in space.strategies(space.ranks // pipeline.pipeline_degree) if space.allows(pipeline, s)]
+        for microbatches in range(1, batch_size + 1):
+            for layers, split in _assignments(pipeline, strategies, depth):
+                plan = replace(pipeline, layers=layers, split=split, microbatches=microbatches)
+                try:
+                    yield validate(plan, space.config, batch_size)
+                except StrategyError:
+                    continue
+
+
+def _assignments(pipeline: Plan, strategies: list[Strategy], depth: int) -> Iterator[tuple]:
+    if pipeline.virtual_stages > 1:
+        yield from (((("*", strategy),), "even") for strategy in strategies)
+        return
+    for split in _splits(depth, pipeline.num_stages):
+        ends = [sum(split[:n]) for n in range(len(split) + 1)]
+        for choice in product(*(list(_runs(start, end, strategies)) for start, end in pairwise(ends))):
+            layers = tuple(group for run in choice for group in run)
+            if len({strategy for _, strategy in layers}) == 1:
+                layers = (("*", layers[0][1]),)
+            yield layers, split if len(split) > 1 else "even"
+
+
+def _splits(depth: int, stages: int) -> Iterator[tuple[int, ...]]:
+    if stages == 1:
+        yield (depth,)
+        return
+    for first in range(1, depth - stages + 2):
+        yield from ((first, *rest) for rest in _splits(depth - first, stages - 1))
+
+
+def _runs(start: int, end: int, strategies: list[Strategy]) -> Iterator[tuple]:
+    for one, other in product(strategies, repeat=2):
+        if one == other:
+            yield ((f"{start}-{end - 1}", one),)
+            continue
+        for middle in range(start + 1, end):
+            yield ((f"{start}-{middle - 1}", one), (f"{middle}-{end - 1}", other))
+
+
+ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsdp"), ("pp", "dp", "fsdp"), ("pp", "tp"))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    roles=st.sampled_from(ROLES),
+    flag=st.sampled_from(("sp", "2d", "zero1", "zero2", "ckpt", "ckpt.selective")),
+    devices=st.sampled_from((1, 2, 4)),
+    nodes=st.sampled_from((1, 2)),
+    depth=st.sampled_from((2, 3)),
+    width=st.sampled_from((64, 256)),
+    batch_size=st.sampled_from((2, 4, 6)),
+    wire=st.floats(1e8, 1e11),
+    latency=st.sampled_from((0.0, 1e-5, 1e-3)),
+    slower=st.sampled_from((None, 1.0, 1.3)),
+    share=st.floats(0.0, 1.0),
+)
+def test_search_finds_the_best_plan(
+    roles: tuple[str, ...],
+    flag: str,
+    devices: int,
+    nodes: int,
+    depth: int,
+    width: int,
+    batch_size: int,
+    wire: float,
+    latency: float,
+    slower: float | None,
+    share: float,
+) -> None:
+    """share: which of all plans' memory is the budget."""
+    overlap = None if slower is None else Overlap(compute=slower, communication=slower)
+    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width)
+    schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2") else ("gpipe", "zbvzerobubble")
+    space = Space(costs.config, nodes * devices, (batch_size,), roles=roles, flags=(flag,), schedules=schedules)
+    every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size)]
+    if not every:
+        return
+    sizes = sorted(found.memory_bytes for found in every)
+    budget = sizes[int(share * (len(sizes) - 1))]
+    best = max((found for found in every if found.memory_bytes <= budget), key=lambda p: p.images_per_second)
+    result = Search(space, costs, effort=EVERYTHING).best(budget)
+    assert result.exact
+    assert result.plans[0].images_per_second == pytest.approx(best.images_per_second, rel=1e-9), (
+        str(best.plan),
+        str(result.plans[0].plan),
+    )
+    assert result.bound >= best.images_per_second * (1 - 1e-9)
+    assert result.plans[0].memory_bytes <= budget
+
+
+def test_what_is_found_runs() -> None:
+    """Every plan is one that the runtime takes, and comes back the same from its JSON."""
+    costs = costs_of(cluster(2, 4), 8, 64)
+    space = Space(costs.config, 8, (16, 32))
+    search = Search(space, costs)
+    largest = search.best(float("inf")).plans[0]
+    found: set[Plan] = set()
+    for plan in (*search.frontier(largest), *search.best(largest.memory_bytes / 3).plans):
+        found.add(plan.plan)
+        assert validate(plan.plan, costs.config, plan.batch_size) == plan.plan
+        refuse_clashes(plan.plan, "fp32", False)
+        assert plan_from_json(plan_to_json(plan.plan)) == plan.plan
+    assert len(found) > 5
+
+
+def test_less_memory_is_never_faster() -> None:
+    costs = costs_of(cluster(1, 4), 6, 128)
+    search = Search(Space(costs.config, 4, (16,)), costs)
+    largest = search.best(float("inf")).plans[0]
+    speeds = [point.images_per_second for point in search.frontier(largest)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert not search.best(1000.0).plans
+
+
+def step(costs: LayerCosts, plan: str, batch_size: int, **fields: object) -> Price:
+    from vitpar.strategy import parse
+
+    return price(validate(replace(parse(plan), **fields), costs.config, batch_size), costs, batch_size)
+
+
+MESHES = ("dp4", "fsdp4", "dp4+zero1", "tp4", "tp4+sp", "tp4+2d", "tp2xdp2", "pp2xdp2", "pp4", "fsdp4+ckpt", "pp2xtp2")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_more_work_never_costs_less(mesh: str) -> None:
+    """More blocks, more images, wider ones, slower links: each takes as long or longer, and more memory."""
+    drawn = cluster(1, 4, overlap=Overlap(compute=1.2, communication=1.3))
+    base = step(costs_of(drawn, 4, 64), mesh, 16)
+    wider = step(costs_of(drawn, 4, 128), mesh, 16)
+    deeper = step(costs_of(drawn, 8, 64), mesh, 16)
+    more = step(costs_of(drawn, 4, 64), mesh, 32, microbatches=base.plan.microbatches)
+    for other in (wider, deeper, more):
+        assert other.seconds >= base.seconds
+        assert other.memory_bytes > base.memory_bytes
+    assert deeper.seconds > base.seconds
+    slower = step(costs_of(cluster(1, 4, wire=1e9), 4, 64), mesh, 16)
+    assert slower.seconds >= step(costs_of(cluster(1, 4), 4, 64), mesh, 16).seconds
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_breakdown_adds_up(mesh: str) -> None:
+    found = step(costs_of(cluster(1, 4), 4, 64), mesh, 16)
+    assert sum(found.time.values()) == pytest.approx(found.seconds)
+    assert all(part >= 0 for part in found.time.values())

@@ -81,7 +81,7 @@ def test_every_group_and_operation_is_measured(ranks: Callable[[int], RankPool],
     expected = [(2, 1), (2, 2), (4, 1)]
     assert found == [(n, s, name) for n, s in expected for name in OPERATIONS if name != "p2p" or n == 2]
     assert [(link.stride, link.nodes) for link in profile.links if link.operation == "p2p"] == [(1, 1), (2, 2)]
-    assert profile.overlap is not None
+    assert profile.overlap is not None and profile.pipeline > 0
     profile.save(tmp_path / "hardware.json")
     assert read_hardware(tmp_path / "hardware.json") == profile
 

@@ -15,7 +15,10 @@ from vitpar.parallel.held import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
 from vitpar.planner.measure.live_bytes import LiveBytes
 from vitpar.planner.measure.model import Subject, profile_model
-from vitpar.planner.profile.model import Bytes, LayerProfile, ModelProfile, read_model_profile
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, read_model_profile
+from vitpar.planner.search.space import tensors
 from vitpar.strategy import parse, validate
 
 CPU = torch.device("cpu")
@@ -44,26 +47,26 @@ def of(profile: ModelProfile, layer: str, tensor: str, checkpoint: str = "none",
 
 
 def test_what_fits_the_model_is_measured(profile: ModelProfile) -> None:
-    tensors = ["tp1", "tp2", "tp2+sp", "tp4", "tp4+sp", "tp4+2d"]
-    assert list(dict.fromkeys(p.tensor for p in profile.layers)) == tensors
+    fitting = ["tp1", "tp2", "tp2+sp", "tp4", "tp4+sp", "tp4+2d"]
+    assert list(dict.fromkeys(p.tensor for p in profile.layers)) == fitting
     assert {p.wrapped for p in profile.layers if p.tensor == "tp4+2d"} == {True}
     assert len(profile.layers) == 3 * 3 * (5 * 2 + 1)
     assert [(w.layer, w.tensor) for w in profile.weights] == [
-        (kind, tensor) for tensor in tensors for kind in ("stem", "block", "head")
+        (kind, tensor) for tensor in fitting for kind in ("stem", "block", "head")
     ]
-    assert "tp3" in Subject(tiny(heads=6, width=36), "fp32", 6).tensors()
-    assert Subject(tiny(heads=3, width=24), "fp32", 4).tensors() == ["tp1"]
-    wide = Subject(tiny(heads=8), "fp32", 8)
-    assert "tp8+3d" in wide.tensors() and "tp8+2d" not in wide.tensors()
+    assert "tp3" in tensors(tiny(heads=6, width=36), 6)
+    assert tensors(tiny(heads=3, width=24), 4) == ("tp1",)
+    wide = tensors(tiny(heads=8), 8)
+    assert "tp8+3d" in wide and "tp8+2d" not in wide
     assert {wrapped for _, _, wrapped in Subject(tiny(), "bf16", 2).strategies()} == {True}
     compiled = Subject(tiny(), "fp32", 2, compile_blocks=True)
     assert {checkpoint for _, checkpoint, _ in compiled.strategies()} == {"none", "full"}
 
 
 def test_rows_are_those_of_a_tensor_group(profile: ModelProfile) -> None:
-    assert [t.size for t in of(profile, "block", "tp2").forward.timings] == [1, 2, 4]
-    assert [t.size for t in of(profile, "block", "tp2+sp").backward.timings] == [2, 4, 8]
-    assert [t.size for t in of(profile, "block", "tp4+2d", wrapped=True).forward.timings] == [2, 4, 8]
+    assert [t.size for t in of(profile, "block", "tp2").forward.timings] == [1, 4]
+    assert [t.size for t in of(profile, "block", "tp2+sp").backward.timings] == [2, 8]
+    assert [t.size for t in of(profile, "block", "tp4+2d", wrapped=True).forward.timings] == [2, 8]
 
 
 def test_memory_is_what_the_policy_keeps(profile: ModelProfile) -> None:
@@ -116,3 +119,22 @@ def test_live_bytes_come_and_go() -> None:
         del z
         view += 1
         assert live.now == live.most == 1024
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_estimated_memory_is_what_is_counted(precision: str) -> None:
+    """To a few numbers of each token that norms and attention keep besides."""
+    config = tiny(width=64, heads=8, hidden=320, depth=1, image_size=32, channels=3)
+    hardware = find_cluster("1x8xH100").hardware()
+    names = ("tp1", "tp4", "tp4+sp", "tp4+2d", "tp8+3d")
+    estimate = estimate_model(config, precision, hardware, names)
+    for tensor in names:
+        for policy, flag in CHECKPOINTS.items():
+            with profiling._built(Subject(config, precision, 8), tensor + flag, CPU) as model:
+                for kind in ("stem", "block", "head"):
+                    bench = profiling._Bench(model, kind)
+                    counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]
+                    per_row = (counted[1] - counted[0]) / 2 / bench.unit
+                    guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
+                    few = 16 * config.tokens * 4
+                    assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)

@@ -155,7 +155,7 @@ def test_what_is_found_runs() -> None:
         assert validate(plan.plan, costs.config, plan.batch_size) == plan.plan
         refuse_clashes(plan.plan, "fp32", False)
         assert plan_from_json(plan_to_json(plan.plan)) == plan.plan
-    assert len(found) > 5
+    assert len(found) > 3
 
 
 def test_less_memory_is_never_faster() -> None:

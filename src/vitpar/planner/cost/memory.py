@@ -56,8 +56,8 @@ class Held:
         host = sum(layer.weights.held for layer in layers if layer.strategy.offload)
         walk = _Walk(self.stages, self.microbatches)
         for action in actions:
-            for part in action:
-                walk.do(*part)
+            for kind, number, _ in action:
+                walk.do(kind, number)
         walk.done()
         return Memory(
             parameters=held,
@@ -77,28 +77,28 @@ class _Walk:
     def __init__(self, stages: Mapping[int, Stage], microbatches: int) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._saved = {number: sum(layer.work.saved for layer in stage.layers) for number, stage in stages.items()}
-        self._alive = dict.fromkeys(stages, 0)  # micro-batches between forward and backward
         self._backwards = dict.fromkeys(stages, 0)
-        self._gradients: dict[tuple[int, int], float] = {}  # by stage and layer
+        self._whole: dict[tuple[int, int], float] = {}  # gradients by stage and layer
         self._kept = dict.fromkeys(stages, 0.0)  # copies of parameters, from the first use in the step to the last
+        self._alive = self._gradients = self._gathered = 0.0  # bytes now
         self.most: dict[str, float] = {}
         self._total = -1.0
 
-    def do(self, kind: str, number: int, microbatch: int) -> None:
+    def do(self, kind: str, number: int) -> None:
         """One action for stage `number`."""
         stage = self._stages[number]
         if kind == "F":
-            self._kept[number] = sum(layer.weights.gathered for layer in stage.layers if not layer.always)
+            self._keep(number, sum(layer.weights.gathered for layer in stage.layers if not layer.always))
             before = 0.0
             for layer in stage.layers:
                 before += layer.work.saved
-                self._moment(activations=before, workspace=layer.work.workspace, gathered=_passing(layer))
-            self._alive[number] += 1
+                self._moment(before, layer.work.workspace, _passing(layer))
+            self._alive += self._saved[number]
         elif kind in ("B", "W"):
             self._backward(number, stage)
         else:  # the gradients of inputs: activations stay for those of weights
             space = max(layer.work.workspace for layer in stage.layers)
-            self._moment(workspace=space, gathered=max(_passing(layer) for layer in stage.layers))
+            self._moment(0.0, space, max(_passing(layer) for layer in stage.layers))
 
     def done(self) -> None:
         """The optimizer's step."""
@@ -107,39 +107,51 @@ class _Walk:
     def _backward(self, number: int, stage: Stage) -> None:
         self._backwards[number] += 1
         last = self._backwards[number] == self._microbatches
-        self._alive[number] -= 1
         left = self._saved[number]
+        self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
-            here, weights = (number, place), layer.weights
-            fresh = 0.0 if here in self._gradients else (weights.waiting if weights.wrapped else weights.held)
-            space = layer.work.workspace
-            self._moment(activations=left, workspace=space, gathered=_passing(layer), gradients=fresh)
+            here, weights, passing = (number, place), layer.weights, _passing(layer)
+            fresh = 0.0 if here in self._whole else (weights.waiting if weights.wrapped else weights.held)
+            self._moment(left, layer.work.workspace, passing, fresh)
             left -= layer.work.saved
             if weights.wrapped and (layer.strategy.zero == 2 or (last and not stage.pipelined)):
-                self._moment(activations=left, gradients=fresh + weights.waiting)
-                self._gradients[here] = 0.0 if layer.strategy.offload else weights.held
+                self._moment(left, gradients=fresh + weights.waiting)
+                self._hold(here, 0.0 if layer.strategy.offload else weights.held)
             elif not weights.wrapped:
-                self._moment(activations=left, gradients=fresh + (weights.held if last and weights.reduce else 0.0))
-                self._gradients[here] = weights.held
+                self._moment(left, gradients=fresh + (weights.held if last and weights.reduce else 0.0))
+                self._hold(here, weights.held)
             else:
-                self._gradients[here] = weights.waiting
+                self._hold(here, weights.waiting)
         if last and stage.pipelined:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.weights.wrapped:
                     self._moment(gradients=layer.weights.waiting)
-                    self._gradients[number, place] = 0.0 if layer.strategy.offload else layer.weights.held
+                    self._hold((number, place), 0.0 if layer.strategy.offload else layer.weights.held)
         if last:
-            self._kept[number] = 0.0
+            self._keep(number, 0.0)
 
-    def _moment(self, **more: float) -> None:
-        parts = {
-            "activations": sum(self._alive[n] * self._saved[n] for n in self._stages) + more.get("activations", 0.0),
-            "gradients": sum(self._gradients.values()) + more.get("gradients", 0.0),
-            "gathered": sum(self._kept.values()) + more.get("gathered", 0.0),
-            "workspace": more.get("workspace", 0.0),
-        }
-        if (total := sum(parts.values())) > self._total:
-            self._total, self.most = total, parts
+    def _hold(self, here: tuple[int, int], gradients: float) -> None:
+        self._gradients += gradients - self._whole.get(here, 0.0)
+        self._whole[here] = gradients
+
+    def _keep(self, number: int, copies: float) -> None:
+        self._gathered += copies - self._kept[number]
+        self._kept[number] = copies
+
+    def _moment(
+        self, activations: float = 0.0, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0
+    ) -> None:
+        """What there is, and so much more."""
+        now = self._alive + self._gradients + self._gathered
+        total = now + activations + workspace + gathered + gradients
+        if total > self._total:
+            self._total = total
+            self.most = {
+                "activations": self._alive + activations,
+                "gradients": self._gradients + gradients,
+                "gathered": self._gathered + gathered,
+                "workspace": workspace,
+            }
 
 
 def _passing(layer: StageLayer) -> float:

@@ -56,8 +56,10 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
     stages = _stages(plan, costs, batch.microbatch_rows)
     if plan.pipeline_degree == 1:
         times = _alone(stages[0], batch.microbatches, costs, costs.crowd(plan.stage_size))
-        order: Order = {0: [[(kind, 0, n)] for n in range(batch.microbatches) for kind in "FB"]}
+        few = min(batch.microbatches, 3)  # for memory the others are like the second
+        order: Order = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
     else:
+        few = batch.microbatches
         order = actions(plan, batch.microbatches)
         times = _pipelined(plan, stages, order, batch.microbatches, batch.microbatch_rows, costs)
     seconds, spent, events = _finished(plan, stages, times, costs)
@@ -66,7 +68,7 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
             {number: stages[number] for number in stages_of_rank(pp, plan)},
             moments,
             _buffers(plan, costs, pp, batch_size, batch.microbatches, batch.microbatch_rows),
-            batch.microbatches,
+            few,
         ).at_most(order[pp])
         for pp in range(plan.pipeline_degree)
     )
@@ -174,12 +176,15 @@ def _pipelined(
             streams.meet()
             streams.block(overhead, "other")
             spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
+            spent["other"] += costs.hardware.pipeline * sending
             found[key] = sum(spent.values()), spent, streams.left
         return found[key]
 
     travel, link = travel_layouts(costs.config, plan), pipeline_group(plan, costs.hardware.ranks_per_node)
     whole = rows * costs.config.tokens * costs.config.width * costs.numbers.compute.itemsize
-    sent = [costs.links.seconds("p2p", link, layout[0].share * whole) for layout in travel]
+    # The latency of a message is in the time of a pipeline's action, where that was measured.
+    least = costs.links.seconds("p2p", link, 1) if costs.hardware.pipeline else 0.0
+    sent = [max(0.0, costs.links.seconds("p2p", link, layout[0].share * whole) - least) for layout in travel]
     events = replay(
         order,
         plan.num_stages,

@@ -5,6 +5,7 @@ do in training: on a machine whose ranks share cores, caches or links that is sl
 2. a copy of a large tensor
 3. every operation in every group of the world: all sizes and strides that divide it
 4. the slow-down of products and of an all-reduce that run beside each other
+5. a pipeline of two stages that compute nothing
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
+from vitpar.parallel.mesh import pipeline_mesh
+from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.planner.measure.clock import Clock, Group
 from vitpar.planner.measure.device import device_name, memory_bytes
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import OPERATIONS, Hardware, Link, Matmul, Operation, Overlap
+from vitpar.strategy import parse
 
 Progress = Callable[[int, int, str], None]
 """Called with (points done, points in all, what is measured next)."""
@@ -106,12 +111,41 @@ def profile_hardware(
         copy=copy,
         links=tuple(links),
         overlap=overlap,
+        pipeline=_pipeline(clock) if world % 2 == 0 else 0.0,
         measured={
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     )
+
+
+class _Nothing(nn.Module):
+    """A stage that hands on what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _pipeline(clock: Clock, microbatches: int = 8) -> float:
+    """Seconds of an action of 1f1b over pairs of ranks: a step has one forward and one backward for every micro-batch,
+    and for the one that the last stage waits for."""
+    plan = replace(parse(f"pp2xdp{dist.get_world_size() // 2}"), microbatches=microbatches)
+    pipe = pipeline_mesh(plan, clock.device.type)
+    index, one = pipe.get_local_rank("pp"), torch.empty(1, 8, device="meta")
+    module = _Nothing().to(clock.device)
+    stage = pipeline_stage(module, index, 2, one, one.clone(), clock.device, pipe.get_group("pp"))
+    schedule = build_schedule(plan, [stage], microbatches, lambda y, target: y.sum())
+    x, target = (torch.ones(microbatches, n, device=clock.device) for n in (8, 1))
+
+    def step() -> None:
+        schedule.step(*([x] if index == 0 else []), return_outputs=False, **({"target": target} if index else {}))
+
+    return clock.timing(1, step).seconds / (2 * (microbatches + 1))
 
 
 def group_shapes(world: int) -> Iterator[tuple[int, int]]:

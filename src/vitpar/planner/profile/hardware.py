@@ -49,7 +49,8 @@ class Hardware(Record):
 
     device: cpu or cuda. device_name: as the system calls it. backend: of torch.distributed. threads: CPU threads of a
     rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
-    at once; sizes are bytes read and written. measured: when, and under which versions.
+    at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
+    small message included. measured: when, and under which versions.
     """
 
     format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
@@ -65,6 +66,7 @@ class Hardware(Record):
     copy_: Curve = Field(alias="copy")
     links: tuple[Link, ...] = ()
     overlap: Overlap | None = None
+    pipeline: float = Field(default=0.0, ge=0)
     measured: dict[str, str] = Field(default_factory=dict)
 
     def save(self, path: Path) -> None:

@@ -8,10 +8,10 @@ from html import escape
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.curve import Timing
-from vitpar.planner.profile.hardware import Hardware
+from vitpar.planner.profile.hardware import Hardware, Link
 from vitpar.planner.report import svg
 from vitpar.planner.report.data import Findings
-from vitpar.strategy.words import size
+from vitpar.strategy.words import count, size
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """By how much links could be faster."""
@@ -40,19 +40,22 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .75; 
 def page(found: Findings, costs: LayerCosts, moments: float) -> str:
     """The page of what `costs` says. moments: as `price` takes them."""
     best, result = found.result.plans[0], found.result
+    unit, scale = ("GB", 1e9) if best.memory_bytes >= 1e9 else ("MB", 1e6)
     parts = [
         f"<h1>{escape(costs.config.name)}: <code>{escape(str(best.plan))}</code></h1>",
         _facts(found, costs),
         "<h2>Memory against speed</h2>",
         svg.frontier(
-            [(p.memory_bytes / 1e9, p.images_per_second, str(p.plan)) for p in found.frontier], found.budget / 1e9
+            [(p.memory_bytes / scale, p.images_per_second, str(p.plan)) for p in found.frontier],
+            found.budget / scale,
+            unit,
         ),
         '<p class="note">The fastest plan for each amount of memory. Point at a dot to see its plan.</p>',
         "<h2>Plans</h2>",
         _table(result.plans, best),
     ]
     for number, shown in enumerate(_unlike(found)[:SHOWN]):
-        parts.append(_plan(shown, found.budget, opened=number == 0))
+        parts.append(_plan(shown, found.budget, unit, scale, opened=number == 0))
     parts += [
         "<h2>If links were slower or faster</h2>",
         svg.lines(_sensitivity(_unlike(found)[:SHOWN], costs, moments), [f"× {f:g}" for f in FACTORS], "images/s"),
@@ -99,22 +102,27 @@ def _table(prices: tuple[Price, ...], best: Price) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _plan(found: Price, budget: float, opened: bool) -> str:
+def _plan(found: Price, budget: float, unit: str, scale: float, opened: bool) -> str:
     """One plan's memory, time and timeline."""
     memory = [
-        (f"pp {place}", {n: v / 1e9 for n, v in asdict(m).items() if n != "host" and v})
+        (f"pp {place}", {n: v / scale for n, v in asdict(m).items() if n != "host" and v})
         for place, m in enumerate(found.memory)
     ]
     time = {name: seconds * 1e3 for name, seconds in found.time.items() if seconds > 1e-3 * found.seconds}
     shown = found.events[:MOST_EVENTS]
     cut = f", the first {MOST_EVENTS} of {len(found.events)} actions" if len(found.events) > MOST_EVENTS else ""
     return (
-        f"<details{' open' * opened}><summary><code>{escape(str(found.plan))}</code>, "
-        f"{found.plan.microbatches} micro-batches</summary>"
-        f"<p>Memory of the fullest rank of every place on the pp axis</p>{svg.bars(memory, 'GB', budget / 1e9)}"
+        f"<details{' open' * opened}><summary>{escape(_words(found))}"
+        f"</summary>"
+        f"<p>Memory of the fullest rank of every place on the pp axis</p>{svg.bars(memory, unit, budget / scale)}"
         f"<p>Time of a step, for the rank that waits least</p>{svg.bars([('step', time)], 'ms')}"
         f"<p>Timeline of a step{cut}</p>{svg.timeline(shown, found.seconds)}</details>"
     )
+
+
+def _words(found: Price) -> str:
+    schedule = f" {found.plan.schedule}" if found.plan.pipeline_degree > 1 else ""
+    return f"{found.plan}{schedule}, {count(found.plan.microbatches or 1, 'micro-batch')}"
 
 
 def _unlike(found: Findings) -> list[Price]:
@@ -129,10 +137,10 @@ def _unlike(found: Findings) -> list[Price]:
 
 
 def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {f"{p.plan}, {p.plan.microbatches} micro-batches": [] for p in prices}
+    found: dict[str, list[float]] = {_words(p): [] for p in prices}
     for factor in FACTORS:
         scaled = LayerCosts(costs.config, scaled_links(costs.hardware, factor), costs.model)
-        for one, values in zip(prices, found.values(), strict=False):
+        for one, values in zip(prices, found.values(), strict=True):
             values.append(price(one.plan, scaled, one.batch_size, moments).images_per_second)
     return found
 
@@ -143,7 +151,6 @@ def scaled_links(hardware: Hardware, factor: float) -> Hardware:
     def faster(timing: Timing) -> Timing:
         return timing.model_copy(update={"seconds": timing.seconds / factor})
 
-    links = tuple(
-        link.model_copy(update={"timings": tuple(map(faster, link.timings))}, deep=False) for link in hardware.links
-    )
+    # Made anew: a copy would keep the curve that the link has remembered.
+    links = tuple(Link(**{**dict(link), "timings": tuple(map(faster, link.timings))}) for link in hardware.links)
     return hardware.model_copy(update={"links": links})

@@ -12,8 +12,8 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a
 WIDTH = 860
 
 
-def frontier(points: Sequence[tuple[float, float, str]], limit: float) -> str:
-    """Points (GB a rank, images/s, words), joined, with a line at `limit` GB."""
+def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str) -> str:
+    """Points (memory of a rank in `unit`, images/s, words), joined, with a line at `limit`."""
     height, left, bottom = 300, 70, 40
     most_x = 1.1 * max(*(x for x, _, _ in points), min(limit, 2 * max(x for x, _, _ in points)))
     most_y = 1.1 * max(y for _, y, _ in points)
@@ -21,7 +21,7 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float) -> str:
     def at(x: float, y: float) -> tuple[float, float]:
         return left + x / most_x * (WIDTH - left - 20), (height - bottom) * (1 - y / most_y) + 10
 
-    parts = [_axes(left, height - bottom + 10, most_x, most_y, "GB a rank", "images/s")]
+    parts = [_axes(left, height - bottom + 10, most_x, most_y, f"{unit} a rank", "images/s")]
     if limit <= most_x:
         x, _ = at(limit, 0)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="10" y2="{height - bottom + 10}" class="limit"/>')
@@ -29,7 +29,7 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float) -> str:
     places = [at(x, y) for x, y, _ in points]
     parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" class="line"/>')
     for (x, y), (memory, speed, words) in zip(places, points, strict=True):
-        title = escape(f"{words}: {speed:,.0f} images/s, {memory:.3g} GB")
+        title = escape(f"{words}: {speed:,.0f} images/s, {memory:.3g} {unit}")
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{title}</title></circle>')
     return _svg(height, parts)
 

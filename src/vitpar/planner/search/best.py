@@ -68,15 +68,18 @@ class Search:
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
 
-    def best(self, budget: float, progress: Progress = lambda done, total, best: None) -> Result:
+    def best(
+        self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort | None = None
+    ) -> Result:
         """The plans with the most images a second whose ranks need no more than `budget` bytes."""
+        effort = effort or self.effort
         begun, order = time.perf_counter(), count()
         heap: list[tuple[float, int, bool, Kind]] = []
         for kind in self._kinds():
             bound = self._bound(kind, budget, quick=True)
             if bound < math.inf:
                 heapq.heappush(heap, (bound, next(order), False, kind))
-        total, found, exact, least = len(heap), _Best(self.effort), True, math.inf
+        total, found, exact, least = len(heap), _Best(effort), True, math.inf
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
             if bound >= found.limit:
@@ -89,7 +92,7 @@ class Search:
                 continue
             least = min(least, bound)
             progress(total - len(heap), total, found.plans[0] if found.plans else None)
-            exact &= _Expansion(self, kind, budget, found).run()
+            exact &= _Expansion(self, kind, budget, found, effort).run()
         seconds = time.perf_counter() - begun
         return Result(
             plans=tuple(found.plans),
@@ -102,10 +105,11 @@ class Search:
         )
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
-        """The best plans for less and less memory, `best` first: each for `step` of what the one before needs."""
-        found = [best]
+        """The best plans for less and less memory, `best` first: each for `step` of what the one before needs, and good
+        to a hundredth."""
+        found, rough = [best], replace(self.effort, tolerance=0.01, prices=8, runs=4)
         while len(found) < points:
-            plans = self.best(step * found[-1].memory_bytes).plans
+            plans = self.best(step * found[-1].memory_bytes, effort=rough).plans
             if not plans:
                 break
             found.append(plans[0])
@@ -194,11 +198,11 @@ class _Run:
 class _Expansion:
     """The plans of one kind, most promising first."""
 
-    def __init__(self, search: Search, kind: Kind, budget: float, found: _Best) -> None:
-        self._search, self._kind, self._budget, self._found = search, kind, budget, found
+    def __init__(self, search: Search, kind: Kind, budget: float, found: _Best, effort: Effort) -> None:
+        self._search, self._kind, self._budget, self._found, self._most = search, kind, budget, found, effort.runs
         self._options, self._machine = search.options(kind), search.machine(kind, budget)
         self._alive = in_flight(kind.pipeline, kind.microbatches)
-        self._left = search.effort.prices
+        self._left = effort.prices
         self._runs: dict[tuple[int, int], list[_Run]] = {}
         self._cut = False
 
@@ -255,24 +259,34 @@ class _Expansion:
     def _stage(self, number: int, blocks: int, mixed: bool) -> Iterator[_Run]:
         """Every way to run `blocks` blocks as stage `number` that may fit into memory and be better. mixed: under two
         strategies."""
-        limit, more = self._limit, self._kind.microbatches * self._machine.overhead
-        ends = number == 0, number == self._kind.pipeline.num_stages - 1
-        single = {id(o): self._sum([(o, "block", 1)], number) for o in self._options}
-        for one in self._options:
-            for other in self._options if mixed else (one,):
-                if mixed and other is one:
+        more = self._kind.microbatches * self._machine.overhead
+        limit, budget = self._limit - more, self._budget
+        starts, ends = number == 0, number == self._kind.pipeline.num_stages - 1
+        parts = [
+            (
+                option,
+                self._sum([(option, "block", 1)], number),
+                self._sum([(option, "stem", int(starts))], number),
+                self._sum([(option, "head", int(ends))], number),
+            )
+            for option in self._options
+        ]
+        for one, a, stem, _ in parts:
+            for other, b, _, head in parts:
+                if mixed is (other is one):
                     continue
-                around = self._sum([(one, "stem", int(ends[0])), (other, "head", int(ends[1]))], number)
-                a, b = single[id(one)], single[id(other)]
-                if around[0] + blocks * min(a[0], b[0]) + more >= limit:
-                    continue
-                for first in range(1, blocks) if mixed else (blocks,):
-                    rest = blocks - first
-                    own, sent, each, resting, busy = (
-                        w + first * x + rest * y for w, x, y in zip(around, a, b, strict=True)
+                low, high = (1, blocks - 1) if mixed else (blocks, blocks)
+                # Of own and background seconds, and of both memories, those below what is allowed.
+                for which, most in ((0, limit), (1, limit), (3, budget), (4, budget)):
+                    low, high = _below(
+                        low, high, stem[which] + head[which] + blocks * b[which], a[which] - b[which], most
                     )
-                    if resting <= self._budget and busy <= self._budget and max(own, sent) + more < limit:
-                        yield _Run(blocks, first, (one, other), max(own, sent) + more, each)
+                for first in range(low, high + 1):
+                    rest = blocks - first
+                    own = stem[0] + head[0] + first * a[0] + rest * b[0]
+                    sent = stem[1] + head[1] + first * a[1] + rest * b[1]
+                    each = stem[2] + head[2] + first * a[2] + rest * b[2]
+                    yield _Run(blocks, first, (one, other), max(own, sent) + more, each)
 
     def _sum(self, layers: list[tuple[Option, LayerKind, int]], number: int) -> tuple[float, ...]:
         """Of so many layers in stage `number`: seconds of the rank and of the background in a step, seconds of a
@@ -300,8 +314,8 @@ class _Expansion:
             every = sorted(
                 (run for mixed in (False, True) for run in self._stage(number, blocks, mixed)), key=lambda run: run.time
             )
-            self._runs[key] = every[: self._search.effort.runs]
-            self._cut |= len(every) > self._search.effort.runs
+            self._runs[key] = every[: self._most]
+            self._cut |= len(every) > self._most
         return self._runs[key]
 
     def _deal(self, number: int, left: int, before: float, longest: float, runs: list[_Run]) -> None:
@@ -321,3 +335,14 @@ class _Expansion:
                 if here >= self._limit or self._left <= 0:
                     break
                 self._deal(number + 1, left - blocks, before + run.each * travels, here, [*runs, run])
+
+
+def _below(low: int, high: int, at_none: float, each: float, most: float) -> tuple[int, int]:
+    """Of the numbers from `low` to `high`, the range of those n with at_none + each * n <= most."""
+    if low > high or at_none + each * low <= most >= at_none + each * high:
+        return low, high
+    if each == 0:
+        return 1, 0
+    turn = (most - at_none) / each
+    # A number too many on the safe side: what is rounded here is computed again by whoever uses it.
+    return (low, min(high, math.floor(turn + 1e-9))) if each > 0 else (max(low, math.ceil(turn - 1e-9)), high)

@@ -13,6 +13,8 @@ from vitpar.strategy.words import size
 
 OBVIOUS = ("dp{n}", "dp{n}+zero1", "dp{n}+zero2", "fsdp{n}", "fsdp{n}+ckpt", "tp{n}", "tp{n}+sp", "pp{n}")
 MIXED = ("dp{half}xtp2", "pp2xdp{half}", "pp2xtp2xdp{quarter}")
+MOST = 8
+"""Micro-batches that are tried, for each place on the pp axis."""
 SPENT = {
     "tensor": "waiting for the other ranks along tp",
     "gather": "gathering parameters",
@@ -58,6 +60,8 @@ def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:
     tries: list[Price] = []
     problem = ""
     for microbatches in search.space.microbatches(plan, best.batch_size):
+        if tries and microbatches > MOST * plan.pipeline_degree:
+            break
         try:
             made = validate(replace(plan, microbatches=microbatches), search.space.config, best.batch_size)
             tries.append(search.price(made, best.batch_size))

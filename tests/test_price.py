@@ -1,0 +1,179 @@
+"""Prices against what is known of them: idle shares, memory by hand, crowded cores, what overlaps."""
+
+from dataclasses import replace
+
+import pytest
+
+from vitpar.models import ViTConfig, model_config
+from vitpar.parallel.bubble import idle_share
+from vitpar.parallel.held import layer_parameters
+from vitpar.planner.cost.groups import Group, layer_groups
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.links import Links
+from vitpar.planner.cost.price import Price, price
+from vitpar.planner.cost.streams import Streams
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.hardware import Hardware, Link, Matmul, Overlap
+from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, WeightProfile
+from vitpar.planner.search.space import tensors
+from vitpar.strategy import parse, validate
+
+CONFIG = model_config("vit_custom", patch_size=8, image_size=32, width=64, depth=8, heads=4, num_classes=10)
+MB = 2**20
+
+
+def line(seconds: float, sizes: tuple[int, ...] = (1, 2**30)) -> tuple[Timing, ...]:
+    """`seconds` for every unit of size."""
+    return tuple(Timing(size=size, seconds=max(seconds * size, 1e-15), spread=0, samples=1) for size in sizes)
+
+
+def machine(ranks: int = 8, per_byte: float = 0.0, overlap: Overlap | None = None, device: str = "cuda") -> Hardware:
+    links = [
+        Link(operation=operation, ranks=2, stride=1, nodes=1, timings=line(per_byte))
+        for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+    ]
+    return Hardware(
+        **{"name": "made up", "device": device, "device_name": "none", "backend": "none", "ranks": ranks},
+        **{"ranks_per_node": ranks, "threads": 1, "memory_bytes": 10**9, "links": links, "overlap": overlap},
+        matmuls=(Matmul(dtype="float32", timings=line(1e-12)),),
+        copy=Curve(timings=line(1e-12)),
+    )
+
+
+def model(config: ViTConfig = CONFIG, ends: float = 0.0, cores: int = 1, device: str = "cuda") -> ModelProfile:
+    """A block takes 1 s forward and 2 s backward for an image, of which half is for weights; keeps 10 MB, and 1 MB
+    under +ckpt, with 3 MB of workspace. Stem and head take `ends` of that."""
+    layers = [
+        LayerProfile(
+            layer=kind,
+            tensor=tensor,
+            checkpoint=policy,
+            wrapped=wrapped,
+            forward=Curve(timings=line(times)),
+            backward=Curve(timings=line((3 if policy == "full" else 2) * times)),
+            input_share=0.5,
+            saved=Bytes(fixed=0, per_row=(1 if policy == "full" else 10) * MB if kind == "block" else 0),
+            workspace=Bytes(fixed=3 * MB if kind == "block" else 0, per_row=0),
+        )
+        for kind, times in (("stem", ends), ("block", 1.0), ("head", ends))
+        for tensor in tensors(config, 8)
+        for policy in CHECKPOINTS
+        for wrapped in (False, True)
+    ]
+    weights = [
+        WeightProfile(layer=kind, tensor=tensor, elements=1, gather=line(1e-15)[0], reduce=0)
+        for kind in ("stem", "block", "head")
+        for tensor in tensors(config, 8)
+    ]
+    from dataclasses import asdict
+
+    return ModelProfile(
+        **{"model": asdict(config), "device": device, "device_name": "none", "precision": "fp32", "compiled": False},
+        **{"processes": 1, "threads": 1, "cores": cores, "layers": layers, "weights": weights, "microbatch": 0.0},
+        optimizer=Curve(timings=line(1e-15)),
+    )
+
+
+def step(mesh: str, batch_size: int, costs: LayerCosts | None = None, **fields: object) -> Price:
+    costs = costs or LayerCosts(CONFIG, machine(), model())
+    return price(validate(replace(parse(mesh), **fields), costs.config, batch_size), costs, batch_size)
+
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble", 2), ("interleavedzerobubble", 2))
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+def test_a_pipeline_waits_as_theory_says(schedule: str, virtual: int, microbatches: int) -> None:
+    """Equal stages, free links, backward twice as long as forward."""
+    found = step("pp4", 16, schedule=schedule, virtual_stages=virtual, microbatches=microbatches)
+    busy = 3 * 16 * CONFIG.depth / 4
+    theory = busy / (1 - idle_share(found.plan, microbatches))
+    if schedule in ("gpipe", "1f1b"):
+        assert theory == pytest.approx(busy * (microbatches + 3) / microbatches)
+    # torch computes the first stage's whole backward where weights' gradients are due, so it may end a little later.
+    late = 0.0 if schedule in ("gpipe", "1f1b", "interleaved1f1b") else 0.1
+    assert theory * (1 - 1e-6) <= found.seconds <= theory * (1 + late + 1e-6)
+    if not late:
+        assert found.time["waiting"] == pytest.approx(theory - busy, abs=1e-6 * theory)
+
+
+def test_work_is_shared() -> None:
+    """Every way to split the batch divides the time, as links are free; computing again costs a forward."""
+    assert step("dp1", 8).seconds == pytest.approx(3 * 8 * 8)
+    for mesh in ("dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2"):
+        assert step(mesh, 8).seconds == pytest.approx(3 * 8 * 2)
+    assert step("dp4+ckpt", 8).seconds == pytest.approx(4 * 8 * 2)
+    assert step("dp4", 16, microbatches=4).seconds == pytest.approx(3 * 8 * 4)
+
+
+def test_uneven_stages_wait_for_the_longest() -> None:
+    assert step("pp2", 8, microbatches=8, split=(2, 6)).seconds == pytest.approx(3 * 6 * 8 + 3 * 2)
+
+
+def test_memory_by_hand() -> None:
+    held = sum(layer_parameters(CONFIG, parse("dp1")).values()) * 4
+    (alone,) = step("dp1", 4, microbatches=2).memory
+    assert (alone.parameters, alone.optimizer, alone.gradients) == (held, 2 * held, held)
+    assert alone.activations == 2 * 8 * 10 * MB and alone.workspace == 3 * MB
+    (ckpt,) = step("dp1+ckpt", 4, microbatches=2).memory
+    assert ckpt.activations == 2 * 8 * 1 * MB
+    stages = step("pp4", 8, microbatches=8).memory
+    # Under 1f1b stage s keeps 4 - s micro-batches, each of 2 blocks, one of which is in the action itself.
+    assert [memory.activations for memory in stages] == [n * 2 * 10 * MB for n in (4, 3, 2, 1)]
+    every = step("pp4", 8, microbatches=8, schedule="gpipe").memory
+    assert all(memory.activations == 8 * 2 * 10 * MB for memory in every)
+    shards = step("fsdp4", 4).memory[0]
+    assert shards.parameters == pytest.approx(held / 4, rel=0.02) and shards.gathered > 0
+
+
+def test_cores_are_shared() -> None:
+    """4 ranks on 2 cores take turns; of a pipeline of 4 two compute at a time."""
+    costs = LayerCosts(CONFIG, machine(device="cpu"), model(cores=2, device="cpu"))
+    assert step("dp4", 8, costs).seconds == pytest.approx(2 * 3 * 8 * 2)
+    assert step("dp2", 8, costs).seconds == pytest.approx(3 * 8 * 4)
+    total = 3 * 8 * 8
+    assert step("pp4", 8, costs, microbatches=8).seconds >= total / 2
+    crowded = step("pp4", 8, costs, microbatches=8).seconds
+    assert step("pp4", 8, microbatches=8).seconds < crowded < total
+
+
+def test_streams_slow_each_other_down() -> None:
+    streams = Streams(Overlap(compute=1.5, communication=2.0))
+    job = streams.send(1.0)
+    streams.compute(1.0, "forward")  # 1.5 s beside 0.75 s of sending
+    assert streams.at == pytest.approx(1.5) and streams.left == pytest.approx(0.25)
+    streams.wait(job, "gather")
+    assert streams.at == pytest.approx(1.75) and dict(streams.spent) == pytest.approx({"forward": 1.5, "gather": 0.25})
+    free = Streams(None)
+    free.send(1.0)
+    free.compute(3.0, "forward")
+    assert free.at == 3.0 and free.left == 0
+
+
+def test_the_slowest_rank_is_waited_for() -> None:
+    streams = Streams(None)
+    streams.compute(1.0, "forward", skew=0.3)
+    streams.compute(1.0, "forward", skew=0.4)
+    streams.block(1.0, "tensor")
+    assert streams.at == pytest.approx(3.5) and streams.spent["uneven"] == pytest.approx(0.5)
+
+
+def test_groups_are_where_the_string_puts_them() -> None:
+    strategy = parse("dp2xtp4").strategy
+    groups = layer_groups(strategy, (-1, 1), 4)
+    assert groups.j == Group(4, 1, 1) and groups.replicate == Group(2, 4, 2) and groups.stage == Group(8, 1, 2)
+    strided = layer_groups(parse("tp4xdp2").strategy, (-1, 1), 4)
+    assert strided.j == Group(4, 2, 2) and strided.replicate == Group(2, 1, 1)
+    cube = layer_groups(parse("tp8+3d").strategy, (-1, 1), 8)
+    assert (cube.shard, cube.j, cube.k) == (Group(2, 4, 1), Group(2, 2, 1), Group(2, 1, 1))
+    inner = layer_groups(parse("dp2xtp2").strategy, (1, 4), 16)  # dp2 x pp4 x tp2
+    assert inner.j == Group(2, 1, 1) and inner.replicate == Group(2, 8, 1)
+
+
+def test_a_group_that_was_not_measured_takes_as_long_as_a_ring_would() -> None:
+    links = Links(machine(per_byte=1e-9))
+    two = links.seconds("all_reduce", Group(2, 1, 1), 10**9)
+    assert two == pytest.approx(1.0)
+    assert links.seconds("all_reduce", Group(4, 1, 1), 10**9) == pytest.approx(1.5)  # 3/4 against 1/2
+    assert links.seconds("all_reduce", Group(1, 1, 1), 10**9) == 0

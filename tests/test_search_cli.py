@@ -1,0 +1,142 @@
+"""`vitpar search` and `vitpar validate` as commands, and the files they write."""
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vitpar.errors import PlannerError, UserError
+from vitpar.planner.measure.steps import Measured
+from vitpar.planner.report.accuracy import Row, accuracy, spearman
+from vitpar.strategy import read_plan
+from vitpar_cli.search import parse_size, search
+from vitpar_cli.validate import validate
+
+Run = Callable[..., str]
+H100 = ("--cluster", "8xH100", "--model", "vit_small_patch16_224", "--batch-size", "256", "--precision", "bf16")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What a command prints, on a console of 120 columns; raises what it raises."""
+    monkeypatch.setenv("COLUMNS", "120")
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("search")(search)
+    app.command("validate")(validate)
+
+    def invoke(*arguments: str) -> str:
+        result = CliRunner().invoke(app, arguments)
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.stdout
+
+    return invoke
+
+
+class Page(HTMLParser):
+    """Tags that were opened and not closed, and everything that a page would load."""
+
+    EMPTY = ("meta", "circle", "line", "rect", "polyline", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [str(value) for name, value in attrs if name in ("src", "href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+
+def test_a_search_writes_a_plan_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
+    names = ("plan.json", "report.html", "trace.json")
+    plan, report, trace = (tmp_path / name for name in names)
+    words = run("search", *H100, "--memory", "20GB", "--out", str(plan), "--report", str(report), "--trace", str(trace))
+    best = read_plan(plan)
+    assert words.startswith(str(best)) and "why not" in words and "times are estimates" in words
+    assert best.world_size == 8
+    page = Page()
+    page.feed(report.read_text())
+    assert page.open == [] and page.loaded == []
+    text = report.read_text()
+    assert text.count("<svg") >= 5 and "http" not in text and "Why not" in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"} and all(event.get("dur", 0) >= 0 for event in events)
+
+
+def test_json_says_it_all(run: Run) -> None:
+    found = json.loads(run("search", *H100, "--json", "--memory", "20GB"))
+    assert found["search_seconds"] > 0 and found["exact"] in (True, False)
+    best = found["plans"][0]
+    assert sum(best["step_breakdown_seconds"].values()) == pytest.approx(best["step_seconds"])
+    assert best["memory_bytes"] == max(part["total"] for part in best["memory_breakdown_bytes"]) <= 20e9
+    assert found["images_per_second_bound"] >= best["images_per_second"] * (1 - 1e-9)
+    speeds = [point["images_per_second"] for point in found["frontier"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {row["strategy"] for row in found["why_not"]} >= {"tp8", "pp8"}
+
+
+def test_the_best_batch_is_chosen(run: Run) -> None:
+    found = json.loads(run("search", *H100[:4], "--batch-size", "32,512", "--precision", "bf16", "--json"))
+    assert found["plans"][0]["batch_size"] == 512
+
+
+def test_what_is_left_out_is_not_used(run: Run) -> None:
+    found = json.loads(run("search", *H100, "--roles", "pp,tp", "--without", "sp,2d,gpipe", "--json"))
+    for plan in found["plans"]:
+        assert not re.search(r"dp[2-9]|sp|2d", plan["strategy"]) and plan["plan"]["schedule"] != "gpipe"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--memory", "24"), "--memory 24 is no size: use a number and a unit"),
+        (("--memory", "1MB"), "no plan fits into 1 MB a rank"),
+        (("--batch-size", "a"), "--batch-size a is no number of images"),
+        (("--without", "magic"), "unknown flag 'magic' in --without"),
+        (("--roles", "dp,zp"), "unknown role 'zp' in --roles"),
+        (("--hardware", "x.json"), "--cluster is given beside a profile"),
+        (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
+        (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
+    ],
+)
+def test_wrong_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        run("search", *H100, *arguments)
+
+
+def test_profiles_that_are_missing_are_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlannerError, match=r"cannot read the hardware profile hardware.json"):
+        run("search")
+    with pytest.raises(PlannerError, match=r"cannot read the hardware profile hardware.json"):
+        run("validate")
+
+
+def test_sizes_have_units() -> None:
+    assert parse_size("24GB") == 24e9 and parse_size("1.5 GiB") == 1.5 * 2**30 and parse_size("500mb") == 5e8
+
+
+def test_accuracy_is_of_absolute_errors() -> None:
+    class Priced:
+        def __init__(self, seconds: float, memory: float) -> None:
+            self.seconds, self.memory_bytes = seconds, memory
+
+    rows = [
+        Row(Priced(1.1, 100), Measured((1.0, 1.0, 9.0), (90, 100))),  # type: ignore[arg-type]
+        Row(Priced(1.8, 90), Measured((2.0,), (100, None))),  # type: ignore[arg-type]
+    ]
+    found = accuracy(rows)
+    assert found.time == pytest.approx((0.1, 0.1)) and found.memory == pytest.approx((0.05, 0.1))
+    assert found.rank == 1 and found.chosen == 0
+    assert spearman([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)

@@ -17,8 +17,7 @@ from vitpar.planner.measure.live_bytes import LiveBytes
 from vitpar.planner.measure.model import Subject, profile_model
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, read_model_profile
-from vitpar.planner.search.space import tensors
+from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, read_model_profile, tensors
 from vitpar.strategy import parse, validate
 
 CPU = torch.device("cpu")

@@ -14,8 +14,7 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.cost.streams import Streams
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import Hardware, Link, Matmul, Overlap
-from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, WeightProfile
-from vitpar.planner.search.space import tensors
+from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, WeightProfile, tensors
 from vitpar.strategy import parse, validate
 
 CONFIG = model_config("vit_custom", patch_size=8, image_size=32, width=64, depth=8, heads=4, num_classes=10)

@@ -15,8 +15,9 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import Cluster, Wire
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.hardware import Overlap
+from vitpar.planner.profile.model import tensors
 from vitpar.planner.search.best import Effort, Search
-from vitpar.planner.search.space import Space, tensors
+from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy, plan_from_json, plan_to_json, validate
 from vitpar.strategy.support import refuse_clashes
 

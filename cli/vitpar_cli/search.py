@@ -9,11 +9,12 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.files import write_text
+from vitpar.strategy.words import count, size
 from vitpar_cli import recipe_options as o
+from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.profile.hardware import Hardware
     from vitpar.train.recipe import Recipe
 
 USED = (
@@ -34,12 +35,8 @@ def search(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best plan as JSON.")] = None,
     recipe: o.RecipeFile = None,
-    hardware: Annotated[
-        Path | None, typer.Option("--hardware", metavar="FILE", help="What `vitpar profile hardware` wrote.")
-    ] = None,
-    model_profile: Annotated[
-        Path | None, typer.Option("--model-profile", metavar="FILE", help="What `vitpar profile model` wrote.")
-    ] = None,
+    hardware: HardwareFile = None,
+    model_profile: ModelFile = None,
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
@@ -96,12 +93,19 @@ def search(
     from vitpar.planner.search.best import Search
     from vitpar.planner.search.space import FLAGS, Space
     from vitpar.strategy import SCHEDULES, validate, write_plan
-    from vitpar.strategy.words import size
     from vitpar.train.state import moments
     from vitpar_cli.search_view import SearchProgress, show
 
-    machine = _hardware(hardware, cluster, ranks)
-    costs = _costs(machine, model_profile, merged, num_classes, estimated=cluster is not None)
+    if cluster:
+        costs = _estimated(cluster, ranks, merged, num_classes)
+    else:
+        costs = profiled_costs(hardware, model_profile, merged)
+    machine = costs.hardware
+    if ranks is not None and ranks > machine.ranks:
+        raise PlannerError(
+            f"--ranks {ranks} is more than the {count(machine.ranks, 'rank')} of {machine.name}: profile the hardware "
+            "with as many, or use --cluster"
+        )
     left_out = {word.strip().lstrip("+") for word in without.split(",") if word.strip()}
     if unknown := left_out - {*FLAGS, *SCHEDULES}:
         raise PlannerError(f"unknown flag '{min(unknown)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
@@ -170,34 +174,15 @@ def _roles(text: str) -> tuple[str, ...]:
     return names
 
 
-def _hardware(path: Path | None, cluster: str | None, ranks: int | None) -> "Hardware":
-    from vitpar.planner.profile.cluster import find_cluster
-    from vitpar.planner.profile.hardware import read_hardware
-
-    if cluster:
-        return find_cluster(cluster).hardware(ranks)
-    return read_hardware(path or Path("hardware.json"))
-
-
-def _costs(
-    hardware: "Hardware", path: Path | None, recipe: "Recipe", num_classes: int, estimated: bool
-) -> "LayerCosts":
-    """The costs of the profiled model, or of the recipe's by arithmetic."""
-    from vitpar.models import ViTConfig
+def _estimated(cluster: str, ranks: int | None, recipe: "Recipe", num_classes: int) -> "LayerCosts":
+    """The costs of the recipe's model on a cluster, by arithmetic."""
     from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.profile.cluster import find_cluster
     from vitpar.planner.profile.estimate import estimate_model
-    from vitpar.planner.profile.model import read_model_profile
-    from vitpar.planner.search.space import tensors
+    from vitpar.planner.profile.model import tensors
 
-    if estimated:
-        config = recipe.config(num_classes)
-        fitting = tensors(config, hardware.ranks)
-        profile = estimate_model(config, recipe.train.precision, hardware, fitting, recipe.train.compile)
-        return LayerCosts(config, hardware, profile)
-    profile = read_model_profile(path or Path("model.json"))
-    if profile.device != hardware.device:
-        raise PlannerError(
-            f"the model was profiled on {profile.device} but the hardware on {hardware.device}: "
-            "profile both on the same machine"
-        )
-    return LayerCosts(ViTConfig(**profile.model), hardware, profile)
+    hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
+    fitting = tensors(config, hardware.ranks)
+    return LayerCosts(
+        config, hardware, estimate_model(config, recipe.train.precision, hardware, fitting, recipe.train.compile)
+    )

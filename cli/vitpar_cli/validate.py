@@ -16,6 +16,7 @@ from vitpar.errors import PlannerError
 from vitpar.files import write_text
 from vitpar.strategy.words import count
 from vitpar_cli import recipe_options as o
+from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
 from vitpar_cli.world import choose_device, resolve
 
 if TYPE_CHECKING:
@@ -30,12 +31,8 @@ def validate(
         typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: some of every kind]"),
     ] = None,
     recipe: o.RecipeFile = None,
-    hardware: Annotated[
-        Path, typer.Option("--hardware", metavar="FILE", help="What `vitpar profile hardware` wrote.")
-    ] = Path("hardware.json"),
-    model_profile: Annotated[
-        Path, typer.Option("--model-profile", metavar="FILE", help="What `vitpar profile model` wrote.")
-    ] = Path("model.json"),
+    hardware: HardwareFile = None,
+    model_profile: ModelFile = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time to spend on each plan's steps.")] = 3.0,
@@ -50,19 +47,15 @@ def validate(
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
     from vitpar.launch import ALONE, find_world, spawn
-    from vitpar.models import ViTConfig
-    from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.examples import example_plans
-    from vitpar.planner.profile.hardware import read_hardware
-    from vitpar.planner.profile.model import read_model_profile
     from vitpar.planner.report.accuracy import Row
     from vitpar.train.state import moments
 
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
     merged = o.merged_recipe(recipe, None, None, train__batch_size=batch_size)
-    kind, machine, profile = choose_device(device), read_hardware(hardware), read_model_profile(model_profile)
-    costs, size = LayerCosts(ViTConfig(**profile.model), machine, profile), merged.train.batch_size
+    kind, costs, size = choose_device(device), profiled_costs(hardware, model_profile, merged), merged.train.batch_size
+    machine, profile = costs.hardware, costs.model
     if plans:
         chosen = [_plan(text, costs.config, size, machine.ranks, microbatches) for text in plans]
     else:

@@ -6,16 +6,7 @@ import math
 
 from vitpar.errors import PlannerError
 from vitpar.planner.cost.groups import Group
-from vitpar.planner.profile.hardware import Hardware, Link
-
-STEPS = {
-    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
-    "all_gather": lambda n: (n - 1, (n - 1) / n),
-    "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
-    "all_to_all": lambda n: (n - 1, (n - 1) / n),
-    "p2p": lambda n: (1, 1.0),
-}
-"""By operation, for n ranks in a ring: messages one after the other, and the part of the tensor that a rank sends."""
+from vitpar.planner.profile.hardware import STEPS, Hardware, Link
 
 
 class Links:

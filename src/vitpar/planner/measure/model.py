@@ -34,8 +34,8 @@ from vitpar.planner.profile.model import (
     ModelProfile,
     WeightProfile,
     always_wrapped,
+    tensors,
 )
-from vitpar.planner.search.space import tensors
 from vitpar.strategy import parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.train.gradient_norm import global_norm

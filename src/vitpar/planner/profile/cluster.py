@@ -15,9 +15,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from vitpar.errors import PlannerError, nearest
-from vitpar.planner.cost.links import STEPS
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import OPERATIONS, Hardware, Link, Matmul, Overlap
+from vitpar.planner.profile.hardware import OPERATIONS, STEPS, Hardware, Link, Matmul, Overlap
 from vitpar.planner.profile.record import Record
 
 SIZES = (2**10, 2**20, 2**33)

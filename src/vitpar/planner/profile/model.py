@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from vitpar.errors import StrategyError
+from vitpar.models.config import ViTConfig
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.record import Record, read_record, write_record
+from vitpar.strategy import parse, validate
+from vitpar.strategy.words import divisors
 
 LayerKind = Literal["stem", "block", "head"]
 CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
@@ -84,6 +89,18 @@ class ModelProfile(Record):
     def save(self, path: Path) -> None:
         """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
         write_record(self, path, "model profile")
+
+
+def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
+    """The tensor-parallel parts of strategies for stages of up to `ranks` ranks that fit the model, `tp1` first, as
+    model profiles name them (under 2.5d each square computes as in 2d)."""
+    found = ["tp1"]
+    for degree in divisors(ranks)[1:]:
+        for flag in ("", "+sp", "+2d", "+3d"):
+            with suppress(StrategyError):
+                validate(parse(f"tp{degree}{flag}"), config, None)
+                found.append(f"tp{degree}{flag}")
+    return tuple(found)
 
 
 def always_wrapped(precision: str, tensor: str) -> bool:

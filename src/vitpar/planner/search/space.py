@@ -16,7 +16,6 @@ Not looked at: +offload (what it costs is not measured), communication settings 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
@@ -24,7 +23,7 @@ from typing import Any
 
 from vitpar.errors import StrategyError
 from vitpar.models.config import ViTConfig
-from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, parse, validate
+from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
 from vitpar.strategy.layer import TENSOR_MODES
 from vitpar.strategy.support import refuse_clashes
@@ -82,18 +81,6 @@ class Space:
         except StrategyError:
             return False
         return True
-
-
-def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
-    """The tensor-parallel parts of strategies for stages of up to `ranks` ranks that fit the model, `tp1` first, as
-    model profiles name them (under 2.5d each square computes as in 2d)."""
-    found = ["tp1"]
-    for degree in divisors(ranks)[1:]:
-        for flag in ("", "+sp", "+2d", "+3d"):
-            with suppress(StrategyError):
-                validate(parse(f"tp{degree}{flag}"), config, None)
-                found.append(f"tp{degree}{flag}")
-    return tuple(found)
 
 
 @lru_cache(maxsize=256)

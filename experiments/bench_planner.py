@@ -1,0 +1,149 @@
+"""How long searches take, and how far predictions are off.
+
+    python experiments/bench_planner.py                          # about 40 minutes on two cores
+    python experiments/bench_planner.py --only search            # minutes
+    python experiments/bench_planner.py --only accuracy --ranks 4 --json rows.json
+
+- search: ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, one process; for a batch of 128 images a device and for
+  a sweep over five batch sizes, all pipeline degrees, schedules and numbers of micro-batches.
+- accuracy: the model of planner.toml on so many CPU ranks: both profiles, then every example plan of `vitpar validate`.
+  Time and memory, predicted and measured; the order of the plans; how much slower than the fastest the plan is that was
+  predicted to be.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.header import header
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.model import tensors
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.space import Space
+
+RECIPE = Path(__file__).parent / "planner.toml"
+CLUSTERS = ("8xH100", "8x8xH100", "128x8xH100")
+SWEEP = (32, 64, 128, 256, 512)
+"""Images a device."""
+MEMORY = 40e9
+
+
+def main() -> int:
+    """Read the options, measure, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="worlds for accuracy")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    options = parser.parse_args()
+    facts, found = header(), {}
+    console = Console(width=200, highlight=False)
+    for name, value in facts.items():
+        console.print(f"- {name}: {value}", soft_wrap=True)
+    for name in options.only or TABLES:
+        tables, found[name] = TABLES[name](options.ranks)
+        for title, table in tables:
+            console.print(f"\n{title}\n")
+            console.print(table)
+        if options.json:
+            options.json.write_text(json.dumps({"header": facts, **found}, indent=1))
+    return 0
+
+
+def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
+    """Seconds of searches."""
+    config, rows = model_config("vit_huge_patch14_224"), []
+    for name in CLUSTERS:
+        hardware = find_cluster(name).hardware()
+        profile = estimate_model(config, "bf16", hardware, tensors(config, hardware.ranks))
+        for images in ((128,), SWEEP):
+            space = Space(config, hardware.ranks, tuple(n * hardware.ranks for n in images), "bf16")
+            result = Search(space, LayerCosts(config, hardware, profile)).best(MEMORY)
+            best = result.plans[0]
+            row = {
+                "cluster": name,
+                "batches": len(images),
+                "seconds": result.seconds,
+                "kinds": result.kinds,
+                "strategies": result.strategies,
+                "priced": result.priced,
+                "plan": str(best.plan),
+                "microbatches": best.plan.microbatches,
+                "batch_size": best.batch_size,
+                "images_per_second": best.images_per_second,
+                "gap": result.bound / best.images_per_second - 1,
+            }
+            rows.append(row)
+    heads = ("cluster", "batch sizes", "seconds", "kinds of plans", "strategies", "priced", "best", "at most better by")
+    table = Table(*heads, box=box.MARKDOWN)
+    for row in rows:
+        counts = (f"{row[key]:,}" for key in ("kinds", "strategies", "priced"))
+        plan = f"{row['plan']}, batch {row['batch_size']}, {row['microbatches']} micro-batches"
+        table.add_row(row["cluster"], str(row["batches"]), f"{row['seconds']:.2f}", *counts, plan, f"{row['gap']:.2%}")
+    return [("search", table)], rows
+
+
+def accuracy(worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], dict[str, Any]]:
+    """Predictions beside measurements."""
+    found = {}
+    for ranks in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+
+            def vitpar(*arguments: str, folder: str = folder) -> str:
+                command = [sys.executable, "-m", "vitpar_cli.main", *arguments, "--device", "cpu"]
+                return subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+            vitpar("profile", "hardware", "--ranks", str(ranks))
+            vitpar("profile", "model", "--recipe", str(RECIPE.resolve()), "--ranks", str(ranks))
+            found[str(ranks)] = json.loads(vitpar("validate", "--recipe", str(RECIPE.resolve()), "--json"))
+    return [table for ranks, record in found.items() for table in accuracy_tables(ranks, record)], found
+
+
+def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table]]:
+    """One world's plans, and their errors in sum."""
+    heads = ("plan", "micro-batches", "schedule", "predicted ms", "measured ms", "error", "predicted MB", "measured MB")
+    table = Table(*heads, "error", box=box.MARKDOWN)
+    for row in record["rows"]:
+        seconds = sorted(row["measured_seconds"])[len(row["measured_seconds"]) // 2]
+        memory, priced = max(row["measured_memory_bytes"]), row["predicted_memory_bytes"]
+        table.add_row(
+            row["strategy"],
+            str(row["microbatches"]),
+            row["schedule"] if "pp" in row["strategy"] and "pp1" not in row["strategy"] else "",
+            *(f"{1e3 * s:.0f}" for s in (row["predicted_seconds"], seconds)),
+            f"{row['predicted_seconds'] / seconds - 1:+.1%}",
+            *(f"{n / 1e6:.1f}" for n in (priced, memory)),
+            f"{priced / memory - 1:+.1%}",
+        )
+    heads = ("ranks", "plans", "time: mean error", "largest", "memory: mean error", "largest", "rank correlation")
+    summed = Table(*heads, "chosen slower than best", box=box.MARKDOWN)
+    time, memory = record["time_error"], record["memory_error"]
+    parts = (time["mean"], time["largest"], memory["mean"], memory["largest"])
+    summed.add_row(
+        ranks,
+        str(len(record["rows"])),
+        *(f"{part:.1%}" for part in parts),
+        f"{record['rank_correlation']:.3f}",
+        f"{record['chosen_slower_than_best']:.1%}",
+    )
+    return [(f"accuracy on {ranks} ranks", summed), (f"plans on {ranks} ranks", table)]
+
+
+TABLES: dict[str, Callable[[Sequence[int]], tuple[list[tuple[str, Table]], Any]]] = {
+    "search": search,
+    "accuracy": accuracy,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

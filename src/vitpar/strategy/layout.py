@@ -58,6 +58,7 @@ Layout = tuple[Part, ...]
 """The part of every rank of a stage, in rank order."""
 
 
+@cache
 def mesh_axes(strategy: Strategy) -> tuple[tuple[str, int], ...]:
     """The axes of a layer's mesh with their degrees, outermost first: dp, fsdp, and what tp is arranged as."""
     return tuple(
@@ -67,6 +68,7 @@ def mesh_axes(strategy: Strategy) -> tuple[tuple[str, int], ...]:
     )
 
 
+@cache
 def sharding_axes(strategy: Strategy) -> tuple[str, ...]:
     """The axes of a layer's mesh over which ``fully_shard`` shards, outermost first (the axis `shard` in
     ``vitpar.parallel.mesh``)."""

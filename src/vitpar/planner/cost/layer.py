@@ -82,6 +82,7 @@ class LayerCosts:
         }
         self._weights = {(p.layer, p.tensor): p for p in model.weights}
         self._work: dict[tuple[LayerKind, Strategy, int, Placement], Work] = {}
+        self._alike: dict[tuple[object, ...], Work] = {}
         self._held: dict[tuple[LayerKind, Strategy, Placement], Weights] = {}
 
     def groups(self, strategy: Strategy, where: Placement) -> Groups:
@@ -124,10 +125,21 @@ class LayerCosts:
         return shards or strategy.offload or self.numbers.compute is not self.numbers.parameters
 
     def _worked(self, kind: LayerKind, strategy: Strategy, rows: int, where: Placement) -> Work:
-        profile, per_group = self._profile(kind, strategy), rows / strategy.degree("dp") / strategy.degree("fsdp")
-        here = per_group / dict(strategy.tensor_shape).get("d", 1)
+        """Strategies that compute alike work alike, however they keep parameters."""
+        here = rows // strategy.degree("dp") // strategy.degree("fsdp")
+        groups = self.groups(strategy, where)
+        wrapped, arithmetic = self.wrapped(strategy), (strategy.tensor_flag, strategy.degree("tp"), strategy.checkpoint)
+        key = kind, arithmetic, wrapped, here, groups.j, groups.k
+        if key not in self._alike:
+            self._alike[key] = self._computed(
+                kind, strategy, rows, here / dict(strategy.tensor_shape).get("d", 1), groups
+            )
+        return self._alike[key]
+
+    def _computed(self, kind: LayerKind, strategy: Strategy, rows: int, here: float, groups: Groups) -> Work:
+        """here: rows that a square or another tensor-parallel group computes."""
+        profile, plain = self._profile(kind, strategy), self._profile(kind, strategy, checkpoint="none")
         forward, backward = self._traffic(kind, strategy, rows)
-        groups, plain = self.groups(strategy, where), self._profile(kind, strategy, checkpoint="none")
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),

@@ -130,7 +130,7 @@ class Search:
 
     def options(self, kind: Kind) -> list[Option]:
         """The strategies worth looking at in plans of a kind."""
-        return self._options.of(kind.pipeline, kind.rows, kind.microbatches)
+        return self._options.of(kind.pipeline, kind.rows)
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         """What a rank of a kind has."""
@@ -298,7 +298,7 @@ class _Expansion:
             load = option.loads[kind]
             work = self._machine.work(load) / self._machine.speed
             own += times * (m * work + load.once + load.edge)
-            sent += times * load.sent
+            sent += times * (m * load.sent_each + load.sent_once)
             each += times * work
             resting += times * (load.kept + load.reduced)
             busy += times * (load.kept + load.gathered + load.gradients * waiting + alive * load.saved)

@@ -80,7 +80,7 @@ def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
         return work(load) - load.late * machine.alone / machine.speed
 
     def sent(load: Load) -> float:
-        return load.sent / pp
+        return (m * load.sent_each + load.sent_once) / pp
 
     found: list[tuple[Cost, Cost]] = [(share, share), (sent, sent)]
     if pp == 1:

@@ -24,10 +24,10 @@ class Load:
 
     forward: seconds of computing forward. computes: backward too. late: of backward, what may come later. waits:
     seconds of a rank for every micro-batch. once: seconds once a step, the optimizer's among them. edge: seconds that
-    nothing goes on beside: gathering the first layer, reducing its gradients. sent: seconds on the way in the
-    background in a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer
-    steps. gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch
-    between forward and backward.
+    nothing goes on beside: gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way
+    in the background for every micro-batch, and once a step. kept: bytes all the time. reduced: bytes of gradients when
+    the optimizer steps. gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for
+    every micro-batch between forward and backward.
     """
 
     forward: float
@@ -36,7 +36,8 @@ class Load:
     waits: float
     once: float
     edge: float
-    sent: float
+    sent_each: float
+    sent_once: float
     kept: float
     reduced: float
     gathered: float
@@ -63,26 +64,26 @@ class Options:
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
         self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # seconds for an element
-        self._light: dict[tuple[int, bool, bool], list[Strategy]] = {}
-        self._found: dict[tuple[int, bool, bool, int, int], list[Option]] = {}
+        self._light: dict[tuple[int, bool], list[Strategy]] = {}
+        self._found: dict[tuple[int, bool, int], list[Option]] = {}
         self.strategies = 0
 
-    def of(self, pipeline: Plan, rows: int, microbatches: int) -> list[Option]:
+    def of(self, pipeline: Plan, rows: int) -> list[Option]:
         """Those for a stage of `pipeline` and micro-batches of `rows` images."""
         pp = pipeline.pipeline_degree
         size = self._space.ranks // pp
         plain = self._space.allows(pipeline, Strategy(checkpoint="full"))  # schedules clash with checkpoints or not
-        key = pp, plain, pp > 1, rows, min(microbatches, 3)
+        key = pp, plain, rows
         if key not in self._found:
             where = Placement(pp=pp)
             light = self._lightest(pipeline, size, plain, where)
-            options = [self._option(s, rows, where, microbatches) for s in light if rows % row_unit(s) == 0]
-            self._found[key] = list(_undominated(options, where.pp > 1))
+            options = [self._option(s, rows, where) for s in light if rows % row_unit(s) == 0]
+            self._found[key] = list(_undominated(options))
         return self._found[key]
 
     def _lightest(self, pipeline: Plan, size: int, plain: bool, where: Placement) -> list[Strategy]:
         """Of strategies that compute alike, those whose parameters are not worse in everything."""
-        key = where.pp, plain, where.pp > 1
+        key = where.pp, plain
         if key in self._light:
             return self._light[key]
         alike: dict[tuple, list[tuple[Strategy, tuple[float, ...]]]] = defaultdict(list)
@@ -103,36 +104,38 @@ class Options:
             parts = tuple(
                 part
                 for kind in KINDS
-                for part in _of_weights(self._costs.weights(kind, strategy, where), strategy, where.pp > 1, kind)
+                for part in _of_weights(
+                    self._costs.weights(kind, strategy, where), strategy, gathers_always(strategy, where.pp > 1, kind)
+                )
             )
             alike[arithmetic].append((strategy, parts))
         self._light[key] = [strategy for same in alike.values() for strategy in _front(same)]
         return self._light[key]
 
-    def _option(self, strategy: Strategy, rows: int, where: Placement, microbatches: int) -> Option:
+    def _option(self, strategy: Strategy, rows: int, where: Placement) -> Option:
         layers: dict[LayerKind, StageLayer] = {}
         for kind in KINDS:
             work = self._costs.work(kind, strategy, rows, where)
             weights = self._costs.weights(kind, strategy, where)
             layers[kind] = StageLayer(kind, strategy, work, weights, gathers_always(strategy, where.pp > 1, kind))
         in_order = self._costs.hardware.device == "cpu"
-        loads = {kind: self._load(layer, microbatches, in_order, where.pp > 1) for kind, layer in layers.items()}
+        loads = {kind: self._load(layer, in_order, where.pp > 1) for kind, layer in layers.items()}
         return Option(strategy, layers, loads)
 
-    def _load(self, layer: StageLayer, microbatches: int, in_order: bool, pipelined: bool) -> Load:
+    def _load(self, layer: StageLayer, in_order: bool, pipelined: bool) -> Load:
         work, weights, twice = layer.work, layer.weights, layer.strategy.zero == 2
         waits = work.forward_sent + work.backward_sent
-        once = sent = edge = 0.0
+        once = edge = sent_each = sent_once = 0.0
         if layer.kind == "stem" and not pipelined:
             edge = weights.reduce * (not in_order or not weights.wrapped) + weights.gather * (not in_order)
         if not weights.wrapped:
-            sent = weights.reduce
+            sent_once = weights.reduce
         elif in_order:
             waits += 2 * weights.gather * layer.always + weights.reduce * twice
             once = weights.gather * (not layer.always) + weights.reduce * (not twice)
         else:
-            sent = weights.gather * (2 * microbatches if layer.always else 1)
-            sent += weights.reduce * (microbatches if twice else not pipelined)
+            sent_each = 2 * weights.gather * layer.always + weights.reduce * twice
+            sent_once = weights.gather * (not layer.always) + weights.reduce * (not twice and not pipelined)
             once = weights.reduce * (pipelined and not twice)
         if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
             waits += sum(work.skew) / (self._space.config.depth + 2) ** 0.5
@@ -144,7 +147,8 @@ class Options:
             waits=waits,
             once=once + weights.elements * self._update,
             edge=edge,
-            sent=sent,
+            sent_each=sent_each,
+            sent_once=sent_once,
             kept=shard * (1 + self._moments),
             reduced=shard,
             gathered=0.0 if layer.always else weights.gathered,
@@ -153,9 +157,9 @@ class Options:
         )
 
 
-def _of_weights(weights: Weights, strategy: Strategy, pipelined: bool, kind: LayerKind) -> tuple[float, ...]:
+def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> tuple[float, ...]:
     """What a price depends on; more of any is never better."""
-    always, twice = gathers_always(strategy, pipelined, kind), strategy.zero == 2
+    twice = strategy.zero == 2
     wrapped = weights.wrapped
     return (
         float(weights.elements),
@@ -173,7 +177,7 @@ def _of_weights(weights: Weights, strategy: Strategy, pipelined: bool, kind: Lay
     )
 
 
-def _of_layer(layer: StageLayer, pipelined: bool) -> tuple[float, ...]:
+def _of_layer(layer: StageLayer) -> tuple[float, ...]:
     work = layer.work
     return (
         work.forward,
@@ -184,14 +188,14 @@ def _of_layer(layer: StageLayer, pipelined: bool) -> tuple[float, ...]:
         work.backward_sent,
         work.saved,
         work.workspace,
-        *_of_weights(layer.weights, layer.strategy, pipelined, layer.kind),
+        *_of_weights(layer.weights, layer.strategy, layer.always),
     )
 
 
-def _undominated(options: Iterable[Option], pipelined: bool) -> Iterable[Option]:
+def _undominated(options: Iterable[Option]) -> Iterable[Option]:
     by_layout: dict[tuple, list[tuple[Option, tuple[float, ...]]]] = defaultdict(list)
     for option in options:
-        parts = tuple(part for kind in KINDS for part in _of_layer(option.layers[kind], pipelined))
+        parts = tuple(part for kind in KINDS for part in _of_layer(option.layers[kind]))
         by_layout[token_layout_key(option.strategy)].append((option, parts))
     for same in by_layout.values():
         yield from _front(same)

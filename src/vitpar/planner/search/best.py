@@ -28,11 +28,12 @@ Progress = Callable[[int, int, Price | None], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """Where a search stops looking. tolerance: what could be better by less than this part of the best is left.
-    prices: of a kind at most. runs: ways to run a stage that are kept at most, by stage and number of blocks.
-    alternatives: plans to remember besides the best."""
+    """Where a search stops looking. tolerance: what could be better by less than this part of the best is left. kinds:
+    looked at in detail at most. prices: of a kind at most. runs: ways to run a stage that are kept at most, by stage
+    and number of blocks. alternatives: plans to remember besides the best."""
 
     tolerance: float = 1e-3
+    kinds: int = 60
     prices: int = 40
     runs: int = 12
     alternatives: int = 10
@@ -79,7 +80,7 @@ class Search:
             bound = self._bound(kind, budget, quick=True)
             if bound < math.inf:
                 heapq.heappush(heap, (bound, next(order), False, kind))
-        total, found, exact, least = len(heap), _Best(effort), True, math.inf
+        total, found, exact, least, looked = len(heap), _Best(effort), True, math.inf, 0
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
             if bound >= found.limit:
@@ -91,6 +92,10 @@ class Search:
                     heapq.heappush(heap, (bound, next(order), True, kind))
                 continue
             least = min(least, bound)
+            looked += 1
+            if looked > effort.kinds and found.plans:
+                exact = False
+                break
             progress(total - len(heap), total, found.plans[0] if found.plans else None)
             exact &= _Expansion(self, kind, budget, found, effort).run()
         seconds = time.perf_counter() - begun
@@ -105,9 +110,9 @@ class Search:
         )
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
-        """The best plans for less and less memory, `best` first: each for `step` of what the one before needs, and good
-        to a hundredth."""
-        found, rough = [best], replace(self.effort, tolerance=0.01, prices=8, runs=4)
+        """The best plans for less and less memory, `best` first: each for `step` of what the one before needs, and
+        found with less effort."""
+        found, rough = [best], replace(self.effort, tolerance=0.01, kinds=6, prices=8, runs=4)
         while len(found) < points:
             plans = self.best(step * found[-1].memory_bytes, effort=rough).plans
             if not plans:

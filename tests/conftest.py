@@ -27,11 +27,17 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process only."""
+def environment() -> Iterator[None]:
+    """What the test does to the environment is undone: joining a world writes its variables."""
     before = dict(os.environ)
-    join(ALONE, "cpu")  # writes the world's variables
     yield
-    leave()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def alone(environment: None) -> Iterator[None]:
+    """A process group of this process only."""
+    join(ALONE, "cpu")
+    yield
+    leave()

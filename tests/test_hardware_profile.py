@@ -1,7 +1,6 @@
 """Profiles of the hardware: curves, their files, and what is measured."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,10 +126,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_what_it_shows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in os.environ.items():
-        monkeypatch.setenv(name, value)  # joining a world changes some
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(Effort, "usual", lambda device, seconds: LITTLE)
     app = typer.Typer(pretty_exceptions_enable=False)

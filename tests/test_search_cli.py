@@ -108,6 +108,8 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
         (("--hardware", "x.json"), "--cluster is given beside a profile"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
+        (("--set", "train.compile=true"), "the recipe compiles blocks"),
+        (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: name a file in a folder"),
     ],
 )
 def test_wrong_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
@@ -121,6 +123,16 @@ def test_profiles_that_are_missing_are_named(run: Run, tmp_path: Path, monkeypat
         run("search")
     with pytest.raises(PlannerError, match=r"cannot read the hardware profile hardware.json"):
         run("validate")
+
+
+def test_options_that_would_do_nothing_are_refused(run: Run) -> None:
+    with pytest.raises(PlannerError, match="--num-classes is given without --cluster"):
+        run("search", "--num-classes", "5")
+    for plans in ((), ("plan.json",)):
+        with pytest.raises(PlannerError, match="--microbatches is given beside plans that have their own"):
+            run("validate", *plans, "--microbatches", "2")
+    with pytest.raises(PlannerError, match=r"cannot write no/rows\.json"):
+        run("validate", "dp2", "--out", "no/rows.json")
 
 
 def test_sizes_have_units() -> None:

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vitpar.errors import PlannerError
 from vitpar.strategy import parse
 from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.profile_view import show_hardware, show_model
 from vitpar_cli.world import choose_device, ranks_available, resolve, run_in_world
 
@@ -54,7 +54,7 @@ def hardware(
     kind = choose_device(device)
     world = ranks or ranks_available(kind) or cpu_cores()
     plan = resolve(parse(f"dp{world}"), kind)  # refuses ranks that a launcher or the GPUs do not give
-    _check_folder(out)
+    refuse_unwritable(out)
 
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
@@ -114,7 +114,7 @@ def model(
     kind = choose_device(device)
     largest = ranks or ranks_available(kind) or cpu_cores()
     config = merged.config(num_classes)
-    _check_folder(out)
+    refuse_unwritable(out)
     processes = largest if kind == "cpu" else 1
     world = find_world()
     if world is None and processes > 1:
@@ -136,13 +136,6 @@ def model(
     if world.rank == 0:
         profile.save(out)
         typer.echo(profile.model_dump_json()) if as_json else show_model(profile, out)
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse an output that cannot be written before anything is measured."""
-    folder = out.absolute().parent
-    if not folder.is_dir() or out.is_dir() or not os.access(folder, os.W_OK):
-        raise PlannerError(f"cannot write {out}: name a file in a folder that exists and may be written to")
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import PlannerError
-from vitpar.files import write_text
 from vitpar.strategy.words import count, size
 from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def search(
         typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
     ] = None,
     model: o.ModelName = None,
-    num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes, with --cluster.")] = 1000,
+    num_classes: Annotated[
+        int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
@@ -76,6 +78,9 @@ def search(
     o.refuse_idle(assignments, "a search", USED)
     if cluster and (hardware or model_profile):
         raise PlannerError("--cluster is given beside a profile: give one of the two")
+    if num_classes is not None and not cluster:
+        raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
+    refuse_unwritable(out, report, trace_file)
     merged = o.merged_recipe(
         recipe,
         Path("unused") if recipe is None and model else None,
@@ -97,7 +102,7 @@ def search(
     from vitpar_cli.search_view import SearchProgress, show
 
     if cluster:
-        costs = _estimated(cluster, ranks, merged, num_classes)
+        costs = _estimated(cluster, ranks, merged, num_classes or 1000)
     else:
         costs = profiled_costs(hardware, model_profile, merged)
     machine = costs.hardware
@@ -134,20 +139,13 @@ def search(
     if out is not None:
         write_plan(out, chosen)
     if report is not None:
-        _write(report, page(found, costs, moments(merged)))
+        write(report, page(found, costs, moments(merged)))
     if trace_file is not None:
-        _write(trace_file, json.dumps(trace(best)) + "\n")
+        write(trace_file, json.dumps(trace(best)) + "\n")
     if as_json:
         typer.echo(json.dumps(found.to_json()))
     else:
         show(found, costs, out, report, trace_file)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise PlannerError(f"cannot write {path}: {error.strerror}") from None
 
 
 def parse_size(text: str) -> float:
@@ -176,6 +174,11 @@ def _roles(text: str) -> tuple[str, ...]:
 
 def _estimated(cluster: str, ranks: int | None, recipe: "Recipe", num_classes: int) -> "LayerCosts":
     """The costs of the recipe's model on a cluster, by arithmetic."""
+    if recipe.train.compile:
+        raise PlannerError(
+            "the recipe compiles blocks, but with --cluster times are estimated for blocks that are not compiled: add "
+            "--set train.compile=false, or profile the model where it is to be trained"
+        )
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.profile.cluster import find_cluster
     from vitpar.planner.profile.estimate import estimate_model
@@ -183,6 +186,4 @@ def _estimated(cluster: str, ranks: int | None, recipe: "Recipe", num_classes: i
 
     hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
     fitting = tensors(config, hardware.ranks)
-    return LayerCosts(
-        config, hardware, estimate_model(config, recipe.train.precision, hardware, fitting, recipe.train.compile)
-    )
+    return LayerCosts(config, hardware, estimate_model(config, recipe.train.precision, hardware, fitting))

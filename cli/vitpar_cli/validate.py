@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vitpar.errors import PlannerError
-from vitpar.files import write_text
 from vitpar.strategy.words import count
 from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
 from vitpar_cli.world import choose_device, resolve
 
@@ -50,19 +50,31 @@ def validate(
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.examples import example_plans
     from vitpar.planner.report.accuracy import Row
+    from vitpar.strategy.support import refuse_clashes
     from vitpar.train.state import moments
 
+    files = any(text.endswith(".json") for text in plans or ())
+    if microbatches is not None and (files or not plans):
+        raise PlannerError("--microbatches is given beside plans that have their own: give it with strategies alone")
+    refuse_unwritable(out)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
     merged = o.merged_recipe(recipe, None, None, train__batch_size=batch_size)
     kind, costs, size = choose_device(device), profiled_costs(hardware, model_profile, merged), merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
         chosen = [_plan(text, costs.config, size, machine.ranks, microbatches) for text in plans]
+        for plan in chosen:
+            refuse_clashes(plan, profile.precision, profile.compiled)
     else:
         chosen = list(example_plans(costs.config, machine.ranks, size, profile.precision, profile.compiled))
+    if not chosen:
+        raise PlannerError(
+            f"no example plan fits a batch of {size} on {count(machine.ranks, 'rank')}: name plans, or another "
+            "--batch-size"
+        )
     prices = [price(plan, costs, size, moments(merged)) for plan in chosen]
     world = find_world()
-    resolve(replace(chosen[0]), kind)  # refuses ranks that a launcher or the GPUs do not give
+    resolve(chosen[0], kind)  # refuses ranks that a launcher or the GPUs do not give
     if world is None and machine.ranks > 1:
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         raise typer.Exit(spawn(machine.ranks, argv, device=kind, debug=bool(os.environ.get("VITPAR_DEBUG"))))
@@ -78,7 +90,7 @@ def validate(
         rows.append(Row(priced, runner.measure(training, plan)))
         if world.rank == 0:
             if out is not None:
-                write_text(out, json.dumps(_to_json(rows), indent=1) + "\n")
+                write(out, json.dumps(_to_json(rows), indent=1) + "\n")
             if not as_json and sys.stderr.isatty():
                 print(f"{number} of {count(len(chosen), 'plan')}: {plan}", file=sys.stderr)
     if world.rank == 0:

@@ -25,7 +25,8 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
             self._before: int | None = torch.cuda.memory_allocated(device)
         else:
-            ctypes.CDLL(None).malloc_trim(0) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
+            if hasattr(ctypes.CDLL(None), "malloc_trim"):
+                ctypes.CDLL(None).malloc_trim(0)
             self._before = _resident("VmRSS")
 
     def forget(self) -> None:

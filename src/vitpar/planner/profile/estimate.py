@@ -41,7 +41,7 @@ class _Counts:
     """Of one row (an image that a tensor-parallel group works on), on one of its ranks.
 
     products: FLOPs of matrix products. attention: FLOPs. touched: elements that the other operations read and write.
-    saved: elements kept for backward. workspace: elements on top of that. least: bytes of workspace at any size.
+    saved: elements kept for backward. workspace: elements on top of that.
     """
 
     products: tuple[float, ...]
@@ -51,9 +51,7 @@ class _Counts:
     workspace: float
 
 
-def estimate_model(
-    config: ViTConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...], compiled: bool = False
-) -> ModelProfile:
+def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...]) -> ModelProfile:
     """The profile of `config` in `precision` on a machine with the rates of `hardware`.
 
     tensors: the tensor-parallel parts of strategies, such as tp4+2d; those that fit the model.
@@ -78,7 +76,7 @@ def estimate_model(
         device=hardware.device,
         device_name=hardware.device_name,
         precision=precision,
-        compiled=compiled,
+        compiled=False,
         processes=1,
         threads=hardware.threads,
         cores=1 if hardware.device == "cuda" else hardware.threads * hardware.ranks,

@@ -39,7 +39,6 @@ class Space:
 
     ranks: of the plans. batch_sizes: global images of a step. roles, flags: those allowed. schedules: of pipelines.
     virtual_stages: how many a rank may hold under schedules that take several. precision, compiled: of the training.
-    most_microbatches: None for no limit.
     """
 
     config: ViTConfig
@@ -51,7 +50,6 @@ class Space:
     flags: tuple[str, ...] = FLAGS
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     virtual_stages: tuple[int, ...] = (2,)
-    most_microbatches: int | None = None
 
     def pipelines(self) -> Iterator[Plan]:
         """Pipelines as plans without layers: degree, schedule, virtual stages."""
@@ -67,8 +65,7 @@ class Space:
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
         """Numbers of micro-batches that divide the batch and that the schedule can run."""
-        most = self.most_microbatches or batch_size
-        return [n for n in divisors(batch_size) if n <= most and not schedule_objection(pipeline, n)]
+        return [n for n in divisors(batch_size) if not schedule_objection(pipeline, n)]
 
     def strategies(self, size: int) -> tuple[Strategy, ...]:
         """Of a layer on a stage of `size` ranks, as far as the model allows."""

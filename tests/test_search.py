@@ -16,7 +16,8 @@ from vitpar.planner.profile.cluster import Cluster, Wire
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.hardware import Overlap
 from vitpar.planner.profile.model import tensors
-from vitpar.planner.search.best import Effort, Search
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.expand import Effort
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy, plan_from_json, plan_to_json, validate
 from vitpar.strategy.support import refuse_clashes
@@ -43,10 +44,15 @@ def cluster(
     )
 
 
-def costs_of(drawn: Cluster, depth: int, width: int) -> LayerCosts:
+def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None) -> LayerCosts:
+    """cores: of a machine whose ranks are CPU processes; None for GPUs."""
     config = model_config("vit_custom", width=width, depth=depth, **SMALL)
     hardware = drawn.hardware()
-    return LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks)))
+    model = estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks))
+    if cores is not None:
+        hardware = hardware.model_copy(update={"device": "cpu"})
+        model = model.model_copy(update={"device": "cpu", "cores": cores})
+    return LayerCosts(config, hardware, model)
 
 
 def every_plan(space: Space, batch_size: int) -> Iterator[Plan]:
@@ -108,6 +114,7 @@ ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsd
     wire=st.floats(1e8, 1e11),
     latency=st.sampled_from((0.0, 1e-5, 1e-3)),
     slower=st.sampled_from((None, 1.0, 1.3)),
+    cores=st.sampled_from((None, None, 1, 2, 8)),
     share=st.floats(0.0, 1.0),
 )
 def test_search_finds_the_best_plan(
@@ -121,11 +128,12 @@ def test_search_finds_the_best_plan(
     wire: float,
     latency: float,
     slower: float | None,
+    cores: int | None,
     share: float,
 ) -> None:
     """share: which of all plans' memory is the budget."""
     overlap = None if slower is None else Overlap(compute=slower, communication=slower)
-    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width)
+    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cores)
     schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2") else ("gpipe", "zbvzerobubble")
     space = Space(costs.config, nodes * devices, (batch_size,), roles=roles, flags=(flag,), schedules=schedules)
     every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size)]

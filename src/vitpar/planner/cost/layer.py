@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from vitpar.errors import PlannerError
 from vitpar.models.config import ViTConfig
-from vitpar.parallel.held import layer_elements
+from vitpar.parallel.held import LayerElements, layer_elements
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.groups import Groups, layer_groups
 from vitpar.planner.cost.links import Links
 from vitpar.planner.profile.hardware import Hardware
-from vitpar.planner.profile.model import LayerKind, LayerProfile, ModelProfile, WeightProfile, always_wrapped
+from vitpar.planner.profile.model import LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.layout import shards_as_fsdp
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
@@ -67,6 +67,24 @@ class Placement:
     pp: int = 1
 
 
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """A strategy where its ranks are: what is the same for any number of rows.
+
+    tensor: the part that changes the arithmetic. groups: who a rank sends to. wrapped: whether ``fully_shard`` is
+    around its layers. data: into how many parts the batch is split before tensor axes split it. computes, keeps: equal
+    for those that work alike, and whose parameters cost alike.
+    """
+
+    strategy: Strategy
+    tensor: str
+    groups: Groups
+    wrapped: bool
+    data: int
+    computes: int
+    keeps: int
+
+
 class LayerCosts:
     """The layers of one model on one machine, each strategy looked up once.
 
@@ -80,28 +98,38 @@ class LayerCosts:
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {
             (p.layer, p.tensor, p.checkpoint, p.wrapped): p for p in model.layers
         }
-        self._weights = {(p.layer, p.tensor): p for p in model.weights}
-        self._work: dict[tuple[LayerKind, Strategy, int, Placement], Work] = {}
-        self._alike: dict[tuple[object, ...], Work] = {}
-        self._held: dict[tuple[LayerKind, Strategy, Placement], Weights] = {}
+        self._weight_profiles = {(p.layer, p.tensor): p for p in model.weights}
+        self._seats: dict[tuple[Strategy, Placement], Seat] = {}
+        self._alike: dict[tuple[object, ...], int] = {}
+        self._work: dict[tuple[LayerKind, int, int], Work] = {}
+        self._held: dict[tuple[LayerKind, int], Weights] = {}
+        self._elements: dict[tuple[object, ...], LayerElements] = {}
 
-    def groups(self, strategy: Strategy, where: Placement) -> Groups:
-        """Who a rank of the layer sends to."""
-        return layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
+    def seat(self, strategy: Strategy, where: Placement) -> Seat:
+        """What is the same for any rows."""
+        key = strategy, where
+        if key not in self._seats:
+            self._seats[key] = self._seated(*key)
+        return self._seats[key]
 
-    def work(self, kind: LayerKind, strategy: Strategy, rows: int, where: Placement) -> Work:
+    def work(self, kind: LayerKind, seat: Seat, rows: int) -> Work:
         """For a micro-batch of `rows` images over the stage."""
-        key = kind, strategy, rows, where
+        key = kind, seat.computes, rows // seat.data
         if key not in self._work:
-            self._work[key] = self._worked(*key)
+            self._work[key] = self._worked(kind, seat, rows)
         return self._work[key]
 
-    def weights(self, kind: LayerKind, strategy: Strategy, where: Placement) -> Weights:
+    def weights(self, kind: LayerKind, seat: Seat) -> Weights:
         """Its parameters."""
-        key = kind, strategy, where
+        key = kind, seat.keeps
         if key not in self._held:
-            self._held[key] = self._weighed(*key)
+            self._held[key] = self._weighed(kind, seat)
         return self._held[key]
+
+    def least_work(self, kind: LayerKind, seat: Seat) -> float:
+        """Seconds of computing that every image of a batch costs a rank at least."""
+        profile = self._profile(kind, seat)
+        return (profile.forward.least + profile.backward.least) / seat.data / _squares(seat.strategy)
 
     def crowd(self, ranks: int) -> float:
         """How many times longer than profiled a rank computes while `ranks` of a machine do so: GPUs are not shared,
@@ -119,45 +147,55 @@ class LayerCosts:
             return float("inf")
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
-    def wrapped(self, strategy: Strategy) -> bool:
-        """Whether ``fully_shard`` is around a layer (`Sharding.needed` in ``vitpar.parallel.data``)."""
-        shards = self.groups(strategy, Placement()).shard.ranks > 1
-        return shards or strategy.offload or self.numbers.compute is not self.numbers.parameters
+    def _seated(self, strategy: Strategy, where: Placement) -> Seat:
+        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
+        data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
+        # `Sharding.needed` in ``vitpar.parallel.data``
+        wrapped = not groups.shard.alone or strategy.offload or self.numbers.compute is not self.numbers.parameters
+        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
+        parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
+        return Seat(
+            strategy,
+            tensor_name(strategy),
+            groups,
+            wrapped,
+            data,
+            computes=self._alike.setdefault(arithmetic, len(self._alike)),
+            keeps=self._alike.setdefault(parameters, len(self._alike)),
+        )
 
-    def _worked(self, kind: LayerKind, strategy: Strategy, rows: int, where: Placement) -> Work:
-        """Strategies that compute alike work alike, however they keep parameters."""
-        here = rows // strategy.degree("dp") // strategy.degree("fsdp")
-        groups = self.groups(strategy, where)
-        wrapped, arithmetic = self.wrapped(strategy), (strategy.tensor_flag, strategy.degree("tp"), strategy.checkpoint)
-        key = kind, arithmetic, wrapped, here, groups.j, groups.k
-        if key not in self._alike:
-            self._alike[key] = self._computed(
-                kind, strategy, rows, here / dict(strategy.tensor_shape).get("d", 1), groups
-            )
-        return self._alike[key]
-
-    def _computed(self, kind: LayerKind, strategy: Strategy, rows: int, here: float, groups: Groups) -> Work:
-        """here: rows that a square or another tensor-parallel group computes."""
-        profile, plain = self._profile(kind, strategy), self._profile(kind, strategy, checkpoint="none")
-        forward, backward = self._traffic(kind, strategy, rows)
+    def _worked(self, kind: LayerKind, seat: Seat, rows: int) -> Work:
+        here = rows // seat.data / _squares(seat.strategy)  # rows that a tensor-parallel group computes
+        profile, plain = self._profile(kind, seat), self._profile(kind, seat, checkpoint="none")
+        forward, backward = self._traffic(kind, seat.strategy, rows)
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
             late=(1 - plain.input_share) * plain.backward.seconds(here),
             skew=(profile.forward.skew(here), profile.backward.skew(here)),
-            forward_sent=self._sent(forward, groups),
-            backward_sent=self._sent(backward, groups),
+            forward_sent=self._sent(forward, seat.groups),
+            backward_sent=self._sent(backward, seat.groups),
             saved=profile.saved.of(here),
             workspace=profile.workspace.of(here),
         )
 
-    def _weighed(self, kind: LayerKind, strategy: Strategy, where: Placement) -> Weights:
-        elements = layer_elements(self.config, "blocks.0" if kind == "block" else kind, strategy)
-        groups, wrapped, numbers = self.groups(strategy, where), self.wrapped(strategy), self.numbers
-        shards, copies = not groups.shard.alone, not groups.replicate.alone
+    def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
+        """What the number of elements depends on: not the order of axes, for the fullest rank."""
+        degrees = strategy.degree("dp"), strategy.degree("fsdp"), strategy.degree("tp")
+        return *degrees, strategy.tensor_flag, strategy.zero, strategy.offload
+
+    def _sizes(self, kind: LayerKind, strategy: Strategy) -> LayerElements:
+        key = kind, self._sizes_key(strategy)
+        if key not in self._elements:
+            self._elements[key] = layer_elements(self.config, "blocks.0" if kind == "block" else kind, strategy)
+        return self._elements[key]
+
+    def _weighed(self, kind: LayerKind, seat: Seat) -> Weights:
+        elements, groups, numbers = self._sizes(kind, seat.strategy), seat.groups, self.numbers
+        wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
         gather = reduce = gathered = waiting = 0.0
         if wrapped:
-            local = self._weight_profile(kind, strategy)
+            local = self._weight_profiles[kind, seat.tensor]
             share = elements.computed / local.elements
             gather = local.gather.seconds * share
             gathered = elements.computed * numbers.compute.itemsize
@@ -183,20 +221,16 @@ class LayerCosts:
             sums=elements.sums,
         )
 
-    def _profile(self, kind: LayerKind, strategy: Strategy, checkpoint: str | None = None) -> LayerProfile:
-        tensor = tensor_name(strategy)
-        wrapped = always_wrapped(self.model.precision, tensor) or self.wrapped(strategy)
-        policy = checkpoint or strategy.checkpoint or "none"
-        found = self._layers.get((kind, tensor, policy, wrapped))
+    def _profile(self, kind: LayerKind, seat: Seat, checkpoint: str | None = None) -> LayerProfile:
+        strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"
+        wrapped = always_wrapped(self.model.precision, seat.tensor) or seat.wrapped
+        found = self._layers.get((kind, seat.tensor, policy, wrapped))
         if found is None:
             raise PlannerError(
-                f"the model profile has no {kind} of {tensor} with checkpoint {policy}, which '{strategy}' needs: "
+                f"the model profile has no {kind} of {seat.tensor} with checkpoint {policy}, which '{strategy}' needs: "
                 f"profile the model again with --ranks {strategy.size} or more"
             )
         return found
-
-    def _weight_profile(self, kind: LayerKind, strategy: Strategy) -> WeightProfile:
-        return self._weights[kind, tensor_name(strategy)]
 
     def _traffic(self, kind: LayerKind, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
         if kind == "block":
@@ -209,6 +243,11 @@ class LayerCosts:
             times * self.links.seconds(c.operation, along[c.axis], c.elements * self.numbers.compute.itemsize)
             for c, times in traffic.items()
         )
+
+
+def _squares(strategy: Strategy) -> int:
+    """Into how many parts 2.5d splits the rows on top: each is for one of its squares."""
+    return dict(strategy.tensor_shape).get("d", 1)
 
 
 def tensor_name(strategy: Strategy) -> str:

@@ -228,7 +228,7 @@ def _finished(
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements += layer.weights.elements
-                groups = costs.groups(layer.strategy, where)
+                groups = costs.seat(layer.strategy, where).groups
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.numbers.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())

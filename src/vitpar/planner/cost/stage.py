@@ -131,19 +131,19 @@ def build_stage(
     pipelined = where.pp > 1
     found, layout = [], taken
     for kind, strategy in layers:
-        wanted = token_layout(strategy)
+        wanted, seat = token_layout(strategy), costs.seat(strategy, where)
         found.append(
             StageLayer(
                 kind,
                 strategy,
-                costs.work(kind, strategy, rows, where),
-                costs.weights(kind, strategy, where),
+                costs.work(kind, seat, rows),
+                costs.weights(kind, seat),
                 gathers_always(strategy, pipelined, kind),
-                moving(costs, layout, wanted, rows, costs.groups(strategy, where).stage),
+                moving(costs, layout, wanted, rows, seat.groups.stage),
             )
         )
         layout = wanted
-    stage = costs.groups(layers[-1][1], where).stage
+    stage = costs.seat(layers[-1][1], where).groups.stage
     return Stage(
         tuple(found),
         after=moving(costs, layout, given, rows, stage) if given is not None else (0.0, 0.0),

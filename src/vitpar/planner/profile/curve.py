@@ -61,7 +61,7 @@ class Curve(Record):
         nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
         return nearest.skew / nearest.seconds * self.seconds(size)
 
-    @property
+    @cached_property
     def least(self) -> float:
         """Seconds that a unit of size takes at least, at any size."""
         sizes, rising = self._points

@@ -135,6 +135,14 @@ def least_seconds(kind: Kind, options: Sequence[Option], depth: int, machine: Ma
     return bound + m * machine.overhead
 
 
+def ideal_seconds(kind: Kind, image_seconds: float, depth: int, machine: Machine) -> float:
+    """Seconds of a step, were nothing sent and no memory needed. image_seconds: that an image costs a rank in all
+    blocks, at least."""
+    computes = kind.rows * image_seconds / depth
+    block = Load(computes=computes, late=computes)
+    return depth * max(cost(block) for cost, _ in _times(kind, depth, machine)) + kind.microbatches * machine.overhead
+
+
 def _relaxed(least: Callable[[Cost, Cost], float], time: tuple[Cost, Cost], need: Cost, budget: float) -> float:
     """The highest bound over prices of memory; concave in the price, so it is narrowed down from both sides."""
     block, end = time

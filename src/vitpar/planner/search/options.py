@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vitpar.planner.cost.layer import LayerCosts, Placement, Weights, gathers_always
-from vitpar.planner.cost.stage import StageLayer
+from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work, gathers_always
 from vitpar.planner.profile.model import LayerKind
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.layout import row_unit, token_layout_key
 
 T = TypeVar("T")
+N = TypeVar("N")
 KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
 
 
@@ -30,28 +30,67 @@ class Load:
     every micro-batch between forward and backward.
     """
 
-    forward: float
-    computes: float
-    late: float
-    waits: float
-    once: float
-    edge: float
-    sent_each: float
-    sent_once: float
-    kept: float
-    reduced: float
-    gathered: float
-    gradients: float
-    saved: float
+    forward: float = 0.0
+    computes: float = 0.0
+    late: float = 0.0
+    waits: float = 0.0
+    once: float = 0.0
+    edge: float = 0.0
+    sent_each: float = 0.0
+    sent_once: float = 0.0
+    kept: float = 0.0
+    reduced: float = 0.0
+    gathered: float = 0.0
+    gradients: float = 0.0
+    saved: float = 0.0
 
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy for layers of every kind, for one number of rows. layers: by kind. loads: by kind."""
+    """A strategy for layers of every kind, for one number of rows. loads: by kind."""
 
     strategy: Strategy
-    layers: dict[LayerKind, StageLayer]
     loads: dict[LayerKind, Load]
+
+
+Numbers = tuple[float, ...]
+
+
+class _Order:
+    """Rows of numbers by number, and which of them are no larger than which others in anything."""
+
+    def __init__(self) -> None:
+        self._rows: list[Numbers] = []
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def add(self, row: Numbers) -> int:
+        """Its number."""
+        self._rows.append(row)
+        return len(self._rows) - 1
+
+    def total(self, number: int) -> float:
+        """Its sum."""
+        return sum(self._rows[number])
+
+    def below(self, one: int, other: int) -> bool:
+        """Whether `one` is nowhere above `other`."""
+        if one == other:
+            return True
+        key = one, other
+        if key not in self._known:
+            self._known[key] = all(a <= b for a, b in zip(self._rows[one], self._rows[other], strict=True))
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A strategy whose parameters another one's do not make needless. layout: equal where tokens lie alike. keeps:
+    what its parameters cost, by number. unit: what divides its rows."""
+
+    seat: Seat
+    layout: tuple
+    keeps: int
+    unit: int
 
 
 class Options:
@@ -64,82 +103,111 @@ class Options:
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
         self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # seconds for an element
-        self._light: dict[tuple[int, bool], list[Strategy]] = {}
+        self._in_order = costs.hardware.device == "cpu"
+        self._works, self._weights = _Order(), _Order()
+        self._work_numbers: dict[tuple[int, int], int] = {}
+        self._weight_numbers: dict[tuple[int, bool], int] = {}
+        self._light: dict[tuple[int, bool], list[_Candidate]] = {}
+        self._least: dict[tuple[int, bool], float] = {}
         self._found: dict[tuple[int, bool, int], list[Option]] = {}
         self.strategies = 0
 
     def of(self, pipeline: Plan, rows: int) -> list[Option]:
         """Those for a stage of `pipeline` and micro-batches of `rows` images."""
-        pp = pipeline.pipeline_degree
-        size = self._space.ranks // pp
-        plain = self._space.allows(pipeline, Strategy(checkpoint="full"))  # schedules clash with checkpoints or not
-        key = pp, plain, rows
+        key = *self._key(pipeline), rows
         if key not in self._found:
-            where = Placement(pp=pp)
-            light = self._lightest(pipeline, size, plain, where)
-            options = [self._option(s, rows, where) for s in light if rows % row_unit(s) == 0]
-            self._found[key] = list(_undominated(options))
+            pipelined = pipeline.pipeline_degree > 1
+            by_layout: dict[tuple, list[tuple[Seat, tuple[int, int]]]] = defaultdict(list)
+            for found in self._lightest(pipeline):
+                if rows % found.unit == 0:
+                    by_layout[found.layout].append((found.seat, (self._work_number(found.seat, rows), found.keeps)))
+            self._found[key] = [
+                self._option(seat, rows, pipelined)
+                for same in by_layout.values()
+                for seat in _front(same, self._total, self._below)
+            ]
         return self._found[key]
 
-    def _lightest(self, pipeline: Plan, size: int, plain: bool, where: Placement) -> list[Strategy]:
+    def least_work(self, pipeline: Plan) -> float:
+        """Seconds that every image of a batch costs a rank at least in all blocks, in any plan of `pipeline`."""
+        key = self._key(pipeline)
+        if key not in self._least:
+            seats = {found.seat.computes: found.seat for found in self._lightest(pipeline)}.values()
+            each = min((self._costs.least_work("block", seat) for seat in seats), default=0.0)
+            self._least[key] = each * self._space.config.depth
+        return self._least[key]
+
+    def _key(self, pipeline: Plan) -> tuple[int, bool]:
+        """Pipelines of a degree are alike, but that schedules clash with checkpoints or do not."""
+        return pipeline.pipeline_degree, self._space.allows(pipeline, Strategy(checkpoint="full"))
+
+    def _lightest(self, pipeline: Plan) -> list[_Candidate]:
         """Of strategies that compute alike, those whose parameters are not worse in everything."""
-        key = where.pp, plain
+        key = self._key(pipeline)
         if key in self._light:
             return self._light[key]
-        alike: dict[tuple, list[tuple[Strategy, tuple[float, ...]]]] = defaultdict(list)
-        for strategy in self._space.strategies(size):
+        pp = pipeline.pipeline_degree
+        alike: dict[tuple, list[tuple[_Candidate, int]]] = defaultdict(list)
+        for strategy in self._space.strategies(self._space.ranks // pp):
             if not self._space.allows(pipeline, strategy):
                 continue
             self.strategies += 1
-            groups = self._costs.groups(strategy, where)
-            arithmetic = (
-                token_layout_key(strategy),
-                strategy.tensor_mode,
-                strategy.sequence_parallel,
-                strategy.degree("tp"),
-                strategy.checkpoint,
-                self._costs.wrapped(strategy),
-                (groups.j, groups.k),
-            )
-            parts = tuple(
-                part
-                for kind in KINDS
-                for part in _of_weights(
-                    self._costs.weights(kind, strategy, where), strategy, gathers_always(strategy, where.pp > 1, kind)
-                )
-            )
-            alike[arithmetic].append((strategy, parts))
-        self._light[key] = [strategy for same in alike.values() for strategy in _front(same)]
+            seat, layout = self._costs.seat(strategy, Placement(pp=pp)), token_layout_key(strategy)
+            found = _Candidate(seat, layout, self._weight_number(seat, pp > 1), row_unit(strategy))
+            alike[layout, seat.computes].append((found, found.keeps))
+        self._light[key] = [
+            found for same in alike.values() for found in _front(same, self._weights.total, self._weights.below)
+        ]
         return self._light[key]
 
-    def _option(self, strategy: Strategy, rows: int, where: Placement) -> Option:
-        layers: dict[LayerKind, StageLayer] = {}
-        for kind in KINDS:
-            work = self._costs.work(kind, strategy, rows, where)
-            weights = self._costs.weights(kind, strategy, where)
-            layers[kind] = StageLayer(kind, strategy, work, weights, gathers_always(strategy, where.pp > 1, kind))
-        in_order = self._costs.hardware.device == "cpu"
-        loads = {kind: self._load(layer, in_order, where.pp > 1) for kind, layer in layers.items()}
-        return Option(strategy, layers, loads)
+    def _work_number(self, seat: Seat, rows: int) -> int:
+        key = seat.computes, rows // seat.data
+        if key not in self._work_numbers:
+            works = (self._costs.work(kind, seat, rows) for kind in KINDS)
+            self._work_numbers[key] = self._works.add(tuple(part for work in works for part in _of_work(work)))
+        return self._work_numbers[key]
 
-    def _load(self, layer: StageLayer, in_order: bool, pipelined: bool) -> Load:
-        work, weights, twice = layer.work, layer.weights, layer.strategy.zero == 2
+    def _weight_number(self, seat: Seat, pipelined: bool) -> int:
+        key = seat.keeps, pipelined
+        if key not in self._weight_numbers:
+            parts = (
+                _of_weights(
+                    self._costs.weights(kind, seat), seat.strategy, gathers_always(seat.strategy, pipelined, kind)
+                )
+                for kind in KINDS
+            )
+            self._weight_numbers[key] = self._weights.add(tuple(part for numbers in parts for part in numbers))
+        return self._weight_numbers[key]
+
+    def _total(self, numbers: tuple[int, int]) -> float:
+        return self._works.total(numbers[0]) + self._weights.total(numbers[1])
+
+    def _below(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        return self._weights.below(one[1], other[1]) and self._works.below(one[0], other[0])
+
+    def _option(self, seat: Seat, rows: int, pipelined: bool) -> Option:
+        return Option(seat.strategy, {kind: self._load(kind, seat, rows, pipelined) for kind in KINDS})
+
+    def _load(self, kind: LayerKind, seat: Seat, rows: int, pipelined: bool) -> Load:
+        work, weights = self._costs.work(kind, seat, rows), self._costs.weights(kind, seat)
+        always, twice = gathers_always(seat.strategy, pipelined, kind), seat.strategy.zero == 2
+        in_order = self._in_order
         waits = work.forward_sent + work.backward_sent
         once = edge = sent_each = sent_once = 0.0
-        if layer.kind == "stem" and not pipelined:
+        if kind == "stem" and not pipelined:
             edge = weights.reduce * (not in_order or not weights.wrapped) + weights.gather * (not in_order)
         if not weights.wrapped:
             sent_once = weights.reduce
         elif in_order:
-            waits += 2 * weights.gather * layer.always + weights.reduce * twice
-            once = weights.gather * (not layer.always) + weights.reduce * (not twice)
+            waits += 2 * weights.gather * always + weights.reduce * twice
+            once = weights.gather * (not always) + weights.reduce * (not twice)
         else:
-            sent_each = 2 * weights.gather * layer.always + weights.reduce * twice
-            sent_once = weights.gather * (not layer.always) + weights.reduce * (not twice and not pipelined)
+            sent_each = 2 * weights.gather * always + weights.reduce * twice
+            sent_once = weights.gather * (not always) + weights.reduce * (not twice and not pipelined)
             once = weights.reduce * (pipelined and not twice)
         if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
             waits += sum(work.skew) / (self._space.config.depth + 2) ** 0.5
-        shard = 0.0 if layer.strategy.offload else weights.held
+        shard = 0.0 if seat.strategy.offload else weights.held
         return Load(
             forward=work.forward,
             computes=work.forward + work.backward,
@@ -151,13 +219,13 @@ class Options:
             sent_once=sent_once,
             kept=shard * (1 + self._moments),
             reduced=shard,
-            gathered=0.0 if layer.always else weights.gathered,
+            gathered=0.0 if always else weights.gathered,
             gradients=weights.waiting if weights.wrapped and not twice else shard,
             saved=work.saved,
         )
 
 
-def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> tuple[float, ...]:
+def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> Numbers:
     """What a price depends on; more of any is never better."""
     twice = strategy.zero == 2
     wrapped = weights.wrapped
@@ -177,8 +245,8 @@ def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> tuple[flo
     )
 
 
-def _of_layer(layer: StageLayer) -> tuple[float, ...]:
-    work = layer.work
+def _of_work(work: Work) -> Numbers:
+    """The same of computing."""
     return (
         work.forward,
         work.backward,
@@ -188,23 +256,13 @@ def _of_layer(layer: StageLayer) -> tuple[float, ...]:
         work.backward_sent,
         work.saved,
         work.workspace,
-        *_of_weights(layer.weights, layer.strategy, layer.always),
     )
 
 
-def _undominated(options: Iterable[Option]) -> Iterable[Option]:
-    by_layout: dict[tuple, list[tuple[Option, tuple[float, ...]]]] = defaultdict(list)
-    for option in options:
-        parts = tuple(part for kind in KINDS for part in _of_layer(option.layers[kind]))
-        by_layout[token_layout_key(option.strategy)].append((option, parts))
-    for same in by_layout.values():
-        yield from _front(same)
-
-
-def _front(pairs: list[tuple[T, tuple[float, ...]]]) -> list[T]:
+def _front(pairs: list[tuple[T, N]], total: Callable[[N], float], below: Callable[[N, N], bool]) -> list[T]:
     """Those that no other is as good as in everything; the first of equals."""
-    kept: list[tuple[T, tuple[float, ...]]] = []
-    for item, parts in sorted(pairs, key=lambda pair: sum(pair[1])):
-        if not any(all(a <= b for a, b in zip(other, parts, strict=True)) for _, other in kept):
-            kept.append((item, parts))
+    kept: list[tuple[T, N]] = []
+    for item, number in sorted(pairs, key=lambda pair: total(pair[1])):
+        if not any(below(other, number) for _, other in kept):
+            kept.append((item, number))
     return [item for item, _ in kept]

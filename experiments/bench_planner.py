@@ -1,11 +1,13 @@
 """How long searches take, and how far predictions are off.
 
     python experiments/bench_planner.py                          # about 40 minutes on two cores
-    python experiments/bench_planner.py --only search            # minutes
+    python experiments/bench_planner.py --only search galvatron  # two minutes
     python experiments/bench_planner.py --only accuracy --ranks 4 --json rows.json
 
 - search: ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, one process; for a batch of 128 images a device and for
   a sweep over five batch sizes, all pipeline degrees, schedules and numbers of micro-batches.
+- galvatron: ViT-Huge-32 on 8 GPUs in four memory budgets: the plan that Galvatron's first planner found, and vitpar's,
+  under that planner's model and under vitpar's with the same profile.
 - accuracy: the model of planner.toml on so many CPU ranks: both profiles, then every example plan of `vitpar validate`.
   Time and memory, predicted and measured; the order of the plans; how much slower than the fastest the plan is that was
   predicted to be.
@@ -20,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.galvatron_2022 import CONTEXT, MB, TABLE, UnderItsModel, imported, its_price, its_space, write_profiles
 from bench.header import header
 from rich import box
 from rich.console import Console
@@ -27,11 +30,13 @@ from rich.table import Table
 
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.model import tensors
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
+from vitpar.strategy import parse, validate
 
 RECIPE = Path(__file__).parent / "planner.toml"
 CLUSTERS = ("8xH100", "8x8xH100", "128x8xH100")
@@ -94,6 +99,43 @@ def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, An
     return [("search", table)], rows
 
 
+def galvatron(_worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
+    """Both planners under both models; images a second."""
+    heads = ("GB", "Galvatron's plan", "its model", "ours", "vitpar's plan", "its model", "vitpar's plan", "ours")
+    table, rows = Table(*heads, box=box.MARKDOWN), []
+    with tempfile.TemporaryDirectory() as folder:
+        write_profiles(Path(folder))
+        costs = imported(Path(folder))
+    under_its, under_ours = UnderItsModel(costs), Search(its_space(costs.config), costs)
+    for gigabytes, (_, batch_size, words) in TABLE.items():
+        budget = gigabytes * 1024 * MB
+        theirs = its_price(parse(words), batch_size)
+        same = price(validate(parse(words), costs.config, batch_size), costs, batch_size)
+        found, ours = under_its.best(budget).plans[0], under_ours.best(budget - CONTEXT * MB).plans[0]
+        rows.append(
+            {
+                "gigabytes": gigabytes,
+                "plan": words,
+                "batch_size": batch_size,
+                "its_model": theirs.images_per_second,
+                "our_model": same.images_per_second,
+                "our_model_gigabytes": same.memory_bytes / MB / 1024 + 1,
+                "found_under_its_model": (str(found.plan), found.batch_size, found.images_per_second),
+                "found_under_ours": (str(ours.plan), ours.batch_size, ours.images_per_second),
+            }
+        )
+        speeds = (f"{p.images_per_second:.1f}" for p in (theirs, same, found, ours))
+        its, here, mine, best = speeds
+        table.add_row(
+            str(gigabytes),
+            f"{words}, batch {batch_size}",
+            *(its, here),
+            *(f"{found.plan}, batch {found.batch_size}", mine),
+            *(f"{ours.plan}, batch {ours.batch_size}, {ours.plan.microbatches} micro-batches", best),
+        )
+    return [("galvatron", table)], rows
+
+
 def accuracy(worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], dict[str, Any]]:
     """Predictions beside measurements."""
     found = {}
@@ -142,6 +184,7 @@ def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table
 
 TABLES: dict[str, Callable[[Sequence[int]], tuple[list[tuple[str, Table]], Any]]] = {
     "search": search,
+    "galvatron": galvatron,
     "accuracy": accuracy,
 }
 

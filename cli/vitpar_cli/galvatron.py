@@ -1,4 +1,4 @@
-"""`vitpar galvatron`: plans from and to Galvatron's strategy files."""
+"""`vitpar galvatron`: plans from and to Galvatron's strategy files, and its profiles."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import refuse_unwritable
+from vitpar_cli.search import parse_size
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Read and write Galvatron's strategy files.\n\n"
+    help="Read and write Galvatron's strategy files, and read its profiles.\n\n"
     "Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json",
-    short_help="Read and write Galvatron's strategy files.",
+    short_help="Read and write Galvatron's strategy files, and read its profiles.",
 )
 
 
@@ -84,3 +86,56 @@ def export_command(
     costs = [float(flops) for flops in config.layer_flops.values()]
     write_galvatron(out, plan, config.depth, merged.train.batch_size, costs)
     typer.echo(f"{plan} of {config.name} written to {out}")
+
+
+@app.command("profiles")
+def profiles_command(
+    hardware: Annotated[
+        Path,
+        typer.Argument(metavar="HARDWARE", help="Folder with allreduce_bandwidth_*.json and p2p_bandwidth_*.json."),
+    ],
+    profiled: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="Folder with computation_profiling_*.json and memory_profiling_*.json."),
+    ],
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Of a GPU, as in 40GB; the files do not say.")
+    ],
+    model: o.ModelName = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Of the hardware profile that is read.")] = 1,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="GPUs of a node, of the same.")] = 8,
+    precision: o.Precision = None,
+    recipe: o.RecipeFile = None,
+    hardware_out: Annotated[
+        Path, typer.Option("--hardware-out", metavar="FILE", help="The hardware profile to write.")
+    ] = Path("hardware.json"),
+    model_out: Annotated[Path, typer.Option("--model-out", metavar="FILE", help="The model profile to write.")] = Path(
+        "model.json"
+    ),
+    num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes of the model.")] = 1000,
+    assignments: o.Assignments = None,
+) -> None:
+    """Turn Galvatron's profiles of a machine and a model into vitpar's, for `vitpar search`.
+
+    Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
+    """
+    from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
+
+    o.refuse_idle(assignments, "an import", ("model.…",))
+    refuse_unwritable(hardware_out, model_out)
+    named = recipe is None and model
+    merged = o.merged_recipe(
+        recipe,
+        Path("unused") if named else None,
+        assignments,
+        model__name=model,
+        train__steps=1 if named else None,
+        train__precision=precision,
+    )
+    machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.name)
+    found = import_model(profiled, merged.config(num_classes), merged.train.precision)
+    machine.save(hardware_out)
+    found.save(model_out)
+    typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")
+    typer.echo(f"{found.model['name']} in {found.precision}, {', '.join(found.tensors)}, written to {model_out}")
+    typer.echo(f"note: {UNMEASURED}")

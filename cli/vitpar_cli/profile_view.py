@@ -28,8 +28,10 @@ def show_hardware(profile: "Hardware", out: Path) -> None:
         rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
         table.add_row(matmul.dtype, "  ".join(rates))
     console.print(table)
-    fastest = max(t.size / t.seconds for t in profile.copy_.timings)
-    console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
+    copies = (profile.copy_,) if profile.copy_ else ()
+    for copy in copies:
+        fastest = max(t.size / t.seconds for t in copy.timings)
+        console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
     if profile.links:
         console.print(_links(profile))
     if profile.overlap:
@@ -38,7 +40,7 @@ def show_hardware(profile: "Hardware", out: Path) -> None:
             f"together   products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
             highlight=False,
         )
-    curves = [*profile.matmuls, profile.copy_, *profile.links]
+    curves = [*profile.matmuls, *copies, *profile.links]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
 
 

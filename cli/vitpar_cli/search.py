@@ -114,6 +114,7 @@ def search(
     left_out = {word.strip().lstrip("+") for word in without.split(",") if word.strip()}
     if unknown := left_out - {*FLAGS, *SCHEDULES}:
         raise PlannerError(f"unknown flag '{min(unknown)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
+    unprofiled = _unprofiled(costs, ranks or machine.ranks)
     space = Space(
         costs.config,
         ranks or machine.ranks,
@@ -121,8 +122,9 @@ def search(
         costs.model.precision,
         costs.model.compiled,
         roles=_roles(roles),
-        flags=tuple(flag for flag in FLAGS if flag not in left_out),
+        flags=tuple(flag for flag in FLAGS if flag not in left_out | unprofiled),
         schedules=tuple(name for name in SCHEDULES if name not in left_out),
+        tensors=costs.model.tensors,
     )
     searching = Search(space, costs, moments(merged))
     limit = budget or FREE * machine.memory_bytes
@@ -146,6 +148,16 @@ def search(
         typer.echo(json.dumps(found.to_json()))
     else:
         show(found, costs, out, report, trace_file)
+        if missing := [name for name in sorted(unprofiled) if not left_out & {*name.split("+")}]:
+            typer.echo(f"not looked at, since the model profile lacks it: {', '.join(missing)}", err=True)
+
+
+def _unprofiled(costs: "LayerCosts", ranks: int) -> set[str]:
+    """Flags and tensor-parallel parts that the model would allow but its profile does not know."""
+    from vitpar.planner.profile.model import tensors
+
+    policies = {"ckpt", "ckpt.selective"} - costs.model.flags
+    return policies | {*tensors(costs.config, ranks)} - {*costs.model.tensors}
 
 
 def parse_size(text: str) -> float:

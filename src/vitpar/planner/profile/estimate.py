@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from vitpar.errors import PlannerError
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.held import layer_elements
 from vitpar.parallel.precision import PRECISIONS
@@ -56,21 +57,28 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
 
     tensors: the tensor-parallel parts of strategies, such as tp4+2d; those that fit the model.
     """
+    if hardware.copy_ is None or not hardware.matmuls:
+        raise PlannerError(
+            f"{hardware.name} has no rates to estimate a model from: profile the model, or use --cluster"
+        )
+    copy, matmul = hardware.copy_, _matmul(hardware, str(PRECISIONS[precision].compute).removeprefix("torch."))
     layers, weights = [], []
     for tensor in tensors:
         strategy = parse(tensor).strategy if tensor != "tp1" else Strategy()
         for kind in LAUNCHES:
             for policy in ("none", "full", "selective"):
                 for wrapped in (True,) if always_wrapped(precision, tensor) else (False, True):
-                    layers.append(_layer(config, precision, hardware, kind, tensor, strategy, policy, wrapped))
+                    layers.append(
+                        _layer(
+                            config, precision, hardware.device, matmul, copy, kind, tensor, strategy, policy, wrapped
+                        )
+                    )
             elements = layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed
-            moved = hardware.copy_.seconds(4 * elements * PRECISIONS[precision].parameters.itemsize)
+            moved = copy.seconds(4 * elements * PRECISIONS[precision].parameters.itemsize)
             timing = Timing(size=elements, seconds=moved, spread=0, samples=1)
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=timing, reduce=moved))
     sizes = (2**20, 2**30)
-    optimizer = [
-        Timing(size=n, seconds=hardware.copy_.seconds(OPTIMIZER_BYTES * n), spread=0, samples=1) for n in sizes
-    ]
+    optimizer = [Timing(size=n, seconds=copy.seconds(OPTIMIZER_BYTES * n), spread=0, samples=1) for n in sizes]
     return ModelProfile(
         model=asdict(config),
         device=hardware.device,
@@ -91,7 +99,9 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
 def _layer(
     config: ViTConfig,
     precision: str,
-    hardware: Hardware,
+    device: str,
+    matmul: Matmul,
+    copy: Curve,
     kind: LayerKind,
     tensor: str,
     strategy: Strategy,
@@ -100,13 +110,12 @@ def _layer(
 ) -> LayerProfile:
     numbers = PRECISIONS[precision].compute
     counts, plain = _counts(config, kind, strategy, policy), _counts(config, kind, strategy, "none")
-    matmul = _matmul(hardware, str(numbers).removeprefix("torch."))
-    size, start = numbers.itemsize, LAUNCH[hardware.device] * LAUNCHES[kind]
+    size, start = numbers.itemsize, LAUNCH[device] * LAUNCHES[kind]
 
     def seconds(rows: int, times: float) -> float:
         products = sum(matmul.seconds(times * rows * flops) for flops in plain.products)
         attention = matmul.seconds(times * rows * plain.attention) / ATTENTION if plain.attention else 0.0
-        touched = hardware.copy_.seconds(times * rows * plain.touched * size)
+        touched = copy.seconds(times * rows * plain.touched * size)
         return max(products + attention + touched, times * start)
 
     again = {"none": 0.0, "full": 1.0, "selective": 0.3}[policy]

@@ -59,7 +59,7 @@ class Hardware(Record):
     device: cpu or cuda. device_name: as the system calls it. backend: of torch.distributed. threads: CPU threads of a
     rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
     at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
-    small message included. measured: when, and under which versions.
+    small message included. measured: when, and under which versions. Imported profiles lack matmuls and copy.
     """
 
     format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
@@ -71,8 +71,8 @@ class Hardware(Record):
     ranks_per_node: int = Field(ge=1)
     threads: int = Field(ge=1)
     memory_bytes: int = Field(ge=1)
-    matmuls: tuple[Matmul, ...] = Field(min_length=1)
-    copy_: Curve = Field(alias="copy")
+    matmuls: tuple[Matmul, ...] = ()
+    copy_: Curve | None = Field(default=None, alias="copy")
     links: tuple[Link, ...] = ()
     overlap: Overlap | None = None
     pipeline: float = Field(default=0.0, ge=0)

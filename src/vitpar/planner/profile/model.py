@@ -86,6 +86,16 @@ class ModelProfile(Record):
     microbatch: float = Field(ge=0)
     measured: dict[str, str] = Field(default_factory=dict)
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensor-parallel parts of strategies that it knows."""
+        return tuple(dict.fromkeys(layer.tensor for layer in self.layers))
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """Of checkpointing, that it knows."""
+        return frozenset(CHECKPOINTS[layer.checkpoint].lstrip("+") for layer in self.layers) - {""}
+
     def save(self, path: Path) -> None:
         """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
         write_record(self, path, "model profile")

@@ -23,6 +23,7 @@ from typing import Any
 
 from vitpar.errors import StrategyError
 from vitpar.models.config import ViTConfig
+from vitpar.planner.cost.layer import tensor_name
 from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
 from vitpar.strategy.layer import TENSOR_MODES
@@ -39,6 +40,7 @@ class Space:
 
     ranks: of the plans. batch_sizes: global images of a step. roles, flags: those allowed. schedules: of pipelines.
     virtual_stages: how many a rank may hold under schedules that take several. precision, compiled: of the training.
+    tensors: tensor-parallel parts of strategies as model profiles name them; None for all that fit the model.
     """
 
     config: ViTConfig
@@ -50,6 +52,7 @@ class Space:
     flags: tuple[str, ...] = FLAGS
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     virtual_stages: tuple[int, ...] = (2,)
+    tensors: tuple[str, ...] | None = None
 
     def pipelines(self) -> Iterator[Plan]:
         """Pipelines as plans without layers: degree, schedule, virtual stages."""
@@ -69,7 +72,8 @@ class Space:
 
     def strategies(self, size: int) -> tuple[Strategy, ...]:
         """Of a layer on a stage of `size` ranks, as far as the model allows."""
-        return _strategies(self.config, size, self.roles, self.flags)
+        found = _strategies(self.config, size, self.roles, self.flags)
+        return found if self.tensors is None else tuple(s for s in found if tensor_name(s) in self.tensors)
 
     def allows(self, pipeline: Plan, strategy: Strategy) -> bool:
         """Whether they go together (the support matrix)."""

@@ -1,0 +1,239 @@
+"""Galvatron's profiles as vitpar's records, from the JSON files of its profilers.
+
+Their figures are taken as Galvatron takes them: GB/s are 2**20 bytes in a thousandth of a millisecond, a forward takes
+as long for an image in any batch and on any rank its share of that, a backward twice as long. What it does not measure
+(the optimizer, the cost of sharding besides sending, working space) is taken as nothing, and `measured` says so.
+Source: https://github.com/PKU-DAIR/Hetu-Galvatron, its hardware and model profilers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vitpar.errors import PlannerError
+from vitpar.models.config import ViTConfig
+from vitpar.parallel.held import layer_elements
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.hardware import STEPS, Hardware, Link, Operation, Overlap
+from vitpar.planner.profile.model import Bytes, LayerKind, LayerProfile, ModelProfile, WeightProfile
+from vitpar.strategy import Strategy, parse
+
+MB = 2**20
+SIZES = tuple(MB * n for n in (1, 64, 1024))
+NOTHING = 1e-12
+"""Seconds of what was not measured."""
+UNMEASURED = "taken as nothing: optimizer, gathering and reducing besides sending, working space"
+
+
+def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_bytes: int, device_name: str) -> Hardware:
+    """The links of `nodes` x `devices_per_node` GPUs, from the files of that name in `folder`.
+
+    Raises PlannerError where they are missing or say something else.
+    """
+    ranks, suffix = nodes * devices_per_node, f"{nodes}nodes_{devices_per_node}gpus_per_node.json"
+    bandwidths = _numbers(_read(folder / f"allreduce_bandwidth_{suffix}"))
+    between = _numbers(_read(folder / f"p2p_bandwidth_{suffix}"))
+    sized = folder / f"sp_time_{suffix}"
+    times = _numbers(_read(sized)) if sized.exists() else {}
+    links = [*_collectives(bandwidths, times, ranks, devices_per_node), *_sends(between, ranks, devices_per_node)]
+    if not links:
+        raise PlannerError(
+            f"allreduce_bandwidth_{suffix} in {folder} has no allreduce_size_N_consec_0 or _1: name the folder that "
+            "Galvatron's hardware profiler wrote"
+        )
+    coefficient = folder / "overlap_coefficient.json"
+    slower = _numbers(_read(coefficient)).get("overlap_coe", 1.0) if coefficient.exists() else None
+    return Hardware(
+        name=folder.name,
+        device="cuda",
+        device_name=device_name,
+        backend="nccl",
+        ranks=ranks,
+        ranks_per_node=devices_per_node,
+        threads=1,
+        memory_bytes=memory_bytes,
+        links=tuple(links),
+        overlap=Overlap(compute=slower, communication=slower) if slower else None,
+        measured={"by": "Galvatron"},
+    )
+
+
+def _collectives(
+    bandwidths: Mapping[str, float], times: Mapping[str, float], ranks: int, per_node: int
+) -> Iterator[Link]:
+    for key, bandwidth in bandwidths.items():
+        match = re.fullmatch(r"allreduce_size_(\d+)_consec_([01])", key)
+        if not match or int(match[1]) > ranks:
+            continue
+        size = int(match[1])
+        stride = 1 if match[2] == "1" else ranks // size
+        nodes = len({rank * stride // per_node for rank in range(size)})
+        _, share = STEPS["all_reduce"](size)
+        line = tuple((n, share * n / _rate(bandwidth)) for n in SIZES)
+        points = (_sized(times, "allreduce", size) if stride == 1 else ()) or line
+        # Galvatron takes gathering or scattering as half of an all-reduce.
+        parts: tuple[tuple[Operation, float], ...] = (("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5))
+        exchange = (_sized(times, "all2all", size) if stride == 1 else ()) or tuple((n, s / 2) for n, s in points)
+        for operation, part in parts:
+            timings = _timings((n, part * seconds) for n, seconds in points)
+            yield Link(operation=operation, ranks=size, stride=stride, nodes=nodes, timings=timings)
+        yield Link(operation="all_to_all", ranks=size, stride=stride, nodes=nodes, timings=_timings(exchange))
+
+
+def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterator[Link]:
+    for key, bandwidth in bandwidths.items():
+        match = re.fullmatch(r"pp_size_(\d+)", key)
+        if match and ranks % int(match[1]) == 0:
+            stride = ranks // int(match[1])
+            timings = _timings((n, n / _rate(bandwidth)) for n in SIZES)
+            yield Link(operation="p2p", ranks=2, stride=stride, nodes=1 + (stride >= per_node), timings=timings)
+
+
+def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfile:
+    """The layers of `config`, from the computation and memory profiles in `folder`. Raises PlannerError where they are
+    missing, ambiguous, or of another number of tokens."""
+    computed = _numbers(_read(_only(folder, "computation_profiling_*.json")))
+    memory = _read(_only(folder, "memory_profiling_*.json"))
+    block, ends = (_seconds(computed, name, config.tokens, folder) for name in ("0", "other"))
+    layer = _section(memory, "layertype_0", config.tokens, folder)
+    saved = _activations(layer.get("tp_activation_per_bsz_dict"), folder)
+    first, last = (
+        _activations(_section(memory, f"other_memory_pp_on_{place}", config.tokens, folder).get("activation"), folder)
+        for place in ("first", "last")
+    )
+    layers, weights = [], []
+    for tp, kept in saved.items():
+        tensor = f"tp{tp}"
+        strategy = parse(tensor).strategy if tp > 1 else Strategy()
+        again = {"none": kept, "full": layer["tp_activation_per_bsz_dict"].get("checkpoint")}
+        for policy, size in again.items():
+            if size is None:
+                continue
+            kinds: dict[LayerKind, tuple[float, float]] = {
+                "stem": (ends / 2 / tp, first.get(tp, first.get(1, 0.0) / tp)),
+                "block": (block / tp, size),
+                "head": (ends / 2 / tp, last.get(tp, last.get(1, 0.0) / tp)),
+            }
+            for kind, (seconds, megabytes) in kinds.items():
+                for wrapped in (False, True):
+                    layers.append(_layer(kind, tensor, policy, wrapped, seconds, megabytes))
+        for kind in ("stem", "block", "head"):
+            elements = layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed
+            nothing = Timing(size=elements, seconds=NOTHING, spread=0, samples=1)
+            weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=nothing, reduce=0))
+    return ModelProfile(
+        model=asdict(config),
+        device="cuda",
+        device_name=folder.name,
+        precision=precision,
+        compiled=False,
+        processes=1,
+        threads=1,
+        cores=1,
+        layers=tuple(layers),
+        weights=tuple(weights),
+        optimizer=Curve(timings=(Timing(size=MB, seconds=NOTHING, spread=0, samples=1),)),
+        microbatch=0,
+        measured={"by": "Galvatron", "unmeasured": UNMEASURED},
+    )
+
+
+def _layer(kind: LayerKind, tensor: str, policy: Any, wrapped: bool, seconds: float, megabytes: float) -> LayerProfile:
+    """seconds: of a forward of one image. megabytes: kept for it."""
+    forward = max(seconds, NOTHING)
+    return LayerProfile(
+        layer=kind,
+        tensor=tensor,
+        checkpoint=policy,
+        wrapped=wrapped,
+        forward=_per_image(forward),
+        backward=_per_image((3 if policy == "full" else 2) * forward),
+        input_share=0.0 if kind == "stem" else 0.5,
+        saved=Bytes(fixed=0, per_row=megabytes * MB),
+        workspace=Bytes(fixed=0, per_row=0),
+    )
+
+
+def _per_image(seconds: float) -> Curve:
+    return Curve(timings=_timings((n, n * seconds) for n in (1, 1024)))
+
+
+def _timings(points: Any) -> tuple[Timing, ...]:
+    return tuple(Timing(size=size, seconds=seconds, spread=0, samples=1) for size, seconds in points)
+
+
+def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tuple[int, float], ...]:
+    """(bytes, seconds), from the file with times by size."""
+    found = {}
+    for key, milliseconds in times.items():
+        if match := re.fullmatch(rf"{operation}_size_{ranks}_(\d+)MB_time", key):
+            found[int(match[1]) * MB] = milliseconds / 1e3
+    return tuple(sorted(found.items()))
+
+
+def _rate(bandwidth: float) -> float:
+    """Bytes a second of Galvatron's GB/s."""
+    return bandwidth * MB * 1e3
+
+
+def _seconds(computed: Mapping[str, float], name: str, tokens: int, folder: Path) -> float:
+    """Of a forward of one image."""
+    of = [key for key in computed if re.fullmatch(rf"layertype_{name}_bsz\d+_seq\d+", key)]
+    found = [key for key in of if key.endswith(f"_seq{tokens}")]
+    if not found:
+        known = ", ".join(sorted({key.rpartition("_seq")[2] for key in of})) or "none"
+        raise PlannerError(
+            f"the computation profile in {folder} has no layertype_{name} of {tokens} tokens (it has {known}): name "
+            "the model that was profiled by --model or --set model.…"
+        )
+    return computed[found[0]] / 1e3
+
+
+def _section(memory: Mapping[str, Any], name: str, tokens: int, folder: Path) -> Mapping[str, Any]:
+    found = memory.get(name, memory.get(f"{name}_sp"))
+    part = found.get(str(tokens)) if isinstance(found, dict) else None
+    if not isinstance(part, dict):
+        raise PlannerError(
+            f"the memory profile in {folder} has no {name} of {tokens} tokens: name the model that was profiled by "
+            "--model or --set model.…"
+        )
+    return part
+
+
+def _activations(found: Any, folder: Path) -> dict[int, float]:
+    """Megabytes an image, by tensor-parallel degree."""
+    by_degree = found if isinstance(found, dict) else {}
+    known = {int(key): value for key, value in by_degree.items() if key.isdigit()}
+    if 1 not in known or not all(isinstance(value, int | float) and value >= 0 for value in known.values()):
+        raise PlannerError(f"the memory profile in {folder} lacks activations of degree 1: profile the model again")
+    return known
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        what = f"{len(found)} files" if found else "no file"
+        raise PlannerError(f"{folder} has {what} {pattern}: name a folder with exactly one")
+    return found[0]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlannerError(f"cannot read Galvatron's profile {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise PlannerError(f"{path} is no profile of Galvatron's: {error}") from None
+    if not isinstance(found, dict):
+        raise PlannerError(f"{path} is no profile of Galvatron's: it holds no object")
+    return found
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """What is a number above 0, and 0 itself for layers that take no time."""
+    return {key: float(value) for key, value in found.items() if isinstance(value, int | float) and value >= 0}

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from vitpar.errors import PlannerError
-from vitpar.planner.measure.hardware import Effort, group_of, group_shapes, profile_hardware
+from vitpar.planner.measure.hardware import Effort, profile_hardware
+from vitpar.planner.measure.sending import group_of, group_shapes
 from vitpar.planner.profile.curve import Curve, Timing, fit
 from vitpar.planner.profile.hardware import OPERATIONS, Hardware, read_hardware
 from vitpar_cli.profile import hardware
@@ -96,7 +97,7 @@ def test_alone_there_are_no_links(alone: None) -> None:
         ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
         ({"speed": 1}, "speed: Extra inputs are not permitted"),
         ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 1'"),
-        ({"matmuls": []}, "matmuls: "),
+        ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
     ],
 )
 def test_a_wrong_profile_is_refused_by_its_key(tmp_path: Path, change: dict, sentence: str) -> None:

@@ -25,7 +25,7 @@ class Work:
     forward, backward: seconds of computing, computing again included. late: how much of backward gives the gradients
     of weights, which may come later. skew: by how many seconds the slowest rank is later, in both. forward_sent,
     backward_sent: seconds that it waits for the ranks along tensor axes. saved: bytes kept from forward to backward.
-    workspace: bytes on top of that at most.
+    workspace: bytes on top of that at most, what sending takes included.
     """
 
     forward: float
@@ -45,7 +45,8 @@ class Weights:
     held: bytes of parameters that it keeps. computed: elements that it computes with. gathered: bytes of the copies
     that it computes with, 0 where these are the parameters. waiting: bytes of whole gradients, where they are not what
     the rank keeps of them. wrapped: whether ``fully_shard`` is around. gather, reduce: seconds to get the copies, and
-    to add up gradients over the ranks that see other samples. sums: elements to be added up over tensor axes, by axis.
+    to add up gradients over the ranks that see other samples. gathering, reducing: bytes that this takes meanwhile.
+    sums: elements to be added up over tensor axes, by axis.
     """
 
     elements: int
@@ -56,6 +57,8 @@ class Weights:
     wrapped: bool
     gather: float
     reduce: float
+    gathering: float
+    reducing: float
     sums: Mapping[str, int]
 
 
@@ -176,7 +179,7 @@ class LayerCosts:
             forward_sent=self._sent(forward, seat.groups),
             backward_sent=self._sent(backward, seat.groups),
             saved=profile.saved.of(here),
-            workspace=profile.workspace.of(here),
+            workspace=profile.workspace.of(here) + max(self._scratch(t, seat.groups) for t in (forward, backward)),
         )
 
     def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
@@ -193,22 +196,23 @@ class LayerCosts:
     def _weighed(self, kind: LayerKind, seat: Seat) -> Weights:
         elements, groups, numbers = self._sizes(kind, seat.strategy), seat.groups, self.numbers
         wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
-        gather = reduce = gathered = waiting = 0.0
+        gather = reduce = gathered = waiting = gathering = reducing = 0.0
         if wrapped:
             local = self._weight_profiles[kind, seat.tensor]
             share = elements.computed / local.elements
             gather = local.gather.seconds * share
             gathered = elements.computed * numbers.compute.itemsize
+            waiting = elements.computed * numbers.reduce.itemsize
             if shards:
                 gather += self.links.seconds("all_gather", groups.shard, gathered)
-                reduce += self.links.seconds(
-                    "reduce_scatter", groups.shard, elements.computed * numbers.reduce.itemsize
-                )
-            waiting = elements.computed * numbers.reduce.itemsize
+                gathering = self.links.scratch("all_gather", groups.shard, gathered)
+                reduce += self.links.seconds("reduce_scatter", groups.shard, waiting)
+                reducing = self.links.scratch("reduce_scatter", groups.shard, waiting)
             reduce += local.reduce * share
         if copies:
             size = elements.held * (numbers.reduce if wrapped else numbers.parameters).itemsize
             reduce += self.links.seconds("all_reduce", groups.replicate, size)
+            reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
         return Weights(
             elements=elements.held,
             held=elements.held * numbers.parameters.itemsize,
@@ -218,6 +222,8 @@ class LayerCosts:
             wrapped=wrapped,
             gather=gather,
             reduce=reduce,
+            gathering=gathering,
+            reducing=reducing,
             sums=elements.sums,
         )
 
@@ -236,6 +242,10 @@ class LayerCosts:
         if kind == "block":
             return block_traffic(self.config, strategy, rows)
         return head_traffic(self.config, strategy, rows) if kind == "head" else (Traffic(), Traffic())
+
+    def _scratch(self, traffic: Traffic, groups: Groups) -> float:
+        along, size = {"j": groups.j, "k": groups.k}, self.numbers.compute.itemsize
+        return max((self.links.scratch(c.operation, along[c.axis], c.elements * size) for c in traffic), default=0.0)
 
     def _sent(self, traffic: Traffic, groups: Groups) -> float:
         along = {"j": groups.j, "k": groups.k}

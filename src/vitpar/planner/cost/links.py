@@ -1,4 +1,5 @@
-"""How long the ranks of a group take to send each other something, as the hardware profile has it."""
+"""How long the ranks of a group take to send each other something, and what memory meanwhile, as the hardware profile
+has it."""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ class Links:
         """Of `size` bytes, counted as `Link` says."""
         if group.alone or not size:
             return 0.0
-        key = operation, group
-        if key not in self._found:
-            self._found[key] = self._closest(operation, group)
-        link, more_messages, more_bytes = self._found[key]
+        link, more_messages, more_bytes = self._link(operation, group)
         if more_messages == more_bytes == 1:
             return link.seconds(size)
         latency = min(link.latency, link.seconds(size))
         return latency * more_messages + (link.seconds(size) - latency) * more_bytes
+
+    def scratch(self, operation: str, group: Group, size: float) -> float:
+        """Bytes that it takes meanwhile, besides what is sent and received."""
+        return 0.0 if group.alone or not size else self._link(operation, group)[0].scratch(size)
+
+    def _link(self, operation: str, group: Group) -> tuple[Link, float, float]:
+        key = operation, group
+        if key not in self._found:
+            self._found[key] = self._closest(operation, group)
+        return self._found[key]
 
     def _closest(self, operation: str, group: Group) -> tuple[Link, float, float]:
         candidates = [link for link in self._hardware.links if link.operation == operation]

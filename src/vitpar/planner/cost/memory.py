@@ -17,8 +17,9 @@ class Memory:
     """Bytes of a rank at its fullest moment, by what they hold.
 
     parameters, optimizer: kept for the whole run. gradients: reduced, or waiting to be. gathered: copies of parameters
-    to compute with. activations: kept for backward. workspace: what one layer takes while it computes. buffers: what
-    comes from other stages, and the step's images. host: in the host's memory (+offload), not in `total`.
+    to compute with. activations: kept for backward. workspace: what one layer takes while it computes, and what sending
+    does. buffers: what comes from other stages, and the step's images. host: in the host's memory (+offload), not in
+    `total`.
     """
 
     parameters: float
@@ -91,6 +92,7 @@ class _Walk:
             self._keep(number, sum(layer.weights.gathered for layer in stage.layers if not layer.always))
             before = 0.0
             for layer in stage.layers:
+                self._moment(before, layer.weights.gathering, _passing(layer))
                 before += layer.work.saved
                 self._moment(before, layer.work.workspace, _passing(layer))
             self._alive += self._saved[number]
@@ -113,19 +115,22 @@ class _Walk:
             here, weights, passing = (number, place), layer.weights, _passing(layer)
             fresh = 0.0 if here in self._whole else (weights.waiting if weights.wrapped else weights.held)
             self._moment(left, layer.work.workspace, passing, fresh)
+            if layer.always:
+                self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved
             if weights.wrapped and (layer.strategy.zero == 2 or (last and not stage.pipelined)):
-                self._moment(left, gradients=fresh + weights.waiting)
+                self._moment(left, weights.reducing, gradients=fresh + weights.waiting)
                 self._hold(here, 0.0 if layer.strategy.offload else weights.held)
             elif not weights.wrapped:
-                self._moment(left, gradients=fresh + (weights.held if last and weights.reduce else 0.0))
+                sent = last and weights.reduce
+                self._moment(left, weights.reducing * bool(sent), gradients=fresh + (weights.held if sent else 0.0))
                 self._hold(here, weights.held)
             else:
                 self._hold(here, weights.waiting)
         if last and stage.pipelined:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.weights.wrapped:
-                    self._moment(gradients=layer.weights.waiting)
+                    self._moment(workspace=layer.weights.reducing, gradients=layer.weights.waiting)
                     self._hold((number, place), 0.0 if layer.strategy.offload else layer.weights.held)
         if last:
             self._keep(number, 0.0)

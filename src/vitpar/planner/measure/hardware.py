@@ -1,11 +1,12 @@
 """Measures a `Hardware` profile. Every rank of the world takes part, and all compute and send at the same time, as they
 do in training: on a machine whose ranks share cores, caches or links that is slower than one alone.
 
-1. products of square matrices, by dtype and size
-2. a copy of a large tensor
-3. every operation in every group of the world: all sizes and strides that divide it
-4. the slow-down of products and of an all-reduce that run beside each other
-5. a pipeline of two stages that compute nothing
+1. what memory every operation takes, in every group of the world: all sizes and strides that divide it
+2. products of square matrices, by dtype and size
+3. a copy of a large tensor
+4. how long every operation takes in every group
+5. the slow-down of products and of an all-reduce that run beside each other
+6. a pipeline of two stages that compute nothing
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
 from vitpar.parallel.mesh import pipeline_mesh
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.planner.measure.clock import Clock, Group
 from vitpar.planner.measure.device import device_name, memory_bytes
+from vitpar.planner.measure.sending import Shape, group_shapes, message, operations, own_group, scratch
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import OPERATIONS, Hardware, Link, Matmul, Operation, Overlap
+from vitpar.planner.profile.hardware import Hardware, Link, Matmul, Operation, Overlap
 from vitpar.strategy import parse
 
 Progress = Callable[[int, int, str], None]
@@ -75,25 +75,26 @@ def profile_hardware(
     total = (
         len(effort.dtypes) * len(effort.sides)
         + len(effort.copies)
-        + sum(len(_operations(ranks)) for ranks, _ in shapes) * len(effort.messages)
+        + sum(len(operations(ranks)) for ranks, _ in shapes) * len(effort.messages)
         + (world > 1)
     )
     steps = _Steps(progress, total)
+    taken = scratch(device, shapes, effort.messages)
     matmuls = tuple(
         Matmul(dtype=dtype, timings=tuple(_product(clock, dtype, side) for side in steps.over(effort.sides, dtype)))
         for dtype in effort.dtypes
     )
     copy = Curve(timings=tuple(_copy(clock, size) for size in steps.over(effort.copies, "copy")))
     links = []
-    for ranks, stride in shapes:
-        group = _own_group(ranks, stride)
-        for operation in _operations(ranks):
-            words = f"{operation} among {ranks} ranks, stride {stride}"
-            timings = tuple(_message(clock, operation, group, size) for size in steps.over(effort.messages, words))
-            nodes = len({rank // ranks_per_node for rank in range(0, ranks * stride, stride)})
-            links.append(Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=timings))
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    for shape in shapes:
+        with own_group(*shape) as group:
+            for operation in operations(shape[0]):
+                words = f"{operation} among {shape[0]} ranks, stride {shape[1]}"
+                timings = tuple(
+                    message(clock, operation, group, size, taken[shape, operation, size])
+                    for size in steps.over(effort.messages, words)
+                )
+                links.append(_link(operation, shape, ranks_per_node, timings))
     overlap = None
     if world > 1:
         steps.next("overlap")
@@ -118,6 +119,12 @@ def profile_hardware(
             "python": platform.python_version(),
         },
     )
+
+
+def _link(operation: Operation, shape: Shape, ranks_per_node: int, timings: tuple[Timing, ...]) -> Link:
+    ranks, stride = shape
+    nodes = len({rank // ranks_per_node for rank in range(0, ranks * stride, stride)})
+    return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=timings)
 
 
 class _Nothing(nn.Module):
@@ -148,21 +155,6 @@ def _pipeline(clock: Clock, microbatches: int = 8) -> float:
     return clock.timing(1, step).seconds / (2 * (microbatches + 1))
 
 
-def group_shapes(world: int) -> Iterator[tuple[int, int]]:
-    """(ranks, stride) of every way to cut `world` ranks into groups of equally distant ranks, small groups first."""
-    for ranks in range(2, world + 1):
-        for stride in range(1, world // ranks + 1):
-            if world % (ranks * stride) == 0:
-                yield ranks, stride
-
-
-def group_of(rank: int, ranks: int, stride: int) -> list[int]:
-    """The members of the group of `rank`."""
-    block, inside = divmod(rank, ranks * stride)
-    first = block * ranks * stride + inside % stride
-    return list(range(first, first + ranks * stride, stride))
-
-
 class _Steps:
     """Counts the points and says what comes next."""
 
@@ -179,20 +171,6 @@ class _Steps:
             yield size
 
 
-def _operations(ranks: int) -> tuple[Operation, ...]:
-    return tuple(operation for operation in OPERATIONS if operation != "p2p" or ranks == 2)
-
-
-def _own_group(ranks: int, stride: int) -> ProcessGroup:
-    """This rank's group of that shape; all ranks make all of them."""
-    world = dist.get_world_size()
-    if ranks == world:
-        return dist.group.WORLD
-    every = sorted({tuple(group_of(rank, ranks, stride)) for rank in range(world)})
-    made = {members: dist.new_group(list(members)) for members in every}
-    return made[tuple(group_of(dist.get_rank(), ranks, stride))]
-
-
 def _product(clock: Clock, dtype: str, side: int) -> Timing:
     a, b = (torch.randn(side, side, device=clock.device).to(getattr(torch, dtype)) for _ in range(2))
     out = torch.empty_like(a)
@@ -203,30 +181,6 @@ def _copy(clock: Clock, size: int) -> Timing:
     source = torch.ones(size // 8, device=clock.device)
     target = torch.empty_like(source)
     return clock.timing(size, lambda: target.copy_(source))
-
-
-def _message(clock: Clock, operation: Operation, group: ProcessGroup, size: int) -> Timing:
-    """One operation on `size` bytes; of p2p half of there and back."""
-    ranks, me = group.size(), group.rank()
-    length = max(1, size // 4 // ranks) * ranks
-    whole, part = torch.zeros(length, device=clock.device), torch.zeros(length // ranks, device=clock.device)
-    other = torch.empty_like(whole)
-    if operation == "p2p":
-        peer = dist.get_global_rank(group, 1 - me)
-
-        def there_and_back() -> None:
-            for sending in (me == 0, me == 1):
-                dist.send(whole, peer, group) if sending else dist.recv(other, peer, group)
-
-        timing = clock.timing(4 * length, there_and_back)
-        return timing.model_copy(update={"seconds": timing.seconds / 2})
-    works: dict[Operation, Callable[[], object]] = {
-        "all_reduce": lambda: all_reduce(whole, group),
-        "all_gather": lambda: all_gather(part, 0, group),
-        "reduce_scatter": lambda: reduce_scatter(whole, 0, group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-    }
-    return clock.timing(4 * length, works[operation])
 
 
 def _overlap(clock: Clock, effort: Effort) -> Overlap:

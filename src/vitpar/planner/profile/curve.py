@@ -17,6 +17,7 @@ class Timing(Record):
 
     size: bytes, or FLOPs, as the curve says. seconds: the median. spread: half the distance between the quartiles over
     the median. samples: how many were taken. skew: seconds that the slowest process takes more than the others.
+    scratch: bytes that it takes meanwhile, besides what it is given and gives.
     """
 
     size: int = Field(ge=1)
@@ -24,6 +25,7 @@ class Timing(Record):
     spread: float = Field(ge=0)
     samples: int = Field(ge=1)
     skew: float = Field(default=0.0, ge=0)
+    scratch: int = Field(default=0, ge=0)
 
 
 class Curve(Record):
@@ -60,6 +62,12 @@ class Curve(Record):
         nearest to `size`."""
         nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
         return nearest.skew / nearest.seconds * self.seconds(size)
+
+    def scratch(self, size: float) -> float:
+        """Bytes that `size` takes meanwhile, besides what is given and comes out: the part that it was of the measured
+        size nearest to it."""
+        nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
+        return nearest.scratch / nearest.size * size
 
     @cached_property
     def least(self) -> float:

@@ -241,6 +241,8 @@ def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> Numbers:
         weights.waiting * (wrapped and not twice),
         weights.waiting * (wrapped and twice),
         weights.held,
+        weights.gathering,
+        weights.reducing,
         *(float(weights.sums.get(axis, 0)) for axis in ("j", "k")),
     )
 

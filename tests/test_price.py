@@ -176,3 +176,16 @@ def test_a_group_that_was_not_measured_takes_as_long_as_a_ring_would() -> None:
     assert two == pytest.approx(1.0)
     assert links.seconds("all_reduce", Group(4, 1, 1), 10**9) == pytest.approx(1.5)  # 3/4 against 1/2
     assert links.seconds("all_reduce", Group(1, 1, 1), 10**9) == 0
+
+
+def test_what_sending_takes_counts_where_it_is_sent() -> None:
+    """Operations that need a thousand times as much: data parallel for the last gradients, along tp for activations."""
+    scratch = Timing(size=2**20, seconds=1e-3, spread=0, samples=1, scratch=2**30)
+    plain = machine(4)
+    links = tuple(link.model_copy(update={"timings": (scratch,)}) for link in plain.links)
+    taking = plain.model_copy(update={"links": links})
+    for mesh in ("dp4", "tp4", "fsdp4"):
+        before, after = (step(mesh, 16, LayerCosts(CONFIG, hardware, model())) for hardware in (plain, taking))
+        assert after.memory_bytes > before.memory_bytes, mesh
+    alone = [step("dp1", 16, LayerCosts(CONFIG, hardware, model())).memory_bytes for hardware in (plain, taking)]
+    assert alone[0] == alone[1]

@@ -12,7 +12,7 @@ from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.cluster import Cluster, Wire
+from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.hardware import Overlap
 from vitpar.planner.profile.model import tensors
@@ -41,6 +41,7 @@ def cluster(
         intra=Wire(bandwidth=wire, latency=latency),
         inter=Wire(bandwidth=wire / 4, latency=4 * latency),
         overlap=overlap,
+        host=HostMemory(bandwidth=wire / 2, memory_bandwidth=1e10),
     )
 
 
@@ -105,7 +106,7 @@ ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsd
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     roles=st.sampled_from(ROLES),
-    flag=st.sampled_from(("sp", "2d", "zero1", "zero2", "ckpt", "ckpt.selective")),
+    flag=st.sampled_from(("sp", "2d", "zero1", "zero2", "ckpt", "ckpt.selective", "offload")),
     devices=st.sampled_from((1, 2, 4)),
     nodes=st.sampled_from((1, 2)),
     depth=st.sampled_from((2, 3)),
@@ -134,7 +135,7 @@ def test_search_finds_the_best_plan(
     """share: which of all plans' memory is the budget."""
     overlap = None if slower is None else Overlap(compute=slower, communication=slower)
     costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cores)
-    schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2") else ("gpipe", "zbvzerobubble")
+    schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2", "offload") else ("gpipe", "zbvzerobubble")
     space = Space(costs.config, nodes * devices, (batch_size,), roles=roles, flags=(flag,), schedules=schedules)
     every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size)]
     if not every:

@@ -14,7 +14,8 @@ from vitpar.errors import PlannerError, UserError
 from vitpar.planner.measure.steps import Measured
 from vitpar.planner.report.accuracy import Row, accuracy, spearman
 from vitpar.strategy import read_plan
-from vitpar_cli.search import parse_size, search
+from vitpar_cli.profiled import parse_size
+from vitpar_cli.search import search
 from vitpar_cli.validate import validate
 
 Run = Callable[..., str]
@@ -102,7 +103,7 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
     [
         (("--memory", "24"), "--memory 24 is no size: use a number and a unit"),
         (("--memory", "1MB"), "no plan fits into 1 MB a rank"),
-        (("--batch-size", "a"), "--batch-size a is no number of images"),
+        (("--batch-size", "a"), "--batch-size a is no number: use 256"),
         (("--without", "magic"), "unknown flag 'magic' in --without"),
         (("--roles", "dp,zp"), "unknown role 'zp' in --roles"),
         (("--hardware", "x.json"), "--cluster is given beside a profile"),

@@ -8,7 +8,7 @@ import typer
 
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable
-from vitpar_cli.search import parse_size
+from vitpar_cli.profiled import parse_size
 
 app = typer.Typer(
     no_args_is_help=True,

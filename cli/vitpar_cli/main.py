@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import UserError
-from vitpar_cli import check, data, doctor, evaluate, galvatron, plan, profile, search, train, validate
+from vitpar_cli import check, data, doctor, evaluate, galvatron, plan, profile, scaling, search, train, validate
 
 app = typer.Typer(
     name="vitpar",
@@ -27,6 +27,7 @@ app.command("check")(check.check)
 app.add_typer(data.app, name="data")
 app.add_typer(profile.app, name="profile")
 app.command("search")(search.search)
+app.command("scaling")(scaling.scaling)
 app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
 app.command("doctor")(doctor.doctor)

@@ -1,7 +1,8 @@
-"""The profiles that a search or a validation reads, beside the recipe they have to fit."""
+"""What prices are made of: profiles beside the recipe they have to fit, or a cluster's data sheet; and budgets."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,41 @@ ModelFile = Annotated[
     Path | None,
     typer.Option("--model-profile", metavar="FILE", help="What `vitpar profile model` wrote.  \\[default: model.json]"),
 ]
+
+ClusterName = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
+]
+NumClasses = Annotated[
+    int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")
+]
+MemorySize = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]"),
+]
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+FREE = 0.9  # of a device's memory, when no budget is given: the rest is for programs and fragments
+
+
+def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None, num_classes: int | None) -> None:
+    """Raise PlannerError where a cluster is named beside profiles, or what only goes with one without it."""
+    if cluster and (hardware or model):
+        raise PlannerError("--cluster is given beside a profile: give one of the two")
+    if num_classes is not None and not cluster:
+        raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
+
+
+def parse_size(text: str) -> float:
+    """Bytes of `24GB`, `1.5GiB`, `500MB`. Raises PlannerError."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", text.strip())
+    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise PlannerError(f"--memory {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
+    return float(match[1]) * UNITS[match[2].upper()]
+
+
+def usual_budget(costs: LayerCosts) -> float:
+    """Bytes of a rank, where none are named."""
+    return FREE * costs.hardware.memory_bytes
 
 
 def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: Recipe) -> LayerCosts:
@@ -58,3 +94,37 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
             "profile both on the same machine"
         )
     return LayerCosts(config, hardware, profile)
+
+
+def estimated_costs(cluster: str, ranks: int | None, recipe: Recipe, num_classes: int) -> LayerCosts:
+    """The costs of the recipe's model on `ranks` devices of a cluster (all, if None), by arithmetic."""
+    if recipe.train.compile:
+        raise PlannerError(
+            "the recipe compiles blocks, but with --cluster times are estimated for blocks that are not compiled: add "
+            "--set train.compile=false, or profile the model where it is to be trained"
+        )
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.profile.cluster import find_cluster
+    from vitpar.planner.profile.estimate import estimate_model
+    from vitpar.planner.profile.model import tensors
+
+    hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
+    fitting = tensors(config, hardware.ranks)
+    return LayerCosts(config, hardware, estimate_model(config, recipe.train.precision, hardware, fitting))
+
+
+def known_flags(costs: LayerCosts) -> tuple[str, ...]:
+    """Flags of strategies that the profiles know the costs of."""
+    from vitpar.planner.search.space import FLAGS
+
+    lacking = {"ckpt", "ckpt.selective"} - costs.model.flags | ({"offload"} if costs.hardware.host is None else set())
+    return tuple(flag for flag in FLAGS if flag not in lacking)
+
+
+def unknown(costs: LayerCosts, ranks: int) -> set[str]:
+    """Flags and tensor-parallel parts that model and machine allow, but the profiles do not know."""
+    from vitpar.planner.profile.model import tensors
+    from vitpar.planner.search.space import FLAGS
+
+    useless = {"offload"} if costs.hardware.device == "cpu" else set()
+    return {*FLAGS} - {*known_flags(costs)} - useless | {*tensors(costs.config, ranks)} - {*costs.model.tensors}

@@ -1,7 +1,6 @@
 """`vitpar search`: the plan with the most images a second that fits into memory."""
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,40 +10,40 @@ from vitpar.errors import PlannerError
 from vitpar.strategy.words import count, size
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
-from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
+from vitpar_cli.profiled import (
+    ClusterName,
+    HardwareFile,
+    MemorySize,
+    ModelFile,
+    NumClasses,
+    estimated_costs,
+    known_flags,
+    parse_size,
+    profiled_costs,
+    refuse_mixed,
+    unknown,
+    usual_budget,
+)
 
 if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.train.recipe import Recipe
+    pass
 
 USED = (
     *("model.…", "optimizer.name", "optimizer.momentum"),
     *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay", "compile")),
 )
 """Settings that matter to a search."""
-UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-FREE = 0.9  # of a device's memory, when no budget is given: the rest is for programs and fragments
 
 
 def search(
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]"
-        ),
-    ] = None,
+    memory: MemorySize = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best plan as JSON.")] = None,
     recipe: o.RecipeFile = None,
     hardware: HardwareFile = None,
     model_profile: ModelFile = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
-    ] = None,
+    cluster: ClusterName = None,
     model: o.ModelName = None,
-    num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")
-    ] = None,
+    num_classes: NumClasses = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
@@ -76,10 +75,7 @@ def search(
     Example: vitpar search --cluster 8xH100 --model vit_huge_patch14_224 --batch-size 1024 --precision bf16
     """
     o.refuse_idle(assignments, "a search", USED)
-    if cluster and (hardware or model_profile):
-        raise PlannerError("--cluster is given beside a profile: give one of the two")
-    if num_classes is not None and not cluster:
-        raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
+    refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
     merged = o.merged_recipe(
         recipe,
@@ -89,7 +85,7 @@ def search(
         train__steps=1 if recipe is None and model else None,
         train__precision=precision,
     )
-    sizes = _numbers(batch_sizes) if batch_sizes else (merged.train.batch_size,)
+    sizes = numbers(batch_sizes, "--batch-size") if batch_sizes else (merged.train.batch_size,)
     budget = None if memory is None else parse_size(memory)
 
     from vitpar.planner.report.data import findings
@@ -101,10 +97,11 @@ def search(
     from vitpar.train.state import moments
     from vitpar_cli.search_view import SearchProgress, show
 
-    if cluster:
-        costs = _estimated(cluster, ranks, merged, num_classes or 1000)
-    else:
-        costs = profiled_costs(hardware, model_profile, merged)
+    costs = (
+        estimated_costs(cluster, ranks, merged, num_classes or 1000)
+        if cluster
+        else profiled_costs(hardware, model_profile, merged)
+    )
     machine = costs.hardware
     if ranks is not None and ranks > machine.ranks:
         raise PlannerError(
@@ -112,9 +109,9 @@ def search(
             "with as many, or use --cluster"
         )
     left_out = {word.strip().lstrip("+") for word in without.split(",") if word.strip()}
-    if unknown := left_out - {*FLAGS, *SCHEDULES}:
-        raise PlannerError(f"unknown flag '{min(unknown)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
-    unprofiled = _unprofiled(costs, ranks or machine.ranks)
+    if wrong := left_out - {*FLAGS, *SCHEDULES}:
+        raise PlannerError(f"unknown flag '{min(wrong)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
+    unprofiled = unknown(costs, ranks or machine.ranks)
     space = Space(
         costs.config,
         ranks or machine.ranks,
@@ -122,12 +119,12 @@ def search(
         costs.model.precision,
         costs.model.compiled,
         roles=_roles(roles),
-        flags=tuple(flag for flag in FLAGS if flag not in left_out | unprofiled),
+        flags=tuple(flag for flag in known_flags(costs) if flag not in left_out),
         schedules=tuple(name for name in SCHEDULES if name not in left_out),
         tensors=costs.model.tensors,
     )
     searching = Search(space, costs, moments(merged))
-    limit = budget or FREE * machine.memory_bytes
+    limit = budget or usual_budget(costs)
     with SearchProgress(shown=not as_json) as progress:
         result = searching.best(limit, progress)
         if not result.plans:
@@ -149,29 +146,14 @@ def search(
     else:
         show(found, costs, out, report, trace_file)
         if missing := [name for name in sorted(unprofiled) if not left_out & {*name.split("+")}]:
-            typer.echo(f"not looked at, since the model profile lacks it: {', '.join(missing)}", err=True)
+            typer.echo(f"not looked at, since the profiles lack it: {', '.join(missing)}", err=True)
 
 
-def _unprofiled(costs: "LayerCosts", ranks: int) -> set[str]:
-    """Flags and tensor-parallel parts that the model would allow but its profile does not know."""
-    from vitpar.planner.profile.model import tensors
-
-    policies = {"ckpt", "ckpt.selective"} - costs.model.flags
-    return policies | {*tensors(costs.config, ranks)} - {*costs.model.tensors}
-
-
-def parse_size(text: str) -> float:
-    """Bytes of `24GB`, `1.5GiB`, `500MB`. Raises PlannerError."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", text.strip())
-    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise PlannerError(f"--memory {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
-    return float(match[1]) * UNITS[match[2].upper()]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Of `256,512`. Raises PlannerError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise PlannerError(f"--batch-size {text} is no number of images: use 256, or several as in 256,512,1024")
+        raise PlannerError(f"{option} {text} is no number: use 256, or several as in 256,512,1024")
     return tuple(int(part) for part in parts)
 
 
@@ -182,20 +164,3 @@ def _roles(text: str) -> tuple[str, ...]:
     if unknown := set(names) - set(ROLES):
         raise PlannerError(f"unknown role '{min(unknown)}' in --roles: use {', '.join(ROLES)}")
     return names
-
-
-def _estimated(cluster: str, ranks: int | None, recipe: "Recipe", num_classes: int) -> "LayerCosts":
-    """The costs of the recipe's model on a cluster, by arithmetic."""
-    if recipe.train.compile:
-        raise PlannerError(
-            "the recipe compiles blocks, but with --cluster times are estimated for blocks that are not compiled: add "
-            "--set train.compile=false, or profile the model where it is to be trained"
-        )
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.profile.cluster import find_cluster
-    from vitpar.planner.profile.estimate import estimate_model
-    from vitpar.planner.profile.model import tensors
-
-    hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
-    fitting = tensors(config, hardware.ranks)
-    return LayerCosts(config, hardware, estimate_model(config, recipe.train.precision, hardware, fitting))

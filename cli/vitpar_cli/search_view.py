@@ -52,6 +52,8 @@ def show(
     console.print(f"{costs.config.name} on {count(best.plan.world_size, 'rank')} of {costs.hardware.device_name}")
     if "estimated" in costs.model.measured:
         console.print("times are estimates: nothing was measured", style="yellow")
+    if corrected := costs.model.measured.get("corrected"):
+        console.print(f"profiles were corrected: {corrected}", style="yellow")
     pipeline = ""
     if best.plan.pipeline_degree > 1:
         blocks = "" if isinstance(best.plan.split, str) else f", blocks {','.join(map(str, best.plan.split))} of stages"
@@ -86,9 +88,10 @@ def _parts(time: Mapping[str, float], seconds: float) -> str:
 
 
 def _memory(price: "Price") -> str:
+    from vitpar.planner.cost.memory import PARTS
+
     fullest = max(price.memory, key=lambda memory: memory.total)
-    names = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers")
-    parts = sorted(((getattr(fullest, name), name) for name in names), reverse=True)
+    parts = sorted(((getattr(fullest, name), name) for name in PARTS), reverse=True)
     return ", ".join(f"{name} {size(part)}" for part, name in parts if part >= 0.01 * fullest.total)
 
 

@@ -38,6 +38,14 @@ def validate(
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time to spend on each plan's steps.")] = 3.0,
     device: o.DeviceName = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON.")] = None,
+    correct: Annotated[
+        Path | None,
+        typer.Option(
+            "--correct",
+            metavar="FOLDER",
+            help="Write both profiles there, corrected by what was measured, for a search.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run plans for a few steps and print what was predicted beside what was measured.
@@ -49,6 +57,7 @@ def validate(
     from vitpar.launch import ALONE, find_world, spawn
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.examples import example_plans
+    from vitpar.planner.profile.correction import correction
     from vitpar.planner.report.accuracy import Row
     from vitpar.strategy.support import refuse_clashes
     from vitpar.train.state import moments
@@ -56,7 +65,8 @@ def validate(
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):
         raise PlannerError("--microbatches is given beside plans that have their own: give it with strategies alone")
-    refuse_unwritable(out)
+    corrected = None if correct is None else _corrected_files(correct, hardware, model_profile)
+    refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
     merged = o.merged_recipe(recipe, None, None, train__batch_size=batch_size)
     kind, costs, size = choose_device(device), profiled_costs(hardware, model_profile, merged), merged.train.batch_size
@@ -94,7 +104,26 @@ def validate(
             if not as_json and sys.stderr.isatty():
                 print(f"{number} of {count(len(chosen), 'plan')}: {plan}", file=sys.stderr)
     if world.rank == 0:
+        if corrected is not None:
+            found = correction([row.evidence for row in rows])
+            better = found.of(machine, profile)
+            better[0].save(corrected[0])
+            better[1].save(corrected[1])
+            print(f"corrected profiles written to {correct}: {found}", file=sys.stderr)
         print(json.dumps(_to_json(rows))) if as_json else _show(console, rows)
+
+
+def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:
+    """Where corrected profiles go: a folder, made if needed, in which the profiles are not themselves."""
+    files = folder / "hardware.json", folder / "model.json"
+    for path, source in zip(files, (hardware, model), strict=True):
+        if path.resolve() == (source or Path(path.name)).resolve():
+            raise PlannerError(f"--correct {folder} would overwrite the profile {path}: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlannerError(f"cannot make the folder {folder}: {error.strerror}") from None
+    return files
 
 
 def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatches: int | None) -> "Plan":

@@ -209,6 +209,9 @@ class LayerCosts:
                 reduce += self.links.seconds("reduce_scatter", groups.shard, waiting)
                 reducing = self.links.scratch("reduce_scatter", groups.shard, waiting)
             reduce += local.reduce * share
+            if seat.strategy.offload:
+                gather += self._moved(elements.held * numbers.parameters.itemsize)
+                reduce += self._moved(elements.held * numbers.reduce.itemsize)
         if copies:
             size = elements.held * (numbers.reduce if wrapped else numbers.parameters).itemsize
             reduce += self.links.seconds("all_reduce", groups.replicate, size)
@@ -226,6 +229,22 @@ class LayerCosts:
             reducing=reducing,
             sums=elements.sums,
         )
+
+    def _moved(self, size: float) -> float:
+        """Seconds between a device and its host; on CPUs these are the same."""
+        if self.hardware.device == "cpu":
+            return 0.0
+        if self.hardware.host is None:
+            raise PlannerError(
+                f"{self.hardware.name} has no rate between devices and their host, which +offload needs: profile the "
+                "hardware again by vitpar profile hardware, or add [host] to the cluster's file"
+            )
+        return self.hardware.host.seconds(size)
+
+    def update(self, elements: int, offloaded: bool) -> float:
+        """Seconds of the optimizer's step on a rank that has its device for itself."""
+        host = self.hardware.host
+        return elements * host.update if offloaded and host else self.model.optimizer.seconds(elements)
 
     def _profile(self, kind: LayerKind, seat: Seat, checkpoint: str | None = None) -> LayerProfile:
         strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"

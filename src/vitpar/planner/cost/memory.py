@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from vitpar.parallel.replay import Part
 from vitpar.planner.cost.stage import Stage, StageLayer
 
+PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")
+"""Of `Memory.total`."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -18,8 +21,8 @@ class Memory:
 
     parameters, optimizer: kept for the whole run. gradients: reduced, or waiting to be. gathered: copies of parameters
     to compute with. activations: kept for backward. workspace: what one layer takes while it computes, and what sending
-    does. buffers: what comes from other stages, and the step's images. host: in the host's memory (+offload), not in
-    `total`.
+    does. buffers: what comes from other stages, and the step's images. reserved: what programs take besides. host: in
+    the host's memory (+offload), not in `total`.
     """
 
     parameters: float
@@ -29,26 +32,27 @@ class Memory:
     activations: float
     workspace: float
     buffers: float
+    reserved: float = 0.0
     host: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it but what the host keeps."""
-        parts = self.parameters + self.optimizer + self.gradients + self.gathered
-        return parts + self.activations + self.workspace + self.buffers
+        return sum(getattr(self, part) for part in PARTS)
 
 
 @dataclass
 class Held:
     """What one rank holds for its stages.
 
-    stages: by number. moments: bytes the optimizer keeps for every byte of parameters. buffers: bytes.
+    stages: by number. moments: bytes the optimizer keeps for every byte of parameters. buffers, reserved: bytes.
     """
 
     stages: Mapping[int, Stage]
     moments: float
     buffers: float
     microbatches: int
+    reserved: float = 0.0
 
     def at_most(self, actions: Sequence[Sequence[Part]]) -> Memory:
         """The memory of a rank that does `actions` in order."""
@@ -68,6 +72,7 @@ class Held:
             activations=walk.most["activations"],
             workspace=walk.most["workspace"],
             buffers=self.buffers,
+            reserved=self.reserved,
             host=host * (2 + self.moments),
         )
 

@@ -69,6 +69,7 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
             moments,
             _buffers(plan, costs, pp, batch_size, batch.microbatches, batch.microbatch_rows),
             few,
+            costs.hardware.reserved_bytes,
         ).at_most(order[pp])
         for pp in range(plan.pipeline_degree)
     )
@@ -224,17 +225,18 @@ def _finished(
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[Group, int] = defaultdict(int)
-        elements = 0
+        elements = {False: 0, True: 0}  # by whether they are offloaded
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
-                elements += layer.weights.elements
+                elements[layer.strategy.offload] += layer.weights.elements
                 groups = costs.seat(layer.strategy, where).groups
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.numbers.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
         times.spent[pp]["gradients"] += added
         ends.append(end + added)
-        optimizer.append(costs.model.optimizer.seconds(elements) * costs.crowd(plan.world_size))
+        updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
+        optimizer.append(sum(updates) * costs.crowd(plan.world_size))
     norm = costs.links.seconds("all_reduce", world_group(plan, per_node), 8) if plan.world_size > 1 else 0.0
     seconds = max(ends) + norm + max(optimizer)
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])

@@ -6,7 +6,8 @@ do in training: on a machine whose ranks share cores, caches or links that is sl
 3. a copy of a large tensor
 4. how long every operation takes in every group
 5. the slow-down of products and of an all-reduce that run beside each other
-6. a pipeline of two stages that compute nothing
+6. on GPUs, copies between them and the host, and the optimizer there
+7. a pipeline of two stages that compute nothing
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vitpar.planner.measure.clock import Clock, Group
 from vitpar.planner.measure.device import device_name, memory_bytes
 from vitpar.planner.measure.sending import Shape, group_shapes, message, operations, own_group, scratch
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import Hardware, Link, Matmul, Operation, Overlap
+from vitpar.planner.profile.hardware import Hardware, Host, Link, Matmul, Operation, Overlap
 from vitpar.strategy import parse
 
 Progress = Callable[[int, int, str], None]
@@ -112,6 +113,7 @@ def profile_hardware(
         copy=copy,
         links=tuple(links),
         overlap=overlap,
+        host=_host(clock, effort) if device.type == "cuda" else None,
         pipeline=_pipeline(clock) if world % 2 == 0 else 0.0,
         measured={
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -181,6 +183,21 @@ def _copy(clock: Clock, size: int) -> Timing:
     source = torch.ones(size // 8, device=clock.device)
     target = torch.empty_like(source)
     return clock.timing(size, lambda: target.copy_(source))
+
+
+def _host(clock: Clock, effort: Effort) -> Host:
+    """Pinned memory to the GPU, and AdamW on the processors, as +offload has it."""
+
+    def timing(size: int) -> Timing:
+        source = torch.zeros(size // 4, pin_memory=True)
+        target = torch.empty(size // 4, device=clock.device)
+        return clock.timing(size, lambda: target.copy_(source, non_blocking=True))
+
+    elements = effort.copies[0] // 4
+    parameter = nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.zeros(elements)
+    update = clock.timing(elements, torch.optim.AdamW([parameter]).step).seconds / elements
+    return Host(timings=tuple(map(timing, effort.copies)), update=update)
 
 
 def _overlap(clock: Clock, effort: Effort) -> Overlap:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from vitpar.errors import PlannerError, nearest
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import OPERATIONS, STEPS, Hardware, Link, Matmul, Overlap
+from vitpar.planner.profile.hardware import OPERATIONS, OPTIMIZER_BYTES, STEPS, Hardware, Host, Link, Matmul, Overlap
 from vitpar.planner.profile.record import Record
 
 SIZES = (2**10, 2**20, 2**33)
@@ -31,12 +31,21 @@ class Wire(Record):
     latency: float = Field(ge=0)
 
 
+class HostMemory(Record):
+    """The memory that +offload moves to. bandwidth: bytes a second from and to a device. memory_bandwidth: of the
+    processors, for each device."""
+
+    bandwidth: float = Field(gt=0)
+    memory_bandwidth: float = Field(gt=0)
+
+
 class Cluster(Record):
     """nodes × devices_per_node of one device.
 
     memory_bytes: of a device. matmul: FLOPs a second, dense, by dtype. memory_bandwidth: bytes a second. sustained: the
     part of published rates that is reached. intra, inter: within a node, and between nodes for each device. overlap:
-    slow-down of computing and of communication that go on together. sources: where the figures stand.
+    slow-down of computing and of communication that go on together. host: for +offload, None for none. sources: where
+    the figures stand.
     """
 
     name: str
@@ -50,6 +59,7 @@ class Cluster(Record):
     intra: Wire
     inter: Wire | None = None
     overlap: Overlap | None = None
+    host: HostMemory | None = None
     sources: tuple[str, ...] = ()
 
     def hardware(self, ranks: int | None = None) -> Hardware:
@@ -82,8 +92,15 @@ class Cluster(Record):
             copy=Curve(timings=_line(0.0, self.memory_bandwidth * self.sustained, SIZES)),
             links=tuple(links),
             overlap=self.overlap,
+            host=self._host(),
             measured={"estimated": "from published figures", "sources": "; ".join(self.sources)},
         )
+
+    def _host(self) -> Host | None:
+        if self.host is None:
+            return None
+        update = OPTIMIZER_BYTES / (self.host.memory_bandwidth * self.sustained)
+        return Host(timings=_line(0.0, self.host.bandwidth * self.sustained, SIZES), update=update)
 
     def _link(self, operation: Any, ranks: int, stride: int) -> Link:
         members = [rank * stride // self.devices_per_node for rank in range(ranks)]

@@ -15,7 +15,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.parallel.held import layer_elements
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import Hardware, Matmul
+from vitpar.planner.profile.hardware import OPTIMIZER_BYTES, Hardware, Matmul
 from vitpar.planner.profile.model import (
     Bytes,
     LayerKind,
@@ -33,8 +33,6 @@ LAUNCHES: dict[LayerKind, int] = {"stem": 8, "block": 24, "head": 10}
 """Operations of a forward; backward has twice as many."""
 ATTENTION = 0.5
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-OPTIMIZER_BYTES = 28
-"""Read and written by AdamW for a float32 parameter."""
 
 
 @dataclass(frozen=True)

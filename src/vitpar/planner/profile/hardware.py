@@ -21,6 +21,8 @@ STEPS: dict[str, Callable[[int], tuple[int, float]]] = {
     "p2p": lambda n: (1, 1.0),
 }
 """By operation, for n ranks in a ring: messages one after the other, and the part of the tensor that a rank sends."""
+OPTIMIZER_BYTES = 28
+"""Read and written by AdamW for a float32 parameter."""
 
 
 class Link(Curve):
@@ -53,13 +55,23 @@ class Overlap(Record):
     communication: float = Field(ge=1)
 
 
+class Host(Curve):
+    """Moving a tensor from a GPU to the host's memory or back, on all ranks at once. Sizes are bytes.
+
+    update: seconds of the optimizer for an element there.
+    """
+
+    update: float = Field(ge=0)
+
+
 class Hardware(Record):
     """A profile of `ranks` devices, `ranks_per_node` on each node.
 
     device: cpu or cuda. device_name: as the system calls it. backend: of torch.distributed. threads: CPU threads of a
     rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
     at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
-    small message included. measured: when, and under which versions. Imported profiles lack matmuls and copy.
+    small message included. host: what +offload takes, None where there is no other memory. reserved_bytes: of a device,
+    that no plan can use. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
     """
 
     format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
@@ -75,7 +87,9 @@ class Hardware(Record):
     copy_: Curve | None = Field(default=None, alias="copy")
     links: tuple[Link, ...] = ()
     overlap: Overlap | None = None
+    host: Host | None = None
     pipeline: float = Field(default=0.0, ge=0)
+    reserved_bytes: int = Field(default=0, ge=0)
     measured: dict[str, str] = Field(default_factory=dict)
 
     def save(self, path: Path) -> None:

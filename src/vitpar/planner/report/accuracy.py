@@ -9,6 +9,11 @@ from typing import Any
 
 from vitpar.planner.cost.price import Price
 from vitpar.planner.measure.steps import Measured
+from vitpar.planner.profile.correction import Evidence
+
+COMPUTING = ("forward", "backward", "optimizer", "uneven", "other")
+SENDING = ("tensor", "gather", "gradients", "redistribution")
+"""Parts of a step."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,20 @@ class Row:
     def memory_error(self) -> float | None:
         """The same of memory."""
         return None if self.memory is None else self.price.memory_bytes / self.memory - 1
+
+    @property
+    def evidence(self) -> Evidence:
+        """What it says about the profiles. Waiting for other stages is as much computing and sending as the rest."""
+        time, memory = self.price.time, self.memory
+        computing = sum(time.get(what, 0.0) for what in COMPUTING)
+        sending = sum(time.get(what, 0.0) for what in SENDING)
+        share = self.price.seconds / (computing + sending)
+        return Evidence(
+            computing * share,
+            sending * share,
+            self.seconds,
+            None if memory is None else (self.price.memory_bytes, float(memory)),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Raw figures."""

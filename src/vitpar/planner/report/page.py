@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
@@ -65,7 +66,12 @@ def page(found: Findings, costs: LayerCosts, moments: float) -> str:
         *(f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(r.why)}</td></tr>" for r in found.reasons),
         "</table>",
     ]
-    head = f'<meta charset="utf-8"><title>vitpar search: {escape(str(best.plan))}</title><style>{STYLE}</style>'
+    return document(f"vitpar search: {best.plan}", parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A whole page."""
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 

@@ -30,9 +30,10 @@ Progress = Callable[[int, int, Price | None], None]
 class Result:
     """What a search found.
 
-    plans: the best first, then the next best. bound: images a second that no plan with any mix of strategies exceeds.
-    exact: whether the first is the best of the whole space. kinds: pipelines with micro-batches. priced: plans.
-    strategies: different ones of a layer. seconds: that the search took. Nothing fits where there are no plans.
+    plans: the best first, of those within the tolerance the simplest, then the next best; none where nothing fits.
+    bound: images a second that no plan with any mix of strategies exceeds. exact: whether all of the space was looked
+    at or ruled out. kinds: pipelines with micro-batches. priced: plans. strategies: different ones of a layer. seconds:
+    that the search took.
     """
 
     plans: tuple[Price, ...]
@@ -82,10 +83,10 @@ class Search:
                 break
             progress(total - len(heap), total, found.plans[0] if found.plans else None)
             machine = self.machine(kind, budget)
-            exact &= Expansion(kind, self.options(kind), machine, self.depth, self.price, found, effort).run()
+            exact &= Expansion(kind, self.options(kind), machine, self.depth, self.price, budget, found, effort).run()
         seconds = time.perf_counter() - begun
         return Result(
-            plans=tuple(found.plans),
+            plans=found.ranked,
             bound=1 / least if least < math.inf else 0.0,
             exact=exact,
             kinds=total,
@@ -133,7 +134,7 @@ class Search:
             lanes=min(at_once, pp),
             overhead=self._costs.model.microbatch
             * max(self._costs.crowd(size), self._costs.crowd(1) * kind.pipeline.num_stages / min(at_once, pp)),
-            budget=budget,
+            budget=budget - self._costs.hardware.reserved_bytes,
         )
 
     def _ideal(self, kind: Kind) -> float:

@@ -27,10 +27,12 @@ class Effort:
 
 
 class Best:
-    """The best plans so far. limit: seconds an image from which on nothing is better by more than the tolerance."""
+    """The best plans so far. limit: seconds an image from which on nothing is better by more than the tolerance. plain:
+    the best with one strategy for all layers."""
 
     def __init__(self, effort: Effort) -> None:
         self.plans: list[Price] = []
+        self.plain: Price | None = None
         self._most, self._tolerance = 1 + effort.alternatives, effort.tolerance
 
     @property
@@ -39,11 +41,24 @@ class Best:
 
     def offer(self, found: Price) -> None:
         """A plan that fits."""
+        if len(found.plan.kinds) == 1 and (not self.plain or found.images_per_second > self.plain.images_per_second):
+            self.plain = found
         if any(found.plan == other.plan and found.batch_size == other.batch_size for other in self.plans):
             return
         self.plans.append(found)
         self.plans.sort(key=lambda p: -p.images_per_second)
         del self.plans[self._most :]
+
+    @property
+    def ranked(self) -> tuple[Price, ...]:
+        """The best first; of those as good but for the tolerance the simplest: one strategy, few micro-batches."""
+        if not self.plans:
+            return ()
+        enough = (1 - self._tolerance) * self.plans[0].images_per_second
+        every = [*self.plans, *((self.plain,) if self.plain and all(p is not self.plain for p in self.plans) else ())]
+        alike = [found for found in every if found.images_per_second >= enough]
+        first = min(alike, key=lambda p: (len(p.plan.kinds), p.plan.microbatches or 1))
+        return first, *(found for found in every if found is not first)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,8 @@ def _pairs(parts: Sequence[_Parts], blocks: int, most: Sequence[float], mixed: b
 class Expansion:
     """The plans of one kind, most promising first.
 
-    options: strategies of layers. depth: blocks of the model. price: of a plan and a batch size. found: gets the plans.
+    options: strategies of layers. depth: blocks of the model. price: of a plan and a batch size. budget: bytes of a
+    rank. found: gets the plans.
     """
 
     def __init__(
@@ -115,11 +131,12 @@ class Expansion:
         machine: Machine,
         depth: int,
         price: Callable[[Plan, int], Price],
+        budget: float,
         found: Best,
         effort: Effort,
     ) -> None:
         self._kind, self._options, self._machine, self._depth = kind, options, machine, depth
-        self._price, self._found, self._most = price, found, effort.runs
+        self._price, self._budget, self._found, self._most = price, budget, found, effort.runs
         self._alive = in_flight(kind.pipeline, kind.microbatches)
         self._left = effort.prices
         self._shares: dict[int, list[_Parts]] = {}
@@ -166,7 +183,7 @@ class Expansion:
         )
         self._left -= 1
         found = self._price(plan, self._kind.batch_size)
-        if found.memory_bytes <= self._machine.budget:
+        if found.memory_bytes <= self._budget:
             self._found.offer(found)
 
     def _uniform(self) -> Iterator[_Run]:

@@ -207,13 +207,14 @@ class Options:
             once = weights.reduce * (pipelined and not twice)
         if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
             waits += sum(work.skew) / (self._space.config.depth + 2) ** 0.5
-        shard = 0.0 if seat.strategy.offload else weights.held
+        offload, host = seat.strategy.offload, self._costs.hardware.host
+        shard, update = (0.0, host.update) if offload and host else (weights.held, self._update)
         return Load(
             forward=work.forward,
             computes=work.forward + work.backward,
             late=work.late,
             waits=waits,
-            once=once + weights.elements * self._update,
+            once=once + weights.elements * update,
             edge=edge,
             sent_each=sent_each,
             sent_once=sent_once,
@@ -229,8 +230,10 @@ def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> Numbers:
     """What a price depends on; more of any is never better."""
     twice = strategy.zero == 2
     wrapped = weights.wrapped
+    here = not strategy.offload
     return (
-        float(weights.elements),
+        float(weights.elements * here),
+        float(weights.elements * strategy.offload),
         weights.gather * (wrapped and not always),
         weights.gather * (wrapped and always),
         weights.gathered * (not always),
@@ -240,7 +243,7 @@ def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> Numbers:
         weights.reduce * (not wrapped),
         weights.waiting * (wrapped and not twice),
         weights.waiting * (wrapped and twice),
-        weights.held,
+        weights.held * here,
         weights.gathering,
         weights.reducing,
         *(float(weights.sums.get(axis, 0)) for axis in ("j", "k")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vitpar.errors import PlannerError, StrategyError
-from vitpar.planner.cost.memory import Memory
+from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.best import Search
 from vitpar.strategy import Plan, parse, validate
@@ -85,8 +85,7 @@ def _needs(price: Price) -> str:
     """`31.2 GB on rank 0: optimizer 18.4, …`, the largest parts first."""
     place = max(range(len(price.memory)), key=lambda pp: price.memory[pp].total)
     memory: Memory = price.memory[place]
-    names = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers")
-    parts = sorted(((getattr(memory, name), name) for name in names), reverse=True)
+    parts = sorted(((getattr(memory, name), name) for name in PARTS), reverse=True)
     listed = ", ".join(f"{name} {size(part)}" for part, name in parts if part > 0.02 * memory.total)
     where = f"rank {place * price.plan.stage_size}" if price.plan.pp_index == 0 else f"place {place} of pp"
     return f"{size(memory.total)} on {where}: {listed}"

@@ -8,9 +8,9 @@
 | blocks        | in each stage at most two strategies, one after the other; several stages a rank: one for all        |
 | stem, head    | the strategy of the block beside it                                                                  |
 | a strategy    | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint     |
-|               | policy                                                                                               |
+|               | policy; +offload of what fsdp shards                                                                 |
 
-Not looked at: +offload (what it costs is not measured), communication settings other than the default.
+Not looked at: +offload without fsdp, communication settings other than the default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 from vitpar.errors import StrategyError
@@ -30,7 +30,7 @@ from vitpar.strategy.layer import TENSOR_MODES
 from vitpar.strategy.support import refuse_clashes
 from vitpar.strategy.words import divisors
 
-FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "ckpt.selective")
+FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "ckpt.selective", "offload")
 ROLES = ("pp", "dp", "fsdp", "tp")
 
 
@@ -96,9 +96,9 @@ def _strategies(config: ViTConfig, size: int, roles: tuple[str, ...], flags: tup
             axes = tuple(Axis(role, n) for role, n in order)  # type: ignore[arg-type]
             for tensor in _tensor_ways(config, axes, flags):
                 zeros = [0, *(z for z in (1, 2) if f"zero{z}" in flags and dp > 1 and fsdp == 1)]
-                for zero in zeros:
-                    for policy in policies:
-                        found[replace(tensor, zero=zero, checkpoint=policy)] = None
+                homes = (False, True) if "offload" in flags and fsdp > 1 else (False,)
+                for zero, policy, offload in product(zeros, policies, homes):
+                    found[replace(tensor, zero=zero, checkpoint=policy, offload=offload)] = None
     return tuple(found)
 
 

@@ -1,0 +1,156 @@
+"""`vitpar scaling`: how speed grows with devices, by simulation."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitpar.errors import PlannerError
+from vitpar.strategy.words import count
+from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import refuse_unwritable, write
+from vitpar_cli.profiled import (
+    ClusterName,
+    HardwareFile,
+    MemorySize,
+    ModelFile,
+    NumClasses,
+    estimated_costs,
+    known_flags,
+    parse_size,
+    profiled_costs,
+    refuse_mixed,
+    usual_budget,
+)
+from vitpar_cli.search import USED, numbers
+
+if TYPE_CHECKING:
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.search.scaling import Point
+
+
+def scaling(
+    recipe: o.RecipeFile = None,
+    hardware: HardwareFile = None,
+    model_profile: ModelFile = None,
+    cluster: ClusterName = None,
+    model: o.ModelName = None,
+    num_classes: NumClasses = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", min=1, help="Images of a step: on the most ranks (weak), on any (strong)."),
+    ] = None,
+    memory: MemorySize = None,
+    precision: o.Precision = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Search the best plan for fewer and more ranks and show how speed grows: weak scaling, with as many images for
+    each rank, and strong scaling, with as many images in all.
+
+    Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
+    """
+    o.refuse_idle(assignments, "a search", USED)
+    refuse_mixed(cluster, hardware, model_profile, num_classes)
+    refuse_unwritable(report)
+    named = recipe is None and model
+    merged = o.merged_recipe(
+        recipe,
+        Path("unused") if named else None,
+        assignments,
+        model__name=model,
+        train__steps=1 if named else None,
+        train__precision=precision,
+        train__batch_size=batch_size,
+    )
+    limit = None if memory is None else parse_size(memory)
+
+    from vitpar.planner.report.scaling import scaling_page, scaling_to_json
+    from vitpar.planner.search.scaling import scaling as simulated
+    from vitpar.planner.search.space import Space
+    from vitpar.train.state import moments
+
+    whole = (
+        estimated_costs(cluster, None, merged, num_classes or 1000)
+        if cluster
+        else profiled_costs(hardware, model_profile, merged)
+    )
+    most = whole.hardware.ranks
+    chosen = tuple(sorted(set(numbers(ranks, "--ranks")))) if ranks else _halves(most)
+    if chosen[-1] > most:
+        raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
+    size = merged.train.batch_size
+
+    def costs(number: int) -> "LayerCosts":
+        return estimated_costs(cluster, number, merged, num_classes or 1000) if cluster else whole
+
+    def space(number: int, images: int) -> Space:
+        flags, known = known_flags(whole), None if cluster else whole.model.tensors
+        return Space(
+            whole.config, number, (images,), whole.model.precision, whole.model.compiled, flags=flags, tensors=known
+        )
+
+    found: dict[str, list[Point]] = {}
+    for kind in ("weak", "strong"):
+        found[kind] = []
+        for point in simulated(kind, size, chosen, space, costs, lambda c: limit or usual_budget(c), moments(merged)):
+            found[kind].append(point)
+            if sys.stderr.isatty() and not as_json:
+                print(f"\r{kind} scaling: {point.ranks} of {chosen[-1]} ranks   ", end="", file=sys.stderr)
+    if sys.stderr.isatty() and not as_json:
+        print(file=sys.stderr)
+    if not any(point.price for points in found.values() for point in points):
+        raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
+    title = f"{whole.config.name} on up to {chosen[-1]} x {whole.hardware.device_name}"
+    if report is not None:
+        write(report, scaling_page(title, found))
+    if as_json:
+        typer.echo(json.dumps(scaling_to_json(found)))
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{title}[/bold]")
+    if "estimated" in whole.model.measured:
+        console.print("times are estimates: nothing was measured", style="yellow")
+    for kind, points in found.items():
+        console.print(_table(kind, points))
+    if report is not None:
+        console.print(f"written    {report}", soft_wrap=True)
+
+
+def _halves(most: int) -> tuple[int, ...]:
+    """All ranks, half of them, and so on while that is whole."""
+    found = [most]
+    while found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return tuple(reversed(found))
+
+
+def _table(kind: str, points: "list[Point]") -> Table:
+    from vitpar.planner.search.scaling import efficiency
+
+    table = Table("ranks", "batch", box=box.SIMPLE, title=f"{kind} scaling", title_justify="left")
+    for heading in ("images/s", "a rank", "efficiency"):
+        table.add_column(heading, justify="right")
+    table.add_column("plan")
+    for point, part in zip(points, efficiency(points), strict=True):
+        if point.price is None or part is None:
+            table.add_row(str(point.ranks), str(point.batch_size), *("",) * 3, "no plan fits")
+            continue
+        figures = (f"{point.price.images_per_second:,.0f}", f"{point.per_rank:,.1f}", f"{part:.1%}")
+        plan = point.price.plan
+        words = f"{plan}" + (f" {plan.schedule}" if plan.pipeline_degree > 1 else "")
+        parts = count(plan.microbatches or 1, "micro-batch")
+        table.add_row(str(point.ranks), str(point.batch_size), *figures, f"{words}, {parts}")
+    return table

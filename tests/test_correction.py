@@ -1,0 +1,67 @@
+"""Corrections of profiles: what measured plans say, and only when asked."""
+
+from pathlib import Path
+
+import pytest
+
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import Price, price
+from vitpar.planner.measure.steps import Measured
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.correction import LEAST, Correction, Evidence, correction
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.hardware import Hardware, read_hardware
+from vitpar.planner.profile.model import ModelProfile, read_model_profile, tensors
+from vitpar.planner.report.accuracy import Row, accuracy
+from vitpar.strategy import parse, validate
+
+CONFIG = model_config("vit_custom", width=256, depth=4, heads=4, patch_size=8, image_size=64, num_classes=10)
+PLANS = ("dp4", "fsdp4", "tp4", "dp2xtp2", "tp4+sp", "dp4+zero1")
+
+
+def profiles() -> tuple[Hardware, ModelProfile]:
+    hardware = find_cluster("4xA100").hardware()
+    return hardware, estimate_model(CONFIG, "fp32", hardware, tensors(CONFIG, 4))
+
+
+def prices(hardware: Hardware, model: ModelProfile) -> list[Price]:
+    costs = LayerCosts(CONFIG, hardware, model)
+    return [price(validate(parse(words), CONFIG, 32), costs, 32) for words in PLANS]
+
+
+def test_factors_come_back() -> None:
+    """Steps that take 1.5 times the computing and 0.8 times the sending."""
+    parts = [(1.0, 0.1), (2.0, 1.0), (1.0, 3.0), (4.0, 0.0)]
+    found = correction([Evidence(c, s, 1.5 * c + 0.8 * s, (100.0, 130.0)) for c, s in parts])
+    assert found.computing == pytest.approx(1.5) and found.sending == pytest.approx(0.8)
+    assert found.memory_bytes == 30 and found.plans == 4
+
+
+def test_plans_that_do_not_tell_them_apart_have_one_factor() -> None:
+    found = correction([Evidence(c, c, 3 * c, None) for c in (1.0, 2.0)])
+    assert found.computing == found.sending == pytest.approx(1.5) and found.memory_bytes == 0
+    assert correction([Evidence(1.0, 0.0, 0.001, None)]).computing == LEAST
+    absurd = correction([Evidence(1.0, 0.01, 1.2, None), Evidence(1.0, 0.02, 1.0, None)])  # sending below nothing
+    assert absurd.computing == absurd.sending > 0
+
+
+def test_corrected_profiles_predict_what_was_measured(tmp_path: Path) -> None:
+    """A machine that computes 1.4 times and sends twice as long, and needs 50 MB more: one round of validation."""
+    hardware, model = profiles()
+    truth = Correction(1.4, 2.0, 50_000_000, 1).of(hardware, model)
+    rows = [
+        Row(predicted, Measured((true.seconds,), (round(true.memory_bytes),)))
+        for predicted, true in zip(prices(hardware, model), prices(*truth), strict=True)
+    ]
+    found = correction([row.evidence for row in rows])
+    better = found.of(hardware, model)
+    for record, name in zip(better, ("hardware.json", "model.json"), strict=True):
+        record.save(tmp_path / name)
+    read = read_hardware(tmp_path / "hardware.json"), read_model_profile(tmp_path / "model.json")
+    after = [Row(p, row.measured) for p, row in zip(prices(*read), rows, strict=True)]
+    memory = accuracy(after).memory
+    assert accuracy(rows).time[0] > 0.25 and accuracy(after).time[0] < 0.02
+    assert memory is not None and memory[1] < 1e-6
+    assert "from 6 plans" in read[0].measured["corrected"] and "corrected" in read[1].measured
+    assert prices(*read)[0].memory[0].reserved == 50_000_000

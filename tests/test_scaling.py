@@ -1,0 +1,68 @@
+"""How speed grows with devices, by simulation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from vitpar.errors import PlannerError
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.model import tensors
+from vitpar.planner.search.scaling import Point, efficiency, scaling
+from vitpar.planner.search.space import Space
+from vitpar_cli.scaling import scaling as command
+
+CONFIG = model_config("vit_small_patch16_224")
+
+
+def costs(ranks: int) -> LayerCosts:
+    hardware = find_cluster("2x4xA100").hardware(ranks)
+    return LayerCosts(CONFIG, hardware, estimate_model(CONFIG, "bf16", hardware, tensors(CONFIG, ranks)))
+
+
+def points(kind: str, memory: float = 40e9) -> list[Point]:
+    def space(ranks: int, images: int) -> Space:
+        return Space(CONFIG, ranks, (images,), "bf16")
+
+    return list(scaling(kind, 512, (1, 2, 4, 8), space, costs, lambda found: memory))  # type: ignore[arg-type]
+
+
+def test_weak_and_strong() -> None:
+    weak, strong = points("weak"), points("strong")
+    assert [point.batch_size for point in weak] == [64, 128, 256, 512]
+    assert [point.batch_size for point in strong] == [512] * 4
+    for found in (weak, strong):
+        speeds = [point.price.images_per_second for point in found if point.price]
+        assert len(speeds) == 4 and speeds == sorted(speeds)
+        assert all(point.price is None or point.price.plan.world_size == point.ranks for point in found)
+    parts = efficiency(strong)
+    assert parts[0] == 1.0 and parts[-1] is not None and parts[-1] < 1.0
+    assert weak[-1].price == strong[-1].price
+
+
+def test_where_nothing_fits_there_is_no_point() -> None:
+    found = points("strong", memory=0.25e9)
+    assert found[0].price is None and found[-1].price is not None
+    parts = efficiency(found)
+    assert parts[0] is None and 1.0 in parts
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    base = ("--cluster", "4xA100", "--model", "vit_small_patch16_224", "--batch-size", "64", "--precision", "bf16")
+    report = tmp_path / "scaling.html"
+    shown = CliRunner().invoke(app, [*base, "--ranks", "1,4", "--report", str(report)])
+    assert "weak scaling" in shown.stdout and "100.0%" in shown.stdout and "estimates" in shown.stdout
+    page = report.read_text()
+    assert page.count("<svg") == 1 and "Strong scaling" in page and "http" not in page
+    found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
+    assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]
+    with pytest.raises(PlannerError, match="--ranks 8 is more than the 4"):
+        CliRunner().invoke(app, [*base, "--ranks", "8"], catch_exceptions=False)

@@ -57,6 +57,9 @@ def search(
     without: Annotated[
         str, typer.Option("--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe.")
     ] = "",
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, help="Longest time to search, once a plan is found.")
+    ] = 60.0,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
     ] = None,
@@ -92,6 +95,7 @@ def search(
     from vitpar.planner.report.page import page
     from vitpar.planner.report.trace import trace
     from vitpar.planner.search.best import Search
+    from vitpar.planner.search.expand import Effort
     from vitpar.planner.search.space import FLAGS, Space
     from vitpar.strategy import SCHEDULES, validate, write_plan
     from vitpar.train.state import moments
@@ -123,7 +127,7 @@ def search(
         schedules=tuple(name for name in SCHEDULES if name not in left_out),
         tensors=costs.model.tensors,
     )
-    searching = Search(space, costs, moments(merged))
+    searching = Search(space, costs, moments(merged), Effort(seconds=seconds))
     limit = budget or usual_budget(costs)
     with SearchProgress(shown=not as_json) as progress:
         result = searching.best(limit, progress)

@@ -12,6 +12,7 @@ from vitpar.planner.profile.curve import Timing
 from vitpar.planner.profile.hardware import Hardware, Link
 from vitpar.planner.report import svg
 from vitpar.planner.report.data import Findings
+from vitpar.planner.search.expand import form
 from vitpar.strategy.words import count, size
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -132,14 +133,12 @@ def _words(found: Price) -> str:
 
 
 def _unlike(found: Findings) -> list[Price]:
-    """The best plan, and others that differ from it in more than where strategies change."""
-    seen, kept = set(), []
+    """The best plan, and others of another form."""
+    kept: dict[tuple, Price] = {}
     for one in (*found.result.plans, *(r.price for r in found.reasons if r.price), *found.frontier):
-        key = one.plan.pp, one.plan.schedule, frozenset(one.plan.kinds), one.plan.microbatches
-        if key not in seen and (one.memory_bytes <= found.budget or one is found.result.plans[0]):
-            seen.add(key)
-            kept.append(one)
-    return kept
+        if one.memory_bytes <= found.budget or one is found.result.plans[0]:
+            kept.setdefault(form(one), one)
+    return list(kept.values())
 
 
 def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict[str, list[float]]:

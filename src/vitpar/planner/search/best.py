@@ -68,8 +68,9 @@ class Search:
         total, found, exact, least, looked = len(heap), Best(effort), True, math.inf, 0
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
-            if bound >= found.limit:
-                least = min(least, bound)
+            late = time.perf_counter() - begun > effort.seconds and (found.plans or not effort.patient)
+            if bound >= found.limit or late:
+                least, exact = min(least, bound), exact and not late
                 break
             if sharp < 2:  # dearer bounds only for those that cheap ones leave
                 bound = max(bound, self._bound(kind, budget, quick=sharp == 0))
@@ -96,14 +97,24 @@ class Search:
         )
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
-        """The best plans for less and less memory, `best` first: each for `step` of what the one before needs, and
-        found with less effort."""
-        found, rough = [best], replace(self.effort, tolerance=0.01, kinds=6, prices=8, runs=4)
-        while len(found) < points:
-            plans = self.best(step * found[-1].memory_bytes, effort=rough).plans
+        """The best plans for less and less memory, `best` first: each needs at most `step` of what the one before
+        needs. They are searched with less effort, seconds for each, among all plans that were ever priced."""
+        rough = replace(
+            self.effort, tolerance=0.01, kinds=4, prices=4, runs=4, seconds=min(3.0, self.effort.seconds), patient=False
+        )
+        budget = best.memory_bytes
+        for _ in range(points - 1):
+            plans = self.best(step * budget, effort=rough).plans
             if not plans:
                 break
-            found.append(plans[0])
+            budget = plans[0].memory_bytes
+        found = [best]
+        while len(found) < points:
+            budget = step * found[-1].memory_bytes
+            fitting = [price for price in self._prices.values() if price.memory_bytes <= budget]
+            if not fitting:
+                break
+            found.append(max(fitting, key=lambda price: price.images_per_second))
         return tuple(found)
 
     def price(self, plan: Plan, batch_size: int) -> Price:

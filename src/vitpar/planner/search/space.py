@@ -8,9 +8,9 @@
 | blocks        | in each stage at most two strategies, one after the other; several stages a rank: one for all        |
 | stem, head    | the strategy of the block beside it                                                                  |
 | a strategy    | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint     |
-|               | policy; +offload of what fsdp shards                                                                 |
+|               | policy; +offload where fsdp shards and there is no dp                                                |
 
-Not looked at: +offload without fsdp, communication settings other than the default.
+Not looked at: +offload without fsdp or beside dp, communication settings other than the default.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _strategies(config: ViTConfig, size: int, roles: tuple[str, ...], flags: tup
             axes = tuple(Axis(role, n) for role, n in order)  # type: ignore[arg-type]
             for tensor in _tensor_ways(config, axes, flags):
                 zeros = [0, *(z for z in (1, 2) if f"zero{z}" in flags and dp > 1 and fsdp == 1)]
-                homes = (False, True) if "offload" in flags and fsdp > 1 else (False,)
+                homes = (False, True) if "offload" in flags and fsdp > 1 and dp == 1 else (False,)
                 for zero, policy, offload in product(zeros, policies, homes):
                     found[replace(tensor, zero=zero, checkpoint=policy, offload=offload)] = None
     return tuple(found)

@@ -24,12 +24,14 @@ def example_plans(config: ViTConfig, ranks: int, batch_size: int, precision: str
     splits = [(a, ranks // a) for a in divisors(ranks) if 1 < a < ranks]
     middle = config.depth // 2
     words: list[tuple[str, dict[str, Any]]] = [(text.format(n=ranks), {}) for text in (*DATA, *TENSOR)]
-    words += [(f"dp{ranks}", {"microbatches": 4}), (f"fsdp{ranks}", {"microbatches": 2})]
+    words += [(f"{role}{ranks}", {"microbatches": m}) for role in ("dp", "fsdp") for m in (2, 4)]
+    words += [(f"tp{ranks}", {"microbatches": 4}), (f"dp{ranks}+zero1", {"microbatches": 2})]
     words += [(text.format(a=a, b=b), {}) for a, b in splits for text in TWO]
     pipelines = [text.format(a=a, b=b) for a, b in splits for text in PIPELINES] + [f"pp{ranks}"]
     words += [(text, {"microbatches": m}) for text in pipelines for m in (4, 8)]
-    words += [(f"pp{ranks}", {"microbatches": 8, "schedule": "gpipe"})]
+    words += [(f"pp{ranks}", {"microbatches": m, "schedule": "gpipe"}) for m in (4, 8)]
     words += [(pipelines[0], {"microbatches": 4, "schedule": "interleaved1f1b", "virtual_stages": 2})]
+    words += [(f"pp{ranks}", {"microbatches": 8, "schedule": "zbvzerobubble", "virtual_stages": 2})]
     words += [(f"pp1: 0-{middle - 1}=dp{ranks}, *=fsdp{ranks}", {})]
     words += [(f"pp{a}: 0-{middle - 1}=dp{b}, *=tp{b}", {"microbatches": 4}) for a, b in splits[:1]]
     found: dict[Plan, None] = {}

@@ -1,7 +1,8 @@
 """Measures a `Hardware` profile. Every rank of the world takes part, and all compute and send at the same time, as they
 do in training: on a machine whose ranks share cores, caches or links that is slower than one alone.
 
-1. what memory every operation takes, in every group of the world: all sizes and strides that divide it
+1. what memory ranks take besides tensors, and every operation in every group of the world: all sizes and strides
+   that divide it
 2. products of square matrices, by dtype and size
 3. a copy of a large tensor
 4. how long every operation takes in every group
@@ -28,6 +29,7 @@ from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.planner.measure.clock import Clock, Group
 from vitpar.planner.measure.device import device_name, memory_bytes
 from vitpar.planner.measure.sending import Shape, group_shapes, message, operations, own_group, scratch
+from vitpar.planner.measure.slack import slack
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import Hardware, Host, Link, Matmul, Operation, Overlap
 from vitpar.strategy import parse
@@ -80,6 +82,7 @@ def profile_hardware(
         + (world > 1)
     )
     steps = _Steps(progress, total)
+    reserved = slack(device)
     taken = scratch(device, shapes, effort.messages)
     matmuls = tuple(
         Matmul(dtype=dtype, timings=tuple(_product(clock, dtype, side) for side in steps.over(effort.sides, dtype)))
@@ -115,6 +118,7 @@ def profile_hardware(
         overlap=overlap,
         host=_host(clock, effort) if device.type == "cuda" else None,
         pipeline=_pipeline(clock) if world % 2 == 0 else 0.0,
+        reserved_bytes=reserved,
         measured={
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "torch": torch.__version__,

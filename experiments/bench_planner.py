@@ -1,6 +1,6 @@
 """How long searches take, and how far predictions are off.
 
-    python experiments/bench_planner.py                          # about 40 minutes on two cores
+    python experiments/bench_planner.py                          # about an hour on two cores
     python experiments/bench_planner.py --only search galvatron  # two minutes
     python experiments/bench_planner.py --only accuracy --ranks 4 --json rows.json
 

@@ -20,12 +20,21 @@ NAMES = {
 }
 """Operations by name: those of torch.distributed, and the functional ones that DTensor calls. Others count as
 themselves."""
+WHOLES = {
+    "c10d::allreduce_": 0,
+    "c10d::_allgather_base_": 0,
+    "c10d::_reduce_scatter_base_": 1,
+    "_c10d_functional::all_reduce": 0,
+    "_c10d_functional::all_gather_into_tensor": None,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+}
+"""Which argument is the whole that is reduced, gathered or scattered; None for the result."""
 _NO_TRAFFIC = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 
 
 class Sent(TorchDispatchMode):
     """Counts, inside the ``with``, the communication of this rank in `counts`; functional collectives also by
-    (name, group, elements of the whole) in `sizes`.
+    (name, group, elements of the whole) in `sizes`, and all of `WHOLES` by the bytes of the whole in `bytes`.
 
     As torch's CommDebugMode, which cannot be entered around a pipeline schedule (torch 2.13: its tracking of modules
     raises `list index out of range`) and does not count point-to-point operations.
@@ -35,6 +44,7 @@ class Sent(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.sizes: Counter[tuple[str, str, int]] = Counter()
+        self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,6 +56,10 @@ class Sent(TorchDispatchMode):
             name = func._schema.name
             if name.partition("::")[0] in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
                 self.counts[NAMES.get(name, name)] += 1
+                if name in WHOLES:
+                    wholes = out if WHOLES[name] is None else args[WHOLES[name]]
+                    for whole in wholes if isinstance(wholes, list | tuple) else [wholes]:
+                        self.bytes[NAMES[name]] += whole.nbytes
                 if name.startswith("_c10d_functional::"):
                     whole = out if NAMES.get(name) == "all_gather" else args[0]
                     self.sizes[NAMES.get(name, name), args[-1], whole.numel()] += 1

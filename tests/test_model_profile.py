@@ -137,18 +137,3 @@ def test_estimated_memory_is_what_is_counted(precision: str) -> None:
                     guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
                     few = 16 * config.tokens * 4
                     assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
-
-
-def test_processes_keep_each_other_busy() -> None:
-    """Who has been timed goes on until the last has."""
-    store = torch.distributed.HashStore()
-    first, last = (Neighbours(rank, 2, store) for rank in range(2))
-    done: list[str] = []
-
-    def work() -> None:
-        done.append("work")
-        if len(done) == 3:
-            last.until_all(lambda: done.append("too late"))
-
-    first.until_all(work)
-    assert done == ["work"] * 3

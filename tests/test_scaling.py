@@ -13,7 +13,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.model import tensors
-from vitpar.planner.search.scaling import Point, efficiency, scaling
+from vitpar.planner.search.scaling import Kind, Point, best_on, efficiency, images
 from vitpar.planner.search.space import Space
 from vitpar_cli.scaling import scaling as command
 
@@ -25,11 +25,12 @@ def costs(ranks: int) -> LayerCosts:
     return LayerCosts(CONFIG, hardware, estimate_model(CONFIG, "bf16", hardware, tensors(CONFIG, ranks)))
 
 
-def points(kind: str, memory: float = 40e9) -> list[Point]:
-    def space(ranks: int, images: int) -> Space:
-        return Space(CONFIG, ranks, (images,), "bf16")
-
-    return list(scaling(kind, 512, (1, 2, 4, 8), space, costs, lambda found: memory))  # type: ignore[arg-type]
+def points(kind: Kind, memory: float = 40e9) -> list[Point]:
+    found = []
+    for ranks in (1, 2, 4, 8):
+        batch = images(kind, 512, ranks, 8)
+        found.append(best_on(ranks, batch, Space(CONFIG, ranks, (batch,), "bf16"), costs(ranks), memory))
+    return found
 
 
 def test_weak_and_strong() -> None:
@@ -64,5 +65,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert page.count("<svg") == 1 and "Strong scaling" in page and "http" not in page
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]
+    with pytest.raises(PlannerError, match="a batch of 66 on 4 ranks leaves no whole number of images for 1"):
+        CliRunner().invoke(app, [*base[:4], "--batch-size", "66", *base[6:]], catch_exceptions=False)
     with pytest.raises(PlannerError, match="--ranks 8 is more than the 4"):
         CliRunner().invoke(app, [*base, "--ranks", "8"], catch_exceptions=False)

@@ -13,9 +13,10 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
+from vitpar.planner.profile.curve import Curve
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.hardware import Overlap
-from vitpar.planner.profile.model import tensors
+from vitpar.planner.profile.model import LayerProfile, tensors
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.expand import Effort
 from vitpar.planner.search.space import Space
@@ -45,22 +46,34 @@ def cluster(
     )
 
 
-def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None) -> LayerCosts:
-    """cores: of a machine whose ranks are CPU processes; None for GPUs."""
+def late(layer: LayerProfile) -> LayerProfile:
+    """With ranks that differ by a tenth."""
+    curves = {
+        name: Curve(timings=tuple(t.model_copy(update={"skew": t.seconds / 10}) for t in curve.timings))
+        for name, curve in (("forward", layer.forward), ("backward", layer.backward))
+    }
+    return layer.model_copy(update=curves)
+
+
+def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, processes: int = 1) -> LayerCosts:
+    """cores: of a machine whose ranks are CPU processes, `processes` of them profiled at a time; None for GPUs."""
     config = model_config("vit_custom", width=width, depth=depth, **SMALL)
     hardware = drawn.hardware()
     model = estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks))
     if cores is not None:
-        hardware = hardware.model_copy(update={"device": "cpu"})
-        model = model.model_copy(update={"device": "cpu", "cores": cores})
+        hardware = hardware.model_copy(update={"device": "cpu", "host": None})
+        layers = tuple(late(layer) for layer in model.layers)
+        cpu = {"device": "cpu", "cores": cores, "processes": processes, "layers": layers}
+        model = model.model_copy(update=cpu)
     return LayerCosts(config, hardware, model)
 
 
-def every_plan(space: Space, batch_size: int) -> Iterator[Plan]:
-    """All of the space that `space` describes, by loops."""
+def every_plan(space: Space, batch_size: int, host: bool = True) -> Iterator[Plan]:
+    """All of the space that `space` describes, by loops. host: whether there is memory to offload to."""
     depth = space.config.depth
     for pipeline in space.pipelines():
         strategies = [s for s in space.strategies(space.ranks // pipeline.pipeline_degree) if space.allows(pipeline, s)]
+        strategies = [s for s in strategies if host or not s.offload]
         for microbatches in range(1, batch_size + 1):
             for layers, split in _assignments(pipeline, strategies, depth):
                 plan = replace(pipeline, layers=layers, split=split, microbatches=microbatches)
@@ -116,6 +129,7 @@ ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsd
     latency=st.sampled_from((0.0, 1e-5, 1e-3)),
     slower=st.sampled_from((None, 1.0, 1.3)),
     cores=st.sampled_from((None, None, 1, 2, 8)),
+    processes=st.sampled_from((1, 8)),
     share=st.floats(0.0, 1.0),
 )
 def test_search_finds_the_best_plan(
@@ -130,14 +144,15 @@ def test_search_finds_the_best_plan(
     latency: float,
     slower: float | None,
     cores: int | None,
+    processes: int,
     share: float,
 ) -> None:
     """share: which of all plans' memory is the budget."""
     overlap = None if slower is None else Overlap(compute=slower, communication=slower)
-    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cores)
+    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cores, processes)
     schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2", "offload") else ("gpipe", "zbvzerobubble")
     space = Space(costs.config, nodes * devices, (batch_size,), roles=roles, flags=(flag,), schedules=schedules)
-    every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size)]
+    every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size, cores is None)]
     if not every:
         return
     sizes = sorted(found.memory_bytes for found in every)

@@ -8,7 +8,7 @@ import typer
 
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable
-from vitpar_cli.profiled import parse_size
+from vitpar_cli.profiled import parse_size, planned_recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,16 +123,8 @@ def profiles_command(
 
     o.refuse_idle(assignments, "an import", ("model.…",))
     refuse_unwritable(hardware_out, model_out)
-    named = recipe is None and model
-    merged = o.merged_recipe(
-        recipe,
-        Path("unused") if named else None,
-        assignments,
-        model__name=model,
-        train__steps=1 if named else None,
-        train__precision=precision,
-    )
-    machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.name)
+    merged = planned_recipe(recipe, model, assignments, train__precision=precision)
+    machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
     found = import_model(profiled, merged.config(num_classes), merged.train.precision)
     machine.save(hardware_out)
     found.save(model_out)

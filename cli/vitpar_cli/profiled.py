@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitpar.errors import PlannerError
+from vitpar_cli import recipe_options as o
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -37,8 +38,13 @@ MemorySize = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]"),
 ]
+USED = (
+    *("model.…", "optimizer.name", "optimizer.momentum"),
+    *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay", "compile")),
+)
+"""Settings that matter to a search."""
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-FREE = 0.9  # of a device's memory, when no budget is given: the rest is for programs and fragments
+FREE = 0.9  # of a device's memory, when no budget is given: the rest is for other programs and fragments
 
 
 def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None, num_classes: int | None) -> None:
@@ -55,6 +61,37 @@ def parse_size(text: str) -> float:
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
         raise PlannerError(f"--memory {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
     return float(match[1]) * UNITS[match[2].upper()]
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Of `256,512`. Raises PlannerError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise PlannerError(f"{option} {text} is no number: use 256, or several as in 256,512,1024")
+    return tuple(int(part) for part in parts)
+
+
+def planned_recipe(recipe: Path | None, model: str | None, assignments: list[str] | None, **options: Any) -> Recipe:
+    """The recipe that is planned for, without data; a model that is named beside no recipe is the published one.
+    Raises RecipeError for settings that change nothing."""
+    o.refuse_idle(assignments, "a search", USED)
+    named = recipe is None and model
+    given = {"model__name": model, "train__steps": 1 if named else None, **options}
+    return o.merged_recipe(recipe, Path("unused") if named else None, assignments, **given)
+
+
+def costs_of(
+    recipe: Recipe,
+    cluster: str | None,
+    hardware: Path | None,
+    model: Path | None,
+    num_classes: int | None,
+    ranks: int | None = None,
+) -> LayerCosts:
+    """Of `ranks` devices of a cluster (all, if None), or of the machine and model that profiles have."""
+    if cluster:
+        return estimated_costs(cluster, ranks, recipe, num_classes or 1000)
+    return profiled_costs(hardware, model, recipe)
 
 
 def usual_budget(costs: LayerCosts) -> float:

@@ -20,14 +20,14 @@ from vitpar_cli.profiled import (
     MemorySize,
     ModelFile,
     NumClasses,
-    estimated_costs,
+    costs_of,
     known_flags,
+    numbers,
     parse_size,
-    profiled_costs,
+    planned_recipe,
     refuse_mixed,
     usual_budget,
 )
-from vitpar_cli.search import USED, numbers
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -62,67 +62,52 @@ def scaling(
 
     Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
     """
-    o.refuse_idle(assignments, "a search", USED)
     refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
-    named = recipe is None and model
-    merged = o.merged_recipe(
-        recipe,
-        Path("unused") if named else None,
-        assignments,
-        model__name=model,
-        train__steps=1 if named else None,
-        train__precision=precision,
-        train__batch_size=batch_size,
-    )
+    merged = planned_recipe(recipe, model, assignments, train__precision=precision, train__batch_size=batch_size)
     limit = None if memory is None else parse_size(memory)
 
+    from vitpar.planner.report.data import provenance
     from vitpar.planner.report.scaling import scaling_page, scaling_to_json
-    from vitpar.planner.search.scaling import scaling as simulated
+    from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
     from vitpar.train.state import moments
 
-    whole = (
-        estimated_costs(cluster, None, merged, num_classes or 1000)
-        if cluster
-        else profiled_costs(hardware, model_profile, merged)
-    )
-    most = whole.hardware.ranks
+    def costs(number: int | None) -> "LayerCosts":
+        return costs_of(merged, cluster, hardware, model_profile, num_classes, number)
+
+    whole = costs(None)
+    most, notes = whole.hardware.ranks, provenance(whole.hardware, whole.model)
     chosen = tuple(sorted(set(numbers(ranks, "--ranks")))) if ranks else _halves(most)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size
-
-    def costs(number: int) -> "LayerCosts":
-        return estimated_costs(cluster, number, merged, num_classes or 1000) if cluster else whole
-
-    def space(number: int, images: int) -> Space:
-        flags, known = known_flags(whole), None if cluster else whole.model.tensors
-        return Space(
-            whole.config, number, (images,), whole.model.precision, whole.model.compiled, flags=flags, tensors=known
-        )
-
-    found: dict[str, list[Point]] = {}
-    for kind in ("weak", "strong"):
-        found[kind] = []
-        for point in simulated(kind, size, chosen, space, costs, lambda c: limit or usual_budget(c), moments(merged)):
-            found[kind].append(point)
-            if sys.stderr.isatty() and not as_json:
-                print(f"\r{kind} scaling: {point.ranks} of {chosen[-1]} ranks   ", end="", file=sys.stderr)
+    wanted = {
+        kind: [(number, images(kind, size, number, chosen[-1])) for number in chosen] for kind in ("weak", "strong")
+    }
+    known: dict[tuple[int, int], Point] = {}
+    for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
+        if sys.stderr.isatty() and not as_json:
+            print(f"\r{number} ranks, batch {batch} …   ", end="", file=sys.stderr)
+        here = costs(number) if cluster else whole
+        numeric = here.model.precision, here.model.compiled
+        space = Space(here.config, number, (batch,), *numeric, flags=known_flags(here), tensors=here.model.tensors)
+        known[number, batch] = best_on(number, batch, space, here, limit or usual_budget(here), moments(merged))
     if sys.stderr.isatty() and not as_json:
         print(file=sys.stderr)
+    found = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}
     if not any(point.price for points in found.values() for point in points):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
     title = f"{whole.config.name} on up to {chosen[-1]} x {whole.hardware.device_name}"
     if report is not None:
-        write(report, scaling_page(title, found))
+        write(report, scaling_page(title, found, notes))
     if as_json:
-        typer.echo(json.dumps(scaling_to_json(found)))
+        typer.echo(json.dumps(scaling_to_json(found, notes)))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{title}[/bold]")
-    if "estimated" in whole.model.measured:
-        console.print("times are estimates: nothing was measured", style="yellow")
+    for note in notes:
+        console.print(note, style="yellow", soft_wrap=True)
     for kind, points in found.items():
         console.print(_table(kind, points))
     if report is not None:

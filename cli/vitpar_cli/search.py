@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,23 +16,15 @@ from vitpar_cli.profiled import (
     MemorySize,
     ModelFile,
     NumClasses,
-    estimated_costs,
+    costs_of,
     known_flags,
+    numbers,
     parse_size,
-    profiled_costs,
+    planned_recipe,
     refuse_mixed,
     unknown,
     usual_budget,
 )
-
-if TYPE_CHECKING:
-    pass
-
-USED = (
-    *("model.…", "optimizer.name", "optimizer.momentum"),
-    *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay", "compile")),
-)
-"""Settings that matter to a search."""
 
 
 def search(
@@ -77,17 +69,9 @@ def search(
 
     Example: vitpar search --cluster 8xH100 --model vit_huge_patch14_224 --batch-size 1024 --precision bf16
     """
-    o.refuse_idle(assignments, "a search", USED)
     refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
-    merged = o.merged_recipe(
-        recipe,
-        Path("unused") if recipe is None and model else None,
-        assignments,
-        model__name=model,
-        train__steps=1 if recipe is None and model else None,
-        train__precision=precision,
-    )
+    merged = planned_recipe(recipe, model, assignments, train__precision=precision)
     sizes = numbers(batch_sizes, "--batch-size") if batch_sizes else (merged.train.batch_size,)
     budget = None if memory is None else parse_size(memory)
 
@@ -101,11 +85,7 @@ def search(
     from vitpar.train.state import moments
     from vitpar_cli.search_view import SearchProgress, show
 
-    costs = (
-        estimated_costs(cluster, ranks, merged, num_classes or 1000)
-        if cluster
-        else profiled_costs(hardware, model_profile, merged)
-    )
+    costs = costs_of(merged, cluster, hardware, model_profile, num_classes, ranks)
     machine = costs.hardware
     if ranks is not None and ranks > machine.ranks:
         raise PlannerError(
@@ -149,16 +129,9 @@ def search(
         typer.echo(json.dumps(found.to_json()))
     else:
         show(found, costs, out, report, trace_file)
-        if missing := [name for name in sorted(unprofiled) if not left_out & {*name.split("+")}]:
+        useful = (name for name in sorted(unprofiled) if "tp" in space.roles or not name.startswith("tp"))
+        if missing := [name for name in useful if not left_out & {*name.split("+")}]:
             typer.echo(f"not looked at, since the profiles lack it: {', '.join(missing)}", err=True)
-
-
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Of `256,512`. Raises PlannerError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise PlannerError(f"{option} {text} is no number: use 256, or several as in 256,512,1024")
-    return tuple(int(part) for part in parts)
 
 
 def _roles(text: str) -> tuple[str, ...]:

@@ -50,10 +50,8 @@ def show(
     result, best = found.result, found.result.plans[0]
     console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
     console.print(f"{costs.config.name} on {count(best.plan.world_size, 'rank')} of {costs.hardware.device_name}")
-    if "estimated" in costs.model.measured:
-        console.print("times are estimates: nothing was measured", style="yellow")
-    if corrected := costs.model.measured.get("corrected"):
-        console.print(f"profiles were corrected: {corrected}", style="yellow")
+    for note in found.notes:
+        console.print(note, style="yellow", soft_wrap=True)
     pipeline = ""
     if best.plan.pipeline_degree > 1:
         blocks = "" if isinstance(best.plan.split, str) else f", blocks {','.join(map(str, best.plan.split))} of stages"

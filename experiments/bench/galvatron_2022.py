@@ -124,7 +124,7 @@ class UnderItsModel(Search):
         pp, batch = kind.pipeline.pipeline_degree, kind.batch_size
         found = []
         for strategy in self.space.strategies(GPUS // pp):
-            if batch % strategy.size == 0 or batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0:
+            if batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0:
                 block = Load(once=pp * layer_ms(pp, strategy, batch) / 1e3, kept=layer_mb(strategy, batch) * MB)
                 loads = {"stem": Load(kept=other_mb(strategy, batch) * MB), "block": block, "head": Load()}
                 found.append(Option(strategy, {kind: loads[kind] for kind in KINDS}))

@@ -44,9 +44,9 @@ class Weights:
 
     held: bytes of parameters that it keeps. computed: elements that it computes with. gathered: bytes of the copies
     that it computes with, 0 where these are the parameters. waiting: bytes of whole gradients, where they are not what
-    the rank keeps of them. wrapped: whether ``fully_shard`` is around. gather, reduce: seconds to get the copies, and
-    to add up gradients over the ranks that see other samples. gathering, reducing: bytes that this takes meanwhile.
-    sums: elements to be added up over tensor axes, by axis.
+    the rank keeps of them. wrapped: whether ``fully_shard`` is around. offloaded: whether the host keeps them. gather,
+    reduce: seconds to get the copies, and to add up gradients over the ranks that see other samples. gathering,
+    reducing: bytes that this takes meanwhile. sums: elements to be added up over tensor axes, by axis.
     """
 
     elements: int
@@ -55,6 +55,7 @@ class Weights:
     gathered: float
     waiting: float
     wrapped: bool
+    offloaded: bool
     gather: float
     reduce: float
     gathering: float
@@ -196,6 +197,7 @@ class LayerCosts:
     def _weighed(self, kind: LayerKind, seat: Seat) -> Weights:
         elements, groups, numbers = self._sizes(kind, seat.strategy), seat.groups, self.numbers
         wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
+        offloaded = seat.strategy.offload and self.hardware.device != "cpu"  # there the host is the device
         gather = reduce = gathered = waiting = gathering = reducing = 0.0
         if wrapped:
             local = self._weight_profiles[kind, seat.tensor]
@@ -204,12 +206,14 @@ class LayerCosts:
             gathered = elements.computed * numbers.compute.itemsize
             waiting = elements.computed * numbers.reduce.itemsize
             if shards:
-                gather += self.links.seconds("all_gather", groups.shard, gathered)
-                gathering = self.links.scratch("all_gather", groups.shard, gathered)
-                reduce += self.links.seconds("reduce_scatter", groups.shard, waiting)
-                reducing = self.links.scratch("reduce_scatter", groups.shard, waiting)
+                padded = elements.held * groups.shard.ranks  # every part as long as the longest
+                asked, given = padded * numbers.compute.itemsize, padded * numbers.reduce.itemsize
+                gather += self.links.seconds("all_gather", groups.shard, asked)
+                gathering = self.links.scratch("all_gather", groups.shard, asked)
+                reduce += self.links.seconds("reduce_scatter", groups.shard, given)
+                reducing = self.links.scratch("reduce_scatter", groups.shard, given)
             reduce += local.reduce * share
-            if seat.strategy.offload:
+            if offloaded:
                 gather += self._moved(elements.held * numbers.parameters.itemsize)
                 reduce += self._moved(elements.held * numbers.reduce.itemsize)
         if copies:
@@ -225,15 +229,14 @@ class LayerCosts:
             wrapped=wrapped,
             gather=gather,
             reduce=reduce,
+            offloaded=offloaded,
             gathering=gathering,
             reducing=reducing,
             sums=elements.sums,
         )
 
     def _moved(self, size: float) -> float:
-        """Seconds between a device and its host; on CPUs these are the same."""
-        if self.hardware.device == "cpu":
-            return 0.0
+        """Seconds between a device and its host."""
         if self.hardware.host is None:
             raise PlannerError(
                 f"{self.hardware.name} has no rate between devices and their host, which +offload needs: profile the "

@@ -57,8 +57,8 @@ class Held:
     def at_most(self, actions: Sequence[Sequence[Part]]) -> Memory:
         """The memory of a rank that does `actions` in order."""
         layers = [layer for stage in self.stages.values() for layer in stage.layers]
-        held = sum(layer.weights.held for layer in layers if not layer.strategy.offload)
-        host = sum(layer.weights.held for layer in layers if layer.strategy.offload)
+        held = sum(layer.weights.held for layer in layers if not layer.weights.offloaded)
+        host = sum(layer.weights.held for layer in layers if layer.weights.offloaded)
         walk = _Walk(self.stages, self.microbatches)
         for action in actions:
             for kind, number, _ in action:
@@ -125,7 +125,7 @@ class _Walk:
             left -= layer.work.saved
             if weights.wrapped and (layer.strategy.zero == 2 or (last and not stage.pipelined)):
                 self._moment(left, weights.reducing, gradients=fresh + weights.waiting)
-                self._hold(here, 0.0 if layer.strategy.offload else weights.held)
+                self._hold(here, 0.0 if layer.weights.offloaded else weights.held)
             elif not weights.wrapped:
                 sent = last and weights.reduce
                 self._moment(left, weights.reducing * bool(sent), gradients=fresh + (weights.held if sent else 0.0))
@@ -136,7 +136,7 @@ class _Walk:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.weights.wrapped:
                     self._moment(workspace=layer.weights.reducing, gradients=layer.weights.waiting)
-                    self._hold((number, place), 0.0 if layer.strategy.offload else layer.weights.held)
+                    self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.held)
         if last:
             self._keep(number, 0.0)
 

@@ -193,13 +193,15 @@ def _pipelined(
         lambda source, target: sent[min(source, target)],
         at_once,
     )
-    done = [0.0] * plan.pipeline_degree
+    done, queued = [0.0] * plan.pipeline_degree, [0.0] * plan.pipeline_degree
     spent = [Spent() for _ in done]
-    for event in events:
+    for event in sorted(events, key=lambda event: event.start):
         seconds, parts, left = action(event.kind, event.stage, event.microbatch)
         stretched = (event.end - event.start) / seconds if seconds else 1.0
         spent[event.pp].add(parts, stretched)
-        done[event.pp] = max(done[event.pp], event.end + left)
+        queued[event.pp] = max(0.0, queued[event.pp] - (event.end - done[event.pp])) + left
+        done[event.pp] = event.end
+    done = [end + left for end, left in zip(done, queued, strict=True)]
     for pp, end in enumerate(done):
         computed = max(event.end for event in events if event.pp == pp)
         spent[pp]["gradients"] += end - computed
@@ -228,7 +230,7 @@ def _finished(
         elements = {False: 0, True: 0}  # by whether they are offloaded
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
-                elements[layer.strategy.offload] += layer.weights.elements
+                elements[layer.weights.offloaded] += layer.weights.elements
                 groups = costs.seat(layer.strategy, where).groups
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.numbers.parameters.itemsize

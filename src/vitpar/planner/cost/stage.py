@@ -22,7 +22,7 @@ from vitpar.planner.cost.links import Links
 from vitpar.planner.cost.streams import Job, Streams
 from vitpar.planner.profile.model import LayerKind
 from vitpar.strategy import Strategy, token_layout
-from vitpar.strategy.layout import Layout, received_share
+from vitpar.strategy.layout import Layout, received_share, shards_as_fsdp
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Stage:
 
     def forward(self, streams: Streams, first: bool) -> None:
         """A micro-batch. first: of the step."""
-        gathers = [layer.weights.wrapped and (first or layer.always) for layer in self.layers]
+        gathers = [layer.weights.wrapped and (first or self._gathered_anew(layer)) for layer in self.layers]
         jobs: dict[int, Job] = {}
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
@@ -83,6 +83,10 @@ class Stage:
             for layer in self.layers:
                 if not layer.weights.wrapped:
                     streams.send(layer.weights.reduce)
+
+    def _gathered_anew(self, layer: StageLayer) -> bool:
+        """Whether every forward gathers its parameters. The head keeps them for backward, then FSDP2 drops them."""
+        return layer.always or (layer.kind == "head" and not self.pipelined and shards_as_fsdp(layer.strategy))
 
     def late(self, first: bool) -> float:
         """Seconds of backward that may come later than the rest. first: whether it is the first stage, which computes

@@ -24,10 +24,6 @@ class Together(Protocol):
     def meet(self) -> None:
         """Wait for the others."""
 
-    def until_all(self, work: Callable[[], object]) -> None:
-        """Go on with `work` until the others have come here, where they would otherwise have the machine to
-        themselves."""
-
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         """What counts of all processes' figures, one by one, and how much more the slowest took; equal for all."""
 
@@ -41,9 +37,6 @@ class Group:
     def meet(self) -> None:
         if dist.get_world_size() > 1:
             dist.barrier()
-
-    def until_all(self, work: Callable[[], object]) -> None:
-        pass  # the slowest counts, whatever the others do meanwhile
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
@@ -64,14 +57,6 @@ class Neighbours:
 
     def meet(self) -> None:
         self.agree([])
-
-    def until_all(self, work: Callable[[], object]) -> None:
-        if self._store is None:
-            return
-        key = f"vitpar/busy/{self._round}"
-        self._store.add(key, 1)
-        while self._store.add(key, 0) < self._size:
-            work()
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         if self._store is None:
@@ -106,7 +91,6 @@ class Clock:
         for _ in range(samples):
             self._together.meet()
             readings += [seconds / inner for seconds in self._read(phases, inner)]
-            self._together.until_all(lambda: self._read(phases, 1))
         agreed, more = self._together.agree(readings)
         each = len(phases)
         return tuple(_timing(size, agreed[n::each], statistics.median(more[n::each])) for n in range(each))

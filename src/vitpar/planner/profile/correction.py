@@ -41,11 +41,16 @@ class Correction:
             f"rank, from {self.plans} plans"
         )
 
+    def _said(self, measured: dict[str, str]) -> dict[str, str]:
+        before = f"{measured['corrected']}; then " if "corrected" in measured else ""
+        return {**measured, "corrected": f"{before}{self}"}
+
     def of(self, hardware: Hardware, model: ModelProfile) -> tuple[Hardware, ModelProfile]:
         """Both profiles with all seconds multiplied; `measured` says so."""
 
         def slower(curve: Curve, factor: float) -> Curve:
-            return curve.model_copy(update={"timings": tuple(_scaled(timing, factor) for timing in curve.timings)})
+            # Made anew: a copy would keep what the curve has remembered.
+            return type(curve)(**{**dict(curve), "timings": tuple(_scaled(t, factor) for t in curve.timings)})
 
         layers = tuple(
             layer.model_copy(
@@ -57,17 +62,21 @@ class Correction:
             for layer in model.layers
         )
         weights = tuple(
-            w.model_copy(update={"gather": _scaled(w.gather, self.computing), "reduce": w.reduce * self.computing})
+            w.model_copy(update={"gather": _scaled(w.gather, self.sending), "reduce": w.reduce * self.sending})
             for w in model.weights
         )
         links = tuple(slower(link, self.sending) for link in hardware.links)
+        host = hardware.host and slower(hardware.host, self.sending).model_copy(
+            update={"update": hardware.host.update * self.computing}
+        )
         return (
             hardware.model_copy(
                 update={
                     "links": links,
+                    "host": host,
                     "pipeline": hardware.pipeline * self.computing,
                     "reserved_bytes": hardware.reserved_bytes + self.memory_bytes,
-                    "measured": {**hardware.measured, "corrected": str(self)},
+                    "measured": self._said(hardware.measured),
                 }
             ),
             model.model_copy(
@@ -76,7 +85,7 @@ class Correction:
                     "weights": weights,
                     "optimizer": slower(model.optimizer, self.computing),
                     "microbatch": model.microbatch * self.computing,
-                    "measured": {**model.measured, "corrected": str(self)},
+                    "measured": self._said(model.measured),
                 }
             ),
         )

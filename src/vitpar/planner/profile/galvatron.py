@@ -47,9 +47,9 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
             "Galvatron's hardware profiler wrote"
         )
     coefficient = folder / "overlap_coefficient.json"
-    slower = _numbers(_read(coefficient)).get("overlap_coe", 1.0) if coefficient.exists() else None
+    slower = max(1.0, _numbers(_read(coefficient)).get("overlap_coe", 1.0)) if coefficient.exists() else None
     return Hardware(
-        name=folder.name,
+        name=folder.resolve().name,
         device="cuda",
         device_name=device_name,
         backend="nccl",
@@ -68,7 +68,7 @@ def _collectives(
 ) -> Iterator[Link]:
     for key, bandwidth in bandwidths.items():
         match = re.fullmatch(r"allreduce_size_(\d+)_consec_([01])", key)
-        if not match or int(match[1]) > ranks:
+        if not match or not 2 <= int(match[1]) <= ranks or not bandwidth:
             continue
         size = int(match[1])
         stride = 1 if match[2] == "1" else ranks // size
@@ -88,7 +88,7 @@ def _collectives(
 def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterator[Link]:
     for key, bandwidth in bandwidths.items():
         match = re.fullmatch(r"pp_size_(\d+)", key)
-        if match and ranks % int(match[1]) == 0:
+        if match and int(match[1]) > 1 and ranks % int(match[1]) == 0 and bandwidth:
             stride = ranks // int(match[1])
             timings = _timings((n, n / _rate(bandwidth)) for n in SIZES)
             yield Link(operation="p2p", ranks=2, stride=stride, nodes=1 + (stride >= per_node), timings=timings)
@@ -110,7 +110,7 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     for tp, kept in saved.items():
         tensor = f"tp{tp}"
         strategy = parse(tensor).strategy if tp > 1 else Strategy()
-        again = {"none": kept, "full": layer["tp_activation_per_bsz_dict"].get("checkpoint")}
+        again = {"none": kept, "full": _numbers(layer["tp_activation_per_bsz_dict"]).get("checkpoint")}
         for policy, size in again.items():
             if size is None:
                 continue
@@ -129,7 +129,7 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     return ModelProfile(
         model=asdict(config),
         device="cuda",
-        device_name=folder.name,
+        device_name=folder.resolve().name,
         precision=precision,
         compiled=False,
         processes=1,
@@ -171,7 +171,8 @@ def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tupl
     """(bytes, seconds), from the file with times by size."""
     found = {}
     for key, milliseconds in times.items():
-        if match := re.fullmatch(rf"{operation}_size_{ranks}_(\d+)MB_time", key):
+        match = re.fullmatch(rf"{operation}_size_{ranks}_([1-9]\d*)MB_time", key)
+        if match and milliseconds:
             found[int(match[1]) * MB] = milliseconds / 1e3
     return tuple(sorted(found.items()))
 

@@ -7,25 +7,41 @@ from typing import Any
 
 from vitpar.planner.cost.memory import Memory
 from vitpar.planner.cost.price import Price
+from vitpar.planner.profile.hardware import Hardware
+from vitpar.planner.profile.model import ModelProfile
 from vitpar.planner.search.best import Result, Search
 from vitpar.planner.search.reasons import Reason, reasons
 from vitpar.strategy import plan_to_json
 
 
+def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
+    """What a reader should know of where the figures come from; nothing where all was measured."""
+    notes = []
+    if "estimated" in model.measured:
+        notes.append("times are estimates: nothing was measured")
+    if source := model.measured.get("by"):
+        notes.append(f"profiles were imported from {source}; {model.measured.get('unmeasured', '')}")
+    if corrected := model.measured.get("corrected"):
+        notes.append(f"profiles were corrected: {corrected}")
+    return tuple(notes)
+
+
 @dataclass(frozen=True)
 class Findings:
     """result: the plans. budget: bytes a rank may take. frontier: the best plans for less and less memory. reasons: why
-    the obvious plans were not chosen."""
+    the obvious plans were not chosen. notes: where the figures come from."""
 
     result: Result
     budget: float
     frontier: tuple[Price, ...]
     reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Seconds, bytes; plans as plan.json has them."""
         result = self.result
         return {
+            "notes": list(self.notes),
             "search_seconds": result.seconds,
             "memory_budget_bytes": self.budget,
             "exact": result.exact,
@@ -47,7 +63,8 @@ class Findings:
 def findings(search: Search, result: Result, budget: float) -> Findings:
     """What there is to say of a search that found something."""
     best = result.plans[0]
-    return Findings(result, budget, search.frontier(best), reasons(search, best, budget))
+    notes = provenance(search.costs.hardware, search.costs.model)
+    return Findings(result, budget, search.frontier(best), reasons(search, best, budget), notes)
 
 
 def price_to_json(price: Price) -> dict[str, Any]:

@@ -79,10 +79,9 @@ def document(title: str, parts: Sequence[str]) -> str:
 def _facts(found: Findings, costs: LayerCosts) -> str:
     result, best = found.result, found.result.plans[0]
     gap = max(0.0, result.bound / best.images_per_second - 1)
-    estimated = "estimated" in costs.model.measured
     rows = {
         "hardware": f"{best.plan.world_size} ranks of {costs.hardware.device_name} ({costs.hardware.name})",
-        "figures": "estimated from a data sheet" if estimated else "measured on this machine",
+        "figures": "; ".join(found.notes) or "measured on this machine",
         "speed": f"{best.images_per_second:,.1f} images/s, {best.seconds * 1e3:,.1f} ms a step of {best.batch_size}",
         "memory": f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed",
         "search": f"{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines with "

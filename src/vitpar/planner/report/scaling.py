@@ -11,12 +11,14 @@ from vitpar.planner.report.data import price_to_json
 from vitpar.planner.report.page import document
 from vitpar.planner.search.scaling import Point, efficiency
 
+SIMULATED = "Simulated, with the best plan for every number of devices"
 WORDS = {"weak": "as many images for each device", "strong": "as many images in all"}
 
 
-def scaling_to_json(found: Mapping[str, Sequence[Point]]) -> dict[str, Any]:
-    """By kind of scaling, a point for each number of ranks; no plan where nothing fits."""
-    return {
+def scaling_to_json(found: Mapping[str, Sequence[Point]], notes: Sequence[str]) -> dict[str, Any]:
+    """By kind of scaling, a point for each number of ranks; no plan where nothing fits. notes: where figures come
+    from."""
+    points = {
         kind: [
             {
                 "ranks": point.ranks,
@@ -28,9 +30,10 @@ def scaling_to_json(found: Mapping[str, Sequence[Point]]) -> dict[str, Any]:
         ]
         for kind, points in found.items()
     }
+    return {"notes": list(notes), **points}
 
 
-def scaling_page(title: str, found: Mapping[str, Sequence[Point]]) -> str:
+def scaling_page(title: str, found: Mapping[str, Sequence[Point]], notes: Sequence[str]) -> str:
     """Images a second of a device over the number of devices, and the plans."""
     ticks = [str(point.ranks) for point in next(iter(found.values()))]
     series = {f"{kind}: {WORDS[kind]}": [point.per_rank for point in points] for kind, points in found.items()}
@@ -38,7 +41,7 @@ def scaling_page(title: str, found: Mapping[str, Sequence[Point]]) -> str:
         f"<h1>{escape(title)}</h1>",
         "<h2>Images a second of a device, over the number of devices</h2>",
         svg.lines(series, ticks, "images/s"),
-        '<p class="note">Simulated, with the best plan for every number of devices.</p>',
+        f'<p class="note">{escape("; ".join((SIMULATED, *notes)))}.</p>',
     ]
     for kind, points in found.items():
         parts += [f"<h2>{kind.capitalize()} scaling: {WORDS[kind]}</h2>", _table(points)]

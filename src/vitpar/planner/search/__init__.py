@@ -6,5 +6,6 @@ bounds      what no plan of a kind can beat
 runs        the ways to run a stage, the quickest first
 expand      the plans of one kind, most promising first
 best        the search itself, most promising kind first, until nothing left can be better
+scaling     the best plans for fewer and more devices
 reasons     why the obvious plans were not chosen
 """

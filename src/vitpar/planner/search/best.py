@@ -53,7 +53,7 @@ class Search:
 
     def __init__(self, space: Space, costs: LayerCosts, moments: float = 2, effort: Effort = Effort()) -> None:
         self.space, self.effort = space, effort
-        self._costs, self._moments = costs, moments
+        self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
 
@@ -121,7 +121,7 @@ class Search:
         """Of a validated plan, remembered."""
         key = plan, batch_size
         if key not in self._prices:
-            self._prices[key] = price(plan, self._costs, batch_size, self._moments)
+            self._prices[key] = price(plan, self.costs, batch_size, self._moments)
         return self._prices[key]
 
     def _kinds(self) -> Iterator[Kind]:
@@ -137,15 +137,15 @@ class Search:
     def machine(self, kind: Kind, budget: float) -> Machine:
         """What a rank of a kind has."""
         pp = kind.pipeline.pipeline_degree
-        size, at_once = self.space.ranks // pp, self._costs.at_once(self.space.ranks // pp)
+        size, at_once = self.space.ranks // pp, self.costs.at_once(self.space.ranks // pp)
         return Machine(
-            alone=self._costs.crowd(1),
+            alone=self.costs.crowd(1),
             sending=crowded(at_once, pp),
             speed=min(1.0, at_once),
             lanes=min(at_once, pp),
-            overhead=self._costs.model.microbatch
-            * max(self._costs.crowd(size), self._costs.crowd(1) * kind.pipeline.num_stages / min(at_once, pp)),
-            budget=budget - self._costs.hardware.reserved_bytes,
+            overhead=self.costs.model.microbatch
+            * max(self.costs.crowd(size), self.costs.crowd(1) * kind.pipeline.num_stages / min(at_once, pp)),
+            budget=budget - self.costs.hardware.reserved_bytes,
         )
 
     def _ideal(self, kind: Kind) -> float:

@@ -47,6 +47,10 @@ class Machine:
         """Seconds of a layer for a micro-batch at full speed."""
         return load.computes * self.alone + load.waits * self.sending
 
+    def once(self, load: Load) -> float:
+        """Seconds of a layer once a step."""
+        return load.once + load.edge + load.waits_once * self.sending / self.speed
+
 
 Cost = Callable[[Load], float]
 
@@ -71,7 +75,7 @@ def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
         return machine.work(load) / machine.speed
 
     def share(load: Load) -> float:
-        return (m * work(load) + load.once + load.edge) / pp
+        return (m * work(load) + machine.once(load)) / pp
 
     def cores(load: Load) -> float:
         return m * machine.work(load) / machine.lanes

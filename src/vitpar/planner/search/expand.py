@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,10 +19,10 @@ from vitpar.strategy import SCHEDULES, Plan, Strategy
 class Effort:
     """Where a search stops looking.
 
-    tolerance: what could be better by less than this part of the best is left. kinds: looked at in detail at most.
-    prices: of a kind at most. runs: ways to run a stage that are kept at most, by stage and number of blocks.
-    alternatives: plans to remember besides the best. seconds: to search at most; a search that has found nothing yet
-    goes on if it is patient.
+    tolerance: no plan that is left is better than the chosen one by more than this part. kinds: looked at in detail at
+    most. prices: of a kind at most. runs: ways to run a stage that are kept at most, by stage and number of blocks.
+    alternatives: plans to remember besides the best. seconds: to search at most, and for a kind; a search that has
+    found nothing yet goes on if it is patient.
     """
 
     tolerance: float = 1e-3
@@ -43,7 +44,8 @@ class Best:
     def __init__(self, effort: Effort) -> None:
         self.plans: list[Price] = []
         self.plain: Price | None = None
-        self._most, self._tolerance = 1 + effort.alternatives, effort.tolerance
+        # Half for what is not looked at, half for choosing what is simple.
+        self._most, self._tolerance = 1 + effort.alternatives, effort.tolerance / 2
 
     @property
     def limit(self) -> float:
@@ -103,7 +105,10 @@ class Expansion:
         self._left = effort.prices
         self._stages: dict[int, Ways] = {}
         self._runs: dict[tuple[int, int], list[Run]] = {}
+        self._rooms: dict[int, int] = {}
+        self._until = time.perf_counter() + effort.seconds
         self._cut = False
+        self._dropped = math.inf  # the quickest run that is not looked at
 
     def run(self) -> bool:
         """Offer what is better. False if the effort ended before the kind did."""
@@ -114,14 +119,12 @@ class Expansion:
         elif pipeline.pipeline_degree == 1:
             for mixed in (False, True):  # what is simple first: it keeps most mixtures from being looked at
                 runs, more = self._stage(0).quickest(depth, self._limits, max(1, self._left), mixed)
-                self._cut |= more and runs[-1].time < self._limit
                 for run in runs:
-                    if run.time >= self._limit or self._left <= 0:
-                        break
                     self._try([run])
+                self._cut |= more and runs[-1].time < self._limit
         else:
             self._deal(0, depth, 0.0, 0.0, [])
-        return not self._cut and self._left > 0
+        return not self._cut and self._dropped >= self._limit
 
     @property
     def _limit(self) -> float:
@@ -130,7 +133,10 @@ class Expansion:
 
     def _try(self, runs: list[Run], split: str | None = None) -> None:
         """Price the plan of these stages."""
-        if self._left <= 0 or max(run.time for run in runs) >= self._limit:
+        if max(run.time for run in runs) >= self._limit:
+            return
+        if self._left <= 0:
+            self._cut = True
             return
         start = 0
         groups: list[tuple[str, Strategy]] = []
@@ -188,7 +194,7 @@ class Expansion:
         for option, kind, times in layers:
             load = option.loads[kind]
             work = self._machine.work(load) / self._machine.speed
-            own += times * (m * work + load.once + load.edge)
+            own += times * (m * work + self._machine.once(load))
             sent += times * (m * load.sent_each + load.sent_once)
             each += times * work
             resting += times * (load.kept + load.reduced)
@@ -203,8 +209,16 @@ class Expansion:
             (plain, more), (mixed, yet_more) = pairs
             every = sorted((*plain, *mixed), key=lambda run: run.time)
             self._runs[key] = every[: self._most]
-            self._cut |= more or yet_more or len(every) > self._most
+            if more or yet_more or len(every) > self._most:
+                self._dropped = min(self._dropped, self._runs[key][-1].time)
         return self._runs[key]
+
+    def _room(self, number: int) -> int:
+        """How many blocks a stage can have at most; fewer are easier."""
+        if number not in self._rooms:
+            sizes = range(1, self._depth + 1)
+            self._rooms[number] = next((n - 1 for n in sizes if not self._ways(number, n)), self._depth)
+        return self._rooms[number]
 
     def _deal(self, number: int, left: int, before: float, longest: float, runs: list[Run]) -> None:
         """Give stage `number` and those behind it the `left` blocks. before: seconds in which the stages before it work
@@ -213,13 +227,17 @@ class Expansion:
         if number == stages:
             self._try(runs)
             return
+        if self._left <= 0 or time.perf_counter() > self._until:
+            self._cut = True
+            return
         travels = not SCHEDULES[self._kind.pipeline.schedule].splits_backward
         behind = stages - number - 1
         even = left / (behind + 1)
-        sizes = [left] if not behind else range(1, left - behind + 1)
+        room = sum(map(self._room, range(number + 1, stages)))  # of those behind
+        sizes = range(max(1, left - room), min(self._room(number), left - behind) + 1)
         for blocks in sorted(sizes, key=lambda n: abs(n - even)):
             for run in self._ways(number, blocks):
                 here = max(longest, before + run.time)
-                if here >= self._limit or self._left <= 0:
+                if here >= self._limit:
                     break
                 self._deal(number + 1, left - blocks, before + run.each * travels, here, [*runs, run])

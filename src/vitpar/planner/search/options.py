@@ -22,12 +22,13 @@ KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
 class Load:
     """What a layer takes at least, so that layers add up.
 
-    forward: seconds of computing forward. computes: backward too. late: of backward, what may come later. waits:
-    seconds of a rank for every micro-batch. once: seconds once a step, the optimizer's among them. edge: seconds that
-    nothing goes on beside: gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way
-    in the background for every micro-batch, and once a step. kept: bytes all the time. reduced: bytes of gradients when
-    the optimizer steps. gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for
-    every micro-batch between forward and backward.
+    forward: seconds of computing forward. computes: backward too, and being late by chance where ranks meet after every
+    action. late: of backward, what may come later. waits: seconds of a rank for every micro-batch. once: seconds once a
+    step, the optimizer's among them; waits_once: of waiting for others. edge: seconds that nothing goes on beside:
+    gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
+    every micro-batch, and once a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
+    gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
+    forward and backward.
     """
 
     forward: float = 0.0
@@ -35,6 +36,7 @@ class Load:
     late: float = 0.0
     waits: float = 0.0
     once: float = 0.0
+    waits_once: float = 0.0
     edge: float = 0.0
     sent_each: float = 0.0
     sent_once: float = 0.0
@@ -149,7 +151,7 @@ class Options:
         pp = pipeline.pipeline_degree
         alike: dict[tuple, list[tuple[_Candidate, int]]] = defaultdict(list)
         for strategy in self._space.strategies(self._space.ranks // pp):
-            if not self._space.allows(pipeline, strategy):
+            if not self._space.allows(pipeline, strategy) or (strategy.offload and self._costs.hardware.host is None):
                 continue
             self.strategies += 1
             seat, layout = self._costs.seat(strategy, Placement(pp=pp)), token_layout_key(strategy)
@@ -193,7 +195,7 @@ class Options:
         always, twice = gathers_always(seat.strategy, pipelined, kind), seat.strategy.zero == 2
         in_order = self._in_order
         waits = work.forward_sent + work.backward_sent
-        once = edge = sent_each = sent_once = 0.0
+        once = edge = sent_each = sent_once = skew = 0.0
         if kind == "stem" and not pipelined:
             edge = weights.reduce * (not in_order or not weights.wrapped) + weights.gather * (not in_order)
         if not weights.wrapped:
@@ -206,15 +208,15 @@ class Options:
             sent_once = weights.gather * (not always) + weights.reduce * (not twice and not pipelined)
             once = weights.reduce * (pipelined and not twice)
         if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
-            waits += sum(work.skew) / (self._space.config.depth + 2) ** 0.5
-        offload, host = seat.strategy.offload, self._costs.hardware.host
-        shard, update = (0.0, host.update) if offload and host else (weights.held, self._update)
+            skew = sum(work.skew) / (self._space.config.depth + 2) ** 0.5
+        shard, update = (0.0, self._costs.update(1, True)) if weights.offloaded else (weights.held, self._update)
         return Load(
             forward=work.forward,
-            computes=work.forward + work.backward,
+            computes=work.forward + work.backward + skew,
             late=work.late,
             waits=waits,
-            once=once + weights.elements * update,
+            once=weights.elements * update,
+            waits_once=once,
             edge=edge,
             sent_each=sent_each,
             sent_once=sent_once,
@@ -230,10 +232,10 @@ def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> Numbers:
     """What a price depends on; more of any is never better."""
     twice = strategy.zero == 2
     wrapped = weights.wrapped
-    here = not strategy.offload
+    here = not weights.offloaded
     return (
         float(weights.elements * here),
-        float(weights.elements * strategy.offload),
+        float(weights.elements * weights.offloaded),
         weights.gather * (wrapped and not always),
         weights.gather * (wrapped and always),
         weights.gathered * (not always),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from vitpar.errors import PlannerError
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.best import Search
@@ -28,25 +29,25 @@ class Point:
         return self.price.images_per_second / self.ranks if self.price else 0.0
 
 
-def scaling(
-    kind: Kind,
-    batch_size: int,
-    ranks: Sequence[int],
-    space: Callable[[int, int], Space],
-    costs: Callable[[int], LayerCosts],
-    budget: Callable[[LayerCosts], float],
-    moments: float = 2,
-) -> Iterator[Point]:
-    """A point for each of `ranks`, which rise.
+def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
+    """Of a step on `ranks` devices: `batch_size` on any number (strong), or on `most` and fewer in proportion (weak).
 
-    strong: `batch_size` images a step on any number of devices. weak: on the most devices, and fewer in proportion.
-    space: of so many ranks and images. costs: of so many ranks. budget: bytes of a rank.
+    Raises PlannerError where that is no whole number.
     """
-    for number in ranks:
-        images = batch_size if kind == "strong" else batch_size * number // max(ranks)
-        found = costs(number)
-        plans = Search(space(number, images), found, moments).best(budget(found)).plans
-        yield Point(number, images, plans[0] if plans else None)
+    if kind == "strong":
+        return batch_size
+    if batch_size * ranks % most:
+        raise PlannerError(
+            f"a batch of {batch_size} on {most} ranks leaves no whole number of images for {ranks}: use a --batch-size "
+            f"that {most} divides"
+        )
+    return batch_size * ranks // most
+
+
+def best_on(ranks: int, batch_size: int, space: Space, costs: LayerCosts, budget: float, moments: float = 2) -> Point:
+    """The best plan of `space` on so many devices, of `budget` bytes each."""
+    plans = Search(space, costs, moments).best(budget).plans
+    return Point(ranks, batch_size, plans[0] if plans else None)
 
 
 def efficiency(points: Sequence[Point]) -> list[float | None]:

@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -103,14 +104,18 @@ def validate(
                 write(out, json.dumps(_to_json(rows), indent=1) + "\n")
             if not as_json and sys.stderr.isatty():
                 print(f"{number} of {count(len(chosen), 'plan')}: {plan}", file=sys.stderr)
+    again = runner.measure(training, chosen[0])  # a machine that others use changes while plans are measured
+    drift = median(again.seconds) / rows[0].seconds - 1
     if world.rank == 0:
+        if out is not None:
+            write(out, json.dumps(_to_json(rows, drift), indent=1) + "\n")
         if corrected is not None:
             found = correction([row.evidence for row in rows])
             better = found.of(machine, profile)
             better[0].save(corrected[0])
             better[1].save(corrected[1])
             print(f"corrected profiles written to {correct}: {found}", file=sys.stderr)
-        print(json.dumps(_to_json(rows))) if as_json else _show(console, rows)
+        print(json.dumps(_to_json(rows, drift))) if as_json else _show(console, rows, drift)
 
 
 def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:
@@ -140,7 +145,7 @@ def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatc
     return validated(plan, config, batch_size)
 
 
-def _to_json(rows: "list[Row]") -> dict:
+def _to_json(rows: "list[Row]", drift: float | None = None) -> dict:
     from vitpar.planner.report.accuracy import accuracy
 
     found = accuracy(rows)
@@ -149,11 +154,12 @@ def _to_json(rows: "list[Row]") -> dict:
         "memory_error": found.memory and {"mean": found.memory[0], "largest": found.memory[1]},
         "rank_correlation": found.rank,
         "chosen_slower_than_best": found.chosen,
+        "drift": drift,
         "rows": [row.to_json() for row in rows],
     }
 
 
-def _show(console: Console, rows: "list[Row]") -> None:
+def _show(console: Console, rows: "list[Row]", drift: float) -> None:
     from vitpar.planner.report.accuracy import accuracy
 
     table = Table("plan", box=box.SIMPLE)
@@ -180,3 +186,4 @@ def _show(console: Console, rows: "list[Row]") -> None:
         console.print(f"memory     {found.memory[0]:.1%} off in the mean, {found.memory[1]:.1%} at most")
     console.print(f"order      rank correlation {found.rank:.3f}; predicted to be the fastest and {found.chosen:.1%}")
     console.print("           slower than the fastest that was measured")
+    console.print(f"drift      the first plan, measured again at the end, took {1 + drift:.0%} of its first time")

@@ -25,10 +25,10 @@ STYLE = """
 :root { color-scheme: light dark; --line: #8888; --faint: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; } code { font-size: .95em; }
-svg { width: 100%; display: block; } svg text { font-size: 12px; fill: currentColor; }
+svg { width: 100%; display: block; overflow: visible; } svg text { font-size: 12px; fill: currentColor; }
 svg .small { font-size: 11px; opacity: .75; } svg .number { font-size: 10px; fill: #fff; }
 svg .grid { stroke: var(--faint); } svg .limit { stroke: #d33; stroke-dasharray: 4 3; }
-svg .line { fill: none; stroke: #4269d0; stroke-width: 2; } svg circle { fill: #4269d0; }
+svg .line { fill: none; stroke: #4269d0; stroke-width: 2; }
 svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .4rem 0 1rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }

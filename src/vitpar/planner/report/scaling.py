@@ -10,6 +10,7 @@ from vitpar.planner.report import svg
 from vitpar.planner.report.data import price_to_json
 from vitpar.planner.report.page import document
 from vitpar.planner.search.scaling import Point, efficiency
+from vitpar.strategy.words import count
 
 SIMULATED = "Simulated, with the best plan for every number of devices"
 WORDS = {"weak": "as many images for each device", "strong": "as many images in all"}
@@ -54,7 +55,9 @@ def _table(points: Sequence[Point]) -> str:
     for point, part in zip(points, efficiency(points), strict=True):
         speed = f"{point.price.images_per_second:,.0f}" if point.price else ""
         share = "" if part is None else f"{part:.1%}"
-        plan = "no plan fits" if point.price is None else f"{point.price.plan}, {point.price.plan.microbatches}"
+        plan = "no plan fits"
+        if point.price is not None:
+            plan = f"{point.price.plan}, {count(point.price.plan.microbatches or 1, 'micro-batch')}"
         figures = (point.ranks, point.batch_size, speed, share)
         cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
         rows.append(f"<tr>{cells}<td>{escape(plan)}</td></tr>")

@@ -30,7 +30,7 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str
     parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" class="line"/>')
     for (x, y), (memory, speed, words) in zip(places, points, strict=True):
         title = escape(f"{words}: {speed:,.0f} images/s, {memory:.3g} {unit}")
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{title}</title></circle>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLOURS[0]}"><title>{title}</title></circle>')
     return _svg(height, parts)
 
 

@@ -65,13 +65,14 @@ class Best:
 
     @property
     def ranked(self) -> tuple[Price, ...]:
-        """The best first; of those as good but for the tolerance the simplest: one strategy, few micro-batches."""
+        """The best first; of those as good but for the tolerance the simplest: one strategy, few micro-batches, little
+        memory."""
         if not self.plans:
             return ()
         enough = (1 - self._tolerance) * self.plans[0].images_per_second
         every = [*self.plans, *((self.plain,) if self.plain and all(p is not self.plain for p in self.plans) else ())]
         alike = [found for found in every if found.images_per_second >= enough]
-        first = min(alike, key=lambda p: (len(p.plan.kinds), p.plan.microbatches or 1))
+        first = min(alike, key=lambda p: (len(p.plan.kinds), p.plan.microbatches or 1, p.memory_bytes))
         return first, *(found for found in every if found is not first)
 
 

@@ -15,6 +15,7 @@
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -157,7 +158,7 @@ def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table
     heads = ("plan", "micro-batches", "schedule", "predicted ms", "measured ms", "error", "predicted MB", "measured MB")
     table = Table(*heads, "error", box=box.MARKDOWN)
     for row in record["rows"]:
-        seconds = sorted(row["measured_seconds"])[len(row["measured_seconds"]) // 2]
+        seconds = statistics.median(row["measured_seconds"])
         memory, priced = max(row["measured_memory_bytes"]), row["predicted_memory_bytes"]
         table.add_row(
             row["strategy"],

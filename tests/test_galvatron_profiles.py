@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 from bench.galvatron_2022 import (
@@ -26,6 +27,7 @@ from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar.strategy import parse, validate
+from vitpar_cli.main import app
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +109,19 @@ def test_refusals(folder: Path, tmp_path: Path, change: dict[str, object], words
         (tmp_path / file.name).write_text(file.read_text())
     for name, found in change.items():
         (tmp_path / name).write_text(json.dumps(found))
-    if "allreduce" in next(iter(change)):
-        (tmp_path / "p2p_bandwidth_1nodes_8gpus_per_node.json").write_text("{}")
     with pytest.raises(PlannerError, match=words):
         import_hardware(tmp_path, 1, 8, 10**9, "drawn")
         import_model(tmp_path, vit_huge_32(), "fp32")
+
+
+def test_the_command_makes_profiles_that_a_search_reads(folder: Path, tmp_path: Path) -> None:
+    model = ("--model", "vit_huge_patch14_224", "--set", "model.patch_size=16", "--set", "model.pool=avg")
+    files = [str(tmp_path / name) for name in ("hardware.json", "model.json")]
+    invoke = CliRunner().invoke
+    outs = ("--hardware-out", files[0], "--model-out", files[1])
+    said = invoke(app, ["galvatron", "profiles", str(folder), str(folder), "--memory", "24GB", *model, *outs])
+    assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "taken as nothing: optimizer" in said.stdout
+    reads = ("--hardware", files[0], "--model-profile", files[1])
+    found = invoke(app, ["search", *model, *reads, "--batch-size", "64", "--memory", "20GB", "--roles", "dp,fsdp"])
+    assert found.exit_code == 0 and "imported from Galvatron" in found.stdout
+    assert "not looked at, since the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr

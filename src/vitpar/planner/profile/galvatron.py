@@ -40,8 +40,8 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
     between = _numbers(_read(folder / f"p2p_bandwidth_{suffix}"))
     sized = folder / f"sp_time_{suffix}"
     times = _numbers(_read(sized)) if sized.exists() else {}
-    links = [*_collectives(bandwidths, times, ranks, devices_per_node), *_sends(between, ranks, devices_per_node)]
-    if not links:
+    collectives = list(_collectives(bandwidths, times, ranks, devices_per_node))
+    if not collectives:
         raise PlannerError(
             f"allreduce_bandwidth_{suffix} in {folder} has no allreduce_size_N_consec_0 or _1: name the folder that "
             "Galvatron's hardware profiler wrote"
@@ -57,7 +57,7 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
         ranks_per_node=devices_per_node,
         threads=1,
         memory_bytes=memory_bytes,
-        links=tuple(links),
+        links=(*collectives, *_sends(between, ranks, devices_per_node)),
         overlap=Overlap(compute=slower, communication=slower) if slower else None,
         measured={"by": "Galvatron"},
     )

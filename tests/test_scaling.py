@@ -41,6 +41,7 @@ def test_weak_and_strong() -> None:
         speeds = [point.price.images_per_second for point in found if point.price]
         assert len(speeds) == 4 and speeds == sorted(speeds)
         assert all(point.price is None or point.price.plan.world_size == point.ranks for point in found)
+    assert all(0 <= point.gap < 0.05 for point in weak)
     parts = efficiency(strong)
     assert parts[0] == 1.0 and parts[-1] is not None and parts[-1] < 1.0
     assert weak[-1].price == strong[-1].price
@@ -65,6 +66,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert page.count("<svg") == 1 and "Strong scaling" in page and "http" not in page
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]
+    assert all(point["at_most_better_by"] >= 0 for point in found["weak"])
     with pytest.raises(PlannerError, match="a batch of 66 on 4 ranks leaves no whole number of images for 1"):
         CliRunner().invoke(app, [*base[:4], "--batch-size", "66", *base[6:]], catch_exceptions=False)
     with pytest.raises(PlannerError, match="--ranks 8 is more than the 4"):

@@ -126,14 +126,14 @@ def _table(kind: str, points: "list[Point]") -> Table:
     from vitpar.planner.search.scaling import efficiency
 
     table = Table("ranks", "batch", box=box.SIMPLE, title=f"{kind} scaling", title_justify="left")
-    for heading in ("images/s", "a rank", "efficiency"):
+    for heading in ("images/s", "a rank", "efficiency", "at most better by"):
         table.add_column(heading, justify="right")
     table.add_column("plan")
     for point, part in zip(points, efficiency(points), strict=True):
         if point.price is None or part is None:
-            table.add_row(str(point.ranks), str(point.batch_size), *("",) * 3, "no plan fits")
+            table.add_row(str(point.ranks), str(point.batch_size), *("",) * 4, "no plan fits")
             continue
-        figures = (f"{point.price.images_per_second:,.0f}", f"{point.per_rank:,.1f}", f"{part:.1%}")
+        figures = (f"{point.price.images_per_second:,.0f}", f"{point.per_rank:,.1f}", f"{part:.1%}", f"{point.gap:.1%}")
         plan = point.price.plan
         words = f"{plan}" + (f" {plan.schedule}" if plan.pipeline_degree > 1 else "")
         parts = count(plan.microbatches or 1, "micro-batch")

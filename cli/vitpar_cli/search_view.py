@@ -95,12 +95,10 @@ def _memory(price: "Price") -> str:
 
 def _searched(found: "Findings") -> str:
     result = found.result
-    best = result.plans[0].images_per_second
-    gap = max(0.0, result.bound / best - 1) if result.bound else 0.0
     how = "no plan is faster by 0.1 %" if result.exact else "not every plan was looked at"
     return (
         f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, "
-        f"{result.priced} plans priced: {how}; no mix of strategies can be faster by more than {gap:.2%}"
+        f"{result.priced} plans priced: {how}; no mix of strategies can be faster by more than {result.gap:.2%}"
     )
 
 

@@ -5,7 +5,6 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -98,14 +97,14 @@ def validate(
     console = Console(highlight=False)
     rows: list[Row] = []
     for number, (plan, priced) in enumerate(zip(chosen, prices, strict=True), start=1):
-        rows.append(Row(priced, runner.measure(training, plan)))
+        rows.append(Row(priced, runner.measure(training, plan), profile.pace))
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(_to_json(rows), indent=1) + "\n")
             if not as_json and sys.stderr.isatty():
                 print(f"{number} of {count(len(chosen), 'plan')}: {plan}", file=sys.stderr)
-    again = runner.measure(training, chosen[0])  # a machine that others use changes while plans are measured
-    drift = median(again.seconds) / rows[0].seconds - 1
+    again = Row(prices[0], runner.measure(training, chosen[0]), profile.pace)  # how far it can be trusted
+    drift = again.seconds / rows[0].seconds - 1
     if world.rank == 0:
         if out is not None:
             write(out, json.dumps(_to_json(rows, drift), indent=1) + "\n")
@@ -151,6 +150,8 @@ def _to_json(rows: "list[Row]", drift: float | None = None) -> dict:
     found = accuracy(rows)
     return {
         "time_error": {"mean": found.time[0], "largest": found.time[1]},
+        "clocked_time_error": {"mean": found.clocked[0], "largest": found.clocked[1]},
+        "pace": found.pace,
         "memory_error": found.memory and {"mean": found.memory[0], "largest": found.memory[1]},
         "rank_correlation": found.rank,
         "chosen_slower_than_best": found.chosen,
@@ -186,4 +187,10 @@ def _show(console: Console, rows: "list[Row]", drift: float) -> None:
         console.print(f"memory     {found.memory[0]:.1%} off in the mean, {found.memory[1]:.1%} at most")
     console.print(f"order      rank correlation {found.rank:.3f}; predicted to be the fastest and {found.chosen:.1%}")
     console.print("           slower than the fastest that was measured")
+    if found.pace != 1:
+        console.print(
+            f"pace       the same work took {found.pace:.0%} of the cores' time that it took when they were profiled;"
+        )
+        console.print("           times are divided by that, step by step; by the clock alone predictions are")
+        console.print(f"           {found.clocked[0]:.1%} off in the mean, {found.clocked[1]:.1%} at most")
     console.print(f"drift      the first plan, measured again at the end, took {1 + drift:.0%} of its first time")

@@ -96,8 +96,8 @@ class LayerCosts:
     """
 
     def __init__(self, config: ViTConfig, hardware: Hardware, model: ModelProfile) -> None:
-        self.config, self.hardware, self.model = config, hardware, model
-        self.links = Links(hardware)
+        self.config, self.hardware, self.model = config, hardware.at_pace(model.pace), model
+        self.links = Links(self.hardware)
         self.numbers = PRECISIONS[model.precision]
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {
             (p.layer, p.tensor, p.checkpoint, p.wrapped): p for p in model.layers

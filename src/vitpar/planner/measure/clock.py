@@ -1,4 +1,4 @@
-"""Durations of what several processes do at the same time."""
+"""Durations of what several processes do at the same time, as if their cores were always equally fast."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from vitpar.planner.measure.pace import Pace
 from vitpar.planner.profile.curve import Timing
 
 SHORTEST = 1e-3  # seconds between two readings at least: what is shorter is repeated
-FEWEST, MOST = 5, 25  # readings of a point
+FEWEST, MOST = 5, 25  # readings of a point, or of what is repeated three readings
+PACES = 25  # readings of the pace at first
 
 
 class Together(Protocol):
@@ -26,6 +30,9 @@ class Together(Protocol):
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         """What counts of all processes' figures, one by one, and how much more the slowest took; equal for all."""
+
+    def mean(self, seconds: list[float]) -> list[float]:
+        """The mean of all processes' figures, one by one; equal for all."""
 
 
 class Group:
@@ -43,6 +50,12 @@ class Group:
         if dist.get_world_size() > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.tolist(), [0.0] * len(seconds)
+
+    def mean(self, seconds: list[float]) -> list[float]:
+        found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(found)
+        return (found / dist.get_world_size()).tolist()
 
 
 class Neighbours:
@@ -69,44 +82,77 @@ class Neighbours:
         means = [statistics.fmean(values) for values in columns]
         return means, [max(values) - mean for values, mean in zip(columns, means, strict=True)]
 
+    def mean(self, seconds: list[float]) -> list[float]:
+        return self.agree(seconds)[0]
+
 
 class Clock:
     """Times functions that all of `together` call at once. seconds: to spend on each point, about."""
 
     def __init__(self, device: torch.device, together: Together, seconds: float) -> None:
         self.device, self._together, self._seconds = device, together, seconds
+        self._work = Pace() if device.type == "cpu" else None
+        self._paces: list[float] = []
+
+    @cached_property
+    def pace(self) -> float:
+        """What the work of `Pace` takes in all that is timed; 0 on GPUs. Collective when it is first asked for."""
+        return statistics.fmean(self._together.mean([self._paced() for _ in range(PACES)]))
+
+    @property
+    def usual(self) -> float:
+        """What it took in the mean of all times so far."""
+        return statistics.fmean(self._paces)
 
     def timing(self, size: int, work: Callable[[], object]) -> Timing:
         """How long `work` takes, in the middle of several times. Collective; equal for all."""
         return self.timings(size, work)[0]
 
-    def timings(self, size: int, *phases: Callable[[], object]) -> tuple[Timing, ...]:
-        """The same of several functions that follow each other, such as forward and backward."""
+    def timings(self, size: int, *phases: Callable[[], object], times: int = 1) -> tuple[Timing, ...]:
+        """The same of several functions that follow each other, such as forward and backward. times: that each is
+        called before the next at least."""
         for phase in phases:
             phase()
         once, _ = self._together.agree(self._read(phases, 1))
-        inner = max(1, math.ceil(SHORTEST / min(once)))
-        samples = min(MOST, max(FEWEST, int(self._seconds / (inner * sum(once)))))
-        readings = []
-        for _ in range(samples):
-            self._together.meet()
-            readings += [seconds / inner for seconds in self._read(phases, inner)]
-        agreed, more = self._together.agree(readings)
+        inner = max(times, math.ceil(SHORTEST / min(once)))
+        samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once)))))
+        readings = self._readings(samples, lambda: self._read(phases, inner))
+        agreed, more = ([seconds / inner for row in rows for seconds in row] for rows in readings)
         each = len(phases)
         return tuple(_timing(size, agreed[n::each], statistics.median(more[n::each])) for n in range(each))
 
     def middle(self, read: Callable[[], float], samples: int = 7) -> float:
         """The median of what `read` returns. Collective."""
-        taken = []
-        for _ in range(samples):
-            self._together.meet()
-            taken.append(read())
-        return statistics.median(self._together.agree(taken)[0])
+        return statistics.median(row[0] for row in self._readings(samples, lambda: [read()])[0])
 
     def computed(self) -> None:
         """Wait until the device has computed what it was given; it may still be sending."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def _readings(self, samples: int, read: Callable[[], list[float]]) -> tuple[list[list[float]], list[list[float]]]:
+        """What counts of all processes' seconds, and how much more the slowest took, at our pace."""
+        pace, rows, paces = self.pace, [], [self._paced()]
+        for _ in range(samples):
+            self._together.meet()
+            rows.append(read())
+            paces.append(self._paced())
+        found = self._together.agree([seconds for row in rows for seconds in row])
+        paces = self._together.mean(paces)
+        self._paces += paces
+        factors = [2 * pace / (before + after) if pace else 1.0 for before, after in pairwise(paces)]
+        each = len(rows[0])
+        agreed, more = (
+            [[factor * s for s in values[n * each : (n + 1) * each]] for n, factor in enumerate(factors)]
+            for values in found
+        )
+        return agreed, more
+
+    def _paced(self) -> float:
+        if self._work is None:
+            return 0.0
+        self._together.meet()  # or who is done would take the core from who is not
+        return self._work.read()
 
     def _read(self, phases: tuple[Callable[[], object], ...], times: int) -> list[float]:
         """Seconds that each phase takes `times` times."""

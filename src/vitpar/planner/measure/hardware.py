@@ -103,7 +103,7 @@ def profile_hardware(
     if world > 1:
         steps.next("overlap")
         overlap = _overlap(clock, effort)
-    return Hardware(
+    profile = Hardware(
         name=name,
         device=device.type,
         device_name=device_name(device),
@@ -119,12 +119,14 @@ def profile_hardware(
         host=_host(clock, effort) if device.type == "cuda" else None,
         pipeline=_pipeline(clock) if world % 2 == 0 else 0.0,
         reserved_bytes=reserved,
+        pace=clock.pace,
         measured={
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     )
+    return profile.at_pace(clock.usual)
 
 
 def _link(operation: Operation, shape: Shape, ranks_per_node: int, timings: tuple[Timing, ...]) -> Link:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 import torch
@@ -15,6 +17,8 @@ from vitpar.launch.world import World
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.planner.measure.apart import apart
+from vitpar.planner.measure.clock import Group
+from vitpar.planner.measure.pace import Pace
 from vitpar.planner.measure.resident import Peak, tensors_given_back
 from vitpar.strategy import Plan
 from vitpar.train.gradient_norm import clip_, global_norm
@@ -22,6 +26,8 @@ from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.optimizer_section import OptimizerSection
 
 T = TypeVar("T")
+
+PACES = 8  # readings of the pace between two steps
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,11 @@ class Training:
 @dataclass(frozen=True)
 class Measured:
     """Steps of a plan. seconds: of each step, for the slowest rank. memory: bytes that each rank takes at most, None
-    where the system does not tell."""
+    where the system does not tell. paces: of the cores around each step, in the mean (`Pace`); none on GPUs."""
 
     seconds: tuple[float, ...]
     memory: tuple[int | None, ...]
+    paces: tuple[float, ...] = ()
 
 
 class Runner:
@@ -70,7 +77,8 @@ class Runner:
     def measure(self, training: Training, plan: Plan) -> Measured:
         """`plan`, which is validated and takes all ranks. Collective; equal for all ranks."""
         memory = self._run(lambda device: _memory(training, plan, device))
-        return Measured(self._run(lambda device: _seconds(training, plan, device, self._seconds)), memory)
+        seconds, paces = self._run(lambda device: _seconds(training, plan, device, self._seconds))
+        return Measured(seconds, memory, paces)
 
     def _run(self, work: Callable[[torch.device], T]) -> T:
         self._worlds += 1
@@ -104,21 +112,31 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
     return tuple(memory)
 
 
-def _seconds(training: Training, plan: Plan, device: torch.device, seconds: float) -> tuple[float, ...]:
+def _seconds(
+    training: Training, plan: Plan, device: torch.device, seconds: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each step, and the pace around it."""
     step = training.step(plan, device)
     step()
     step()
+    work, group = Pace() if device.type == "cpu" else None, Group(device)
+
+    def paced() -> float:
+        return statistics.fmean(work.read() for _ in range(PACES)) if work is not None else 0.0
+
     taken: list[float] = []
+    paces = [paced()]
     while len(taken) < 3 or sum(taken) < seconds:
         dist.barrier()
         begun = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        mine = torch.tensor(time.perf_counter() - begun, dtype=torch.float64, device=device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        taken.append(mine.item())
-    return tuple(taken)
+        taken += group.agree([time.perf_counter() - begun])[0]  # no rank goes on before all are done
+        paces.append(paced())
+    if work is None:
+        return tuple(taken), ()
+    return tuple(taken), tuple((before + after) / 2 for before, after in pairwise(group.mean(paces)))
 
 
 def _step(model: ParallelModel, batch_size: int, settings: OptimizerSection) -> Callable[[], None]:

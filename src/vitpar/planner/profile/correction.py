@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import Hardware
 from vitpar.planner.profile.model import ModelProfile
 
@@ -47,47 +46,12 @@ class Correction:
 
     def of(self, hardware: Hardware, model: ModelProfile) -> tuple[Hardware, ModelProfile]:
         """Both profiles with all seconds multiplied; `measured` says so."""
-
-        def slower(curve: Curve, factor: float) -> Curve:
-            # Made anew: a copy would keep what the curve has remembered.
-            return type(curve)(**{**dict(curve), "timings": tuple(_scaled(t, factor) for t in curve.timings)})
-
-        layers = tuple(
-            layer.model_copy(
-                update={
-                    "forward": slower(layer.forward, self.computing),
-                    "backward": slower(layer.backward, self.computing),
-                }
-            )
-            for layer in model.layers
-        )
-        weights = tuple(
-            w.model_copy(update={"gather": _scaled(w.gather, self.sending), "reduce": w.reduce * self.sending})
-            for w in model.weights
-        )
-        links = tuple(slower(link, self.sending) for link in hardware.links)
-        host = hardware.host and slower(hardware.host, self.sending).model_copy(
-            update={"update": hardware.host.update * self.computing}
-        )
+        reserved = hardware.reserved_bytes + self.memory_bytes
         return (
-            hardware.model_copy(
-                update={
-                    "links": links,
-                    "host": host,
-                    "pipeline": hardware.pipeline * self.computing,
-                    "reserved_bytes": hardware.reserved_bytes + self.memory_bytes,
-                    "measured": self._said(hardware.measured),
-                }
+            hardware.slower(self.computing, self.sending).model_copy(
+                update={"reserved_bytes": reserved, "measured": self._said(hardware.measured)}
             ),
-            model.model_copy(
-                update={
-                    "layers": layers,
-                    "weights": weights,
-                    "optimizer": slower(model.optimizer, self.computing),
-                    "microbatch": model.microbatch * self.computing,
-                    "measured": self._said(model.measured),
-                }
-            ),
+            model.slower(self.computing, self.sending).model_copy(update={"measured": self._said(model.measured)}),
         )
 
 
@@ -109,7 +73,3 @@ def correction(evidence: Sequence[Evidence]) -> Correction:
     more = differences[len(differences) // 2] if differences else 0.0
     computing, sending = (min(MOST, max(LEAST, factor)) for factor in factors)
     return Correction(computing, sending, max(0, round(more)), len(evidence))
-
-
-def _scaled(timing: Timing, factor: float) -> Timing:
-    return timing.model_copy(update={"seconds": timing.seconds * factor, "skew": timing.skew * factor})

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Self
 
 from pydantic import Field, field_validator
 
@@ -27,6 +28,10 @@ class Timing(Record):
     skew: float = Field(default=0.0, ge=0)
     scratch: int = Field(default=0, ge=0)
 
+    def slower(self, factor: float) -> Self:
+        """The same, with all seconds times `factor`."""
+        return self.model_copy(update={"seconds": self.seconds * factor, "skew": self.skew * factor})
+
 
 class Curve(Record):
     """Seconds over sizes: straight between the measured points, and never falling."""
@@ -40,6 +45,11 @@ class Curve(Record):
         if sizes != sorted(set(sizes)):
             raise ValueError(f"sizes {sizes} do not rise: sort them and give each once")
         return timings
+
+    def slower(self, factor: float) -> Self:
+        """The same, with all seconds times `factor`."""
+        # Made anew: a copy would keep what the curve has remembered.
+        return type(self)(**{**dict(self), "timings": tuple(timing.slower(factor) for timing in self.timings)})
 
     def seconds(self, size: float) -> float:
         """How long `size` takes: below the smallest measured size as long as that, above the largest at the rate of

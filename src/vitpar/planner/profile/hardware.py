@@ -71,7 +71,8 @@ class Hardware(Record):
     rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
     at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
     small message included. host: what +offload takes, None where there is no other memory. reserved_bytes: of a device,
-    that no plan can use. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
+    that no plan can use. pace: of a CPU's cores at which all of this is given (`vitpar.planner.measure.pace`), 0 where
+    it is not known. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
     """
 
     format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
@@ -90,7 +91,28 @@ class Hardware(Record):
     host: Host | None = None
     pipeline: float = Field(default=0.0, ge=0)
     reserved_bytes: int = Field(default=0, ge=0)
+    pace: float = Field(default=0.0, ge=0)
     measured: dict[str, str] = Field(default_factory=dict)
+
+    def slower(self, computing: float, sending: float) -> Hardware:
+        """The same machine with the seconds of either kind times a factor."""
+        host = self.host and self.host.slower(sending).model_copy(update={"update": self.host.update * computing})
+        return self.model_copy(
+            update={
+                "matmuls": tuple(matmul.slower(computing) for matmul in self.matmuls),
+                "copy_": self.copy_ and self.copy_.slower(computing),
+                "links": tuple(link.slower(sending) for link in self.links),
+                "host": host,
+                "pipeline": self.pipeline * computing,
+            }
+        )
+
+    def at_pace(self, pace: float) -> Hardware:
+        """The machine when its cores had that pace; itself where its own is not known."""
+        if not (pace and self.pace):
+            return self
+        factor = pace / self.pace
+        return self.slower(factor, factor).model_copy(update={"pace": pace})
 
     def save(self, path: Path) -> None:
         """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""

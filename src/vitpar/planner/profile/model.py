@@ -51,6 +51,11 @@ class LayerProfile(Record):
     saved: Bytes
     workspace: Bytes
 
+    def slower(self, factor: float) -> LayerProfile:
+        """The same, with all seconds times `factor`."""
+        curves = {"forward": self.forward.slower(factor), "backward": self.backward.slower(factor)}
+        return self.model_copy(update=curves)
+
 
 class WeightProfile(Record):
     """What sharded parameters of a layer cost a rank besides sending: to be gathered and dropped again, and for their
@@ -62,13 +67,17 @@ class WeightProfile(Record):
     gather: Timing
     reduce: float = Field(ge=0)
 
+    def slower(self, factor: float) -> WeightProfile:
+        """The same, with all seconds times `factor`."""
+        return self.model_copy(update={"gather": self.gather.slower(factor), "reduce": self.reduce * factor})
+
 
 class ModelProfile(Record):
     """A profile of `model` (the fields of its ViTConfig) in one precision.
 
     processes: how many measured at the same time, each with `threads` CPU threads, on `cores` (on GPUs one each).
-    optimizer: a step and the global
-    norm; sizes are elements. microbatch: seconds that a micro-batch takes besides its layers.
+    optimizer: a step and the global norm; sizes are elements. microbatch: seconds that a micro-batch takes besides its
+    layers. pace: as in `Hardware`.
     """
 
     format: Literal["vitpar model 1"] = "vitpar model 1"
@@ -84,6 +93,7 @@ class ModelProfile(Record):
     weights: tuple[WeightProfile, ...]
     optimizer: Curve
     microbatch: float = Field(ge=0)
+    pace: float = Field(default=0.0, ge=0)
     measured: dict[str, str] = Field(default_factory=dict)
 
     @property
@@ -95,6 +105,23 @@ class ModelProfile(Record):
     def flags(self) -> frozenset[str]:
         """Of checkpointing, that it knows."""
         return frozenset(CHECKPOINTS[layer.checkpoint].lstrip("+") for layer in self.layers) - {""}
+
+    def slower(self, computing: float, sending: float) -> ModelProfile:
+        """The same with the seconds of either kind times a factor."""
+        return self.model_copy(
+            update={
+                "layers": tuple(layer.slower(computing) for layer in self.layers),
+                "weights": tuple(weights.slower(sending) for weights in self.weights),
+                "optimizer": self.optimizer.slower(computing),
+                "microbatch": self.microbatch * computing,
+            }
+        )
+
+    def at_pace(self, pace: float) -> ModelProfile:
+        """The same when the cores had that pace; itself where its own is not known."""
+        if not (pace and self.pace):
+            return self
+        return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
 
     def save(self, path: Path) -> None:
         """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""

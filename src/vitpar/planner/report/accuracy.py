@@ -18,14 +18,27 @@ SENDING = ("tensor", "gather", "gradients", "redistribution")
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, as predicted and as measured."""
+    """One plan, as predicted and as measured. pace: of the profiles that it was predicted with, 0 where that is not
+    known."""
 
     price: Price
     measured: Measured
+    pace: float = 0.0
+
+    @property
+    def paces(self) -> tuple[float, ...]:
+        """How much longer the cores took around each step than when they were profiled; 1 where that is not known."""
+        known = self.pace and self.measured.paces
+        return tuple(pace / self.pace for pace in self.measured.paces) if known else (1.0,) * len(self.measured.seconds)
 
     @property
     def seconds(self) -> float:
-        """Of a step, measured: the median."""
+        """Of a step at the profiled pace: the median."""
+        return statistics.median(s / pace for s, pace in zip(self.measured.seconds, self.paces, strict=True))
+
+    @property
+    def clocked(self) -> float:
+        """Of a step at whatever pace: the median."""
         return statistics.median(self.measured.seconds)
 
     @property
@@ -68,6 +81,7 @@ class Row:
             "batch_size": self.price.batch_size,
             "predicted_seconds": self.price.seconds,
             "measured_seconds": list(self.measured.seconds),
+            "paces": list(self.paces),
             "predicted_memory_bytes": self.price.memory_bytes,
             "measured_memory_bytes": list(self.measured.memory),
             "predicted_breakdown_seconds": dict(self.price.time),
@@ -76,11 +90,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of several plans. time, memory: mean and largest absolute error; memory None where it is not known. rank: how
+    """Of several plans. time, memory: mean and largest absolute error; memory None where it is not known. clocked: as
+    time, but of what the clock says, whatever the pace. pace: of the cores, in the mean, as in `Row.paces`. rank: how
     alike the orders by time are (Spearman's correlation), 1 for equal. chosen: how much slower the plan that is
     predicted to be the fastest is than the one that is."""
 
     time: tuple[float, float]
+    clocked: tuple[float, float]
+    pace: float
     memory: tuple[float, float] | None
     rank: float
     chosen: float
@@ -89,10 +106,13 @@ class Accuracy:
 def accuracy(rows: Sequence[Row]) -> Accuracy:
     """Of one row at least."""
     times = [abs(row.time_error) for row in rows]
+    clocked = [abs(row.price.seconds / row.clocked - 1) for row in rows]
     sizes = [abs(error) for row in rows if (error := row.memory_error) is not None]
     fastest = min(row.seconds for row in rows)
     return Accuracy(
         time=(statistics.mean(times), max(times)),
+        clocked=(statistics.mean(clocked), max(clocked)),
+        pace=statistics.mean(statistics.mean(row.paces) for row in rows),
         memory=(statistics.mean(sizes), max(sizes)) if sizes else None,
         rank=spearman([row.price.seconds for row in rows], [row.seconds for row in rows]),
         chosen=min(rows, key=lambda row: row.price.seconds).seconds / fastest - 1,

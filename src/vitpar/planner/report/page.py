@@ -8,8 +8,7 @@ from html import escape
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.curve import Timing
-from vitpar.planner.profile.hardware import Hardware, Link
+from vitpar.planner.profile.hardware import Hardware
 from vitpar.planner.report import svg
 from vitpar.planner.report.data import Findings
 from vitpar.planner.search.expand import form
@@ -78,7 +77,6 @@ def document(title: str, parts: Sequence[str]) -> str:
 
 def _facts(found: Findings, costs: LayerCosts) -> str:
     result, best = found.result, found.result.plans[0]
-    gap = max(0.0, result.bound / best.images_per_second - 1)
     rows = {
         "hardware": f"{best.plan.world_size} ranks of {costs.hardware.device_name} ({costs.hardware.name})",
         "figures": "; ".join(found.notes) or "measured on this machine",
@@ -86,7 +84,7 @@ def _facts(found: Findings, costs: LayerCosts) -> str:
         "memory": f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed",
         "search": f"{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines with "
         f"micro-batches; {'no plan is faster by 0.1 %' if result.exact else 'not every plan was looked at'}; no mix of "
-        f"strategies can be faster by more than {gap:.2%}",
+        f"strategies can be faster by more than {result.gap:.2%}",
     }
     cells = "".join(f"<tr><td>{name}</td><td>{escape(words)}</td></tr>" for name, words in rows.items())
     return f'<table class="facts">{cells}</table>'
@@ -152,9 +150,5 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
 def scaled_links(hardware: Hardware, factor: float) -> Hardware:
     """The same machine, every link `factor` times as fast."""
 
-    def faster(timing: Timing) -> Timing:
-        return timing.model_copy(update={"seconds": timing.seconds / factor})
-
-    # Made anew: a copy would keep the curve that the link has remembered.
-    links = tuple(Link(**{**dict(link), "timings": tuple(map(faster, link.timings))}) for link in hardware.links)
+    links = tuple(link.slower(1 / factor) for link in hardware.links)
     return hardware.model_copy(update={"links": links})

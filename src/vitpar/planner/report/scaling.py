@@ -25,7 +25,7 @@ def scaling_to_json(found: Mapping[str, Sequence[Point]], notes: Sequence[str]) 
                 "ranks": point.ranks,
                 "batch_size": point.batch_size,
                 "efficiency": part,
-                **({} if point.price is None else price_to_json(point.price)),
+                **({} if point.price is None else {"at_most_better_by": point.gap, **price_to_json(point.price)}),
             }
             for point, part in zip(points, efficiency(points), strict=True)
         ]
@@ -50,15 +50,15 @@ def scaling_page(title: str, found: Mapping[str, Sequence[Point]], notes: Sequen
 
 
 def _table(points: Sequence[Point]) -> str:
-    names = ("batch", "images/s", "efficiency")
+    names = ("batch", "images/s", "efficiency", "at most better by")
     rows = ['<tr><th class="n">devices</th>' + "".join(f'<th class="n">{n}</th>' for n in names) + "<th>plan</th></tr>"]
     for point, part in zip(points, efficiency(points), strict=True):
         speed = f"{point.price.images_per_second:,.0f}" if point.price else ""
-        share = "" if part is None else f"{part:.1%}"
+        share, gap = ("", "") if part is None else (f"{part:.1%}", f"{point.gap:.1%}")
         plan = "no plan fits"
         if point.price is not None:
             plan = f"{point.price.plan}, {count(point.price.plan.microbatches or 1, 'micro-batch')}"
-        figures = (point.ranks, point.batch_size, speed, share)
+        figures = (point.ranks, point.batch_size, speed, share, gap)
         cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
         rows.append(f"<tr>{cells}<td>{escape(plan)}</td></tr>")
     return f"<table>{''.join(rows)}</table>"

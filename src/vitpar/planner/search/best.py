@@ -44,6 +44,13 @@ class Result:
     strategies: int
     seconds: float
 
+    @property
+    def gap(self) -> float:
+        """By how much a plan could be faster than the best at most, as a part of it."""
+        if not (self.plans and self.bound):
+            return 0.0
+        return max(0.0, self.bound / self.plans[0].images_per_second - 1)
+
 
 class Search:
     """Searches `space` for one model on one machine; profiles are looked up once for all budgets.

@@ -17,11 +17,12 @@ Kind = Literal["weak", "strong"]
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan on `ranks` devices; None where nothing fits into memory or divides."""
+    """The best plan on `ranks` devices; None where nothing fits into memory or divides. gap: as in `Result`."""
 
     ranks: int
     batch_size: int
     price: Price | None
+    gap: float = 0.0
 
     @property
     def per_rank(self) -> float:
@@ -46,8 +47,8 @@ def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
 
 def best_on(ranks: int, batch_size: int, space: Space, costs: LayerCosts, budget: float, moments: float = 2) -> Point:
     """The best plan of `space` on so many devices, of `budget` bytes each."""
-    plans = Search(space, costs, moments).best(budget).plans
-    return Point(ranks, batch_size, plans[0] if plans else None)
+    found = Search(space, costs, moments).best(budget)
+    return Point(ranks, batch_size, found.plans[0] if found.plans else None, found.gap)
 
 
 def efficiency(points: Sequence[Point]) -> list[float | None]:

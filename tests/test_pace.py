@@ -1,0 +1,75 @@
+"""Times are given as if cores were always equally fast."""
+
+from collections.abc import Iterator
+from itertools import chain, count, repeat
+from typing import Any
+
+import pytest
+import torch
+
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import price
+from vitpar.planner.measure import clock as clocks
+from vitpar.planner.measure.clock import PACES, Clock, Neighbours
+from vitpar.planner.measure.pace import Pace
+from vitpar.planner.measure.steps import Measured
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.model import tensors
+from vitpar.planner.report.accuracy import Row, accuracy
+from vitpar.strategy import parse, validate
+
+
+def test_work_takes_some_of_a_core() -> None:
+    assert 0 < Pace().read() < 1
+
+
+@pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What `Pace` reads after its first readings, which are 1; the clock goes on by a second whenever it is read."""
+    later: list[float] = []
+    read: Iterator[float] = chain(repeat(1.0, PACES), later)
+    seconds = map(float, count())
+    monkeypatch.setattr(Pace, "read", lambda self: next(read))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(seconds))
+    yield later
+
+
+def test_readings_are_divided_by_the_pace_around_them(paces: list[float]) -> None:
+    paces += [2.0, 2.0, 2.0, 4.0, 4.0, 4.0]  # five readings at 2, 2, 3, 4, 4
+    clock = Clock(torch.device("cpu"), Neighbours(0, 1, None), 0.01)
+    forward, backward = clock.timings(7, lambda: None, lambda: None)
+    assert clock.pace == 1.0 and forward.samples == 5 and forward == backward
+    assert forward.seconds == pytest.approx(1 / 3) and forward.spread == pytest.approx((1 / 2 - 1 / 4) / 2 * 3)
+
+
+def test_profiles_of_another_pace_are_brought_together() -> None:
+    """A machine that took twice as long when its links were measured."""
+    config = model_config("vit_custom", width=64, depth=2, heads=4, patch_size=8, image_size=32, num_classes=10)
+    hardware = find_cluster("4xA100").hardware()
+    model = estimate_model(config, "fp32", hardware, tensors(config, 4)).model_copy(update={"pace": 1.0})
+    slow = hardware.slower(2.0, 2.0).model_copy(update={"pace": 2.0})
+    plan = validate(parse("dp2xtp2"), config, 32)
+
+    def seconds(**changed: Any) -> float:
+        machine = slow.model_copy(update=changed)
+        return price(plan, LayerCosts(config, machine, model), 32).seconds
+
+    there = price(plan, LayerCosts(config, hardware, model), 32).seconds
+    assert seconds() == pytest.approx(there) and seconds(pace=0.0) > 1.05 * there
+
+
+def test_steps_are_compared_at_the_profiled_pace() -> None:
+    config = model_config("vit_custom", width=64, depth=2, heads=4, patch_size=8, image_size=32, num_classes=10)
+    hardware = find_cluster("4xA100").hardware()
+    costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
+    predicted = price(validate(parse("dp4"), config, 32), costs, 32)
+    s = predicted.seconds
+    measured = Measured((2 * s, 3 * s, 8 * s), (None,) * 4, (0.002, 0.003, 0.004))
+    row = Row(predicted, measured, pace=0.001)
+    assert row.time_error == pytest.approx(0.0) and row.seconds == pytest.approx(s)
+    found = accuracy([row])
+    assert found.pace == pytest.approx(3.0) and found.clocked[0] == pytest.approx(2 / 3) and found.time[0] < 1e-9
+    unknown = Row(predicted, measured)
+    assert unknown.paces == (1.0, 1.0, 1.0) and unknown.seconds == unknown.clocked == pytest.approx(3 * s)

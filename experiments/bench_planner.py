@@ -9,8 +9,9 @@
 - galvatron: ViT-Huge-32 on 8 GPUs in four memory budgets: the plan that Galvatron's first planner found, and vitpar's,
   under that planner's model and under vitpar's with the same profile.
 - accuracy: the model of planner.toml on so many CPU ranks: both profiles, then every example plan of `vitpar validate`.
-  Time and memory, predicted and measured; the order of the plans; how much slower than the fastest the plan is that was
-  predicted to be.
+  Time and memory, predicted and measured; what errors would be without regard to the pace of the cores, and the time
+  that these took for the same work beside when they were profiled; the order of the plans; how much slower than the
+  fastest the plan is that was predicted to be.
 """
 
 import argparse
@@ -158,7 +159,7 @@ def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table
     heads = ("plan", "micro-batches", "schedule", "predicted ms", "measured ms", "error", "predicted MB", "measured MB")
     table = Table(*heads, "error", box=box.MARKDOWN)
     for row in record["rows"]:
-        seconds = statistics.median(row["measured_seconds"])
+        seconds = statistics.median(s / pace for s, pace in zip(row["measured_seconds"], row["paces"], strict=True))
         memory, priced = max(row["measured_memory_bytes"]), row["predicted_memory_bytes"]
         table.add_row(
             row["strategy"],
@@ -169,10 +170,10 @@ def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table
             *(f"{n / 1e6:.1f}" for n in (priced, memory)),
             f"{priced / memory - 1:+.1%}",
         )
-    heads = ("ranks", "plans", "time: mean error", "largest", "memory: mean error", "largest", "rank correlation")
-    summed = Table(*heads, "chosen slower than best", box=box.MARKDOWN)
-    time, memory = record["time_error"], record["memory_error"]
-    parts = (time["mean"], time["largest"], memory["mean"], memory["largest"])
+    heads = ("ranks", "plans", "time: mean error", "largest", "by the clock", "largest", "pace", "memory: mean error")
+    summed = Table(*heads, "largest", "rank correlation", "chosen slower than best", box=box.MARKDOWN)
+    time, clocked, memory = (record[name] for name in ("time_error", "clocked_time_error", "memory_error"))
+    parts = (*time.values(), *clocked.values(), record["pace"], *memory.values())
     summed.add_row(
         ranks,
         str(len(record["rows"])),

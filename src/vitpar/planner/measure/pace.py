@@ -14,20 +14,16 @@ from torch import nn
 
 
 class Pace:
-    """An MLP, forward and backward: slowed down by what slows down a ViT's layers, as products alone are not."""
+    """An MLP, forward and backward, that fits into no core's own caches: slowed down by what slows down a ViT's layers,
+    as products alone are not."""
 
-    def __init__(self, rows: int = 128, width: int = 128) -> None:
+    def __init__(self, rows: int = 512, width: int = 128) -> None:
         layers = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         self._mlp, self._x = nn.Sequential(*layers), torch.ones(rows, width)
         self._parameters = tuple(self._mlp.parameters())
 
     def read(self) -> float:
-        """Seconds of a core that the work takes, one or two thousandths: not those in which another process of ours
-        has it."""
-        self._do()  # or it would depend on what was in the caches
+        """Seconds of a core that the work takes, some thousandths: not those in which our other processes have it."""
         begun = time.thread_time()
-        self._do()
-        return time.thread_time() - begun
-
-    def _do(self) -> None:
         torch.autograd.grad(self._mlp(self._x).sum(), self._parameters)
+        return time.thread_time() - begun

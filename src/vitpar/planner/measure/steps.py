@@ -27,7 +27,7 @@ from vitpar.train.optimizer_section import OptimizerSection
 
 T = TypeVar("T")
 
-PACES = 8  # readings of the pace between two steps
+PACES = 4  # readings of the pace between two steps
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,17 +37,26 @@ def test_work_apart_returns_and_raises() -> None:
         apart(lambda: os._exit(3))
 
 
-@pytest.mark.slow
-def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+Command = Callable[..., str]
 
-    def vitpar(*arguments: str) -> str:
+
+@pytest.fixture
+def vitpar(tmp_path: Path) -> Command:
+    """The command line in a folder of its own; gives what it prints."""
+
+    def run(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "vitpar_cli.main", *arguments], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    return run
+
+
+@pytest.mark.slow
+def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = ("--recipe", "recipe.toml")
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
@@ -63,3 +73,14 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path) -> None:
     files = ("--hardware", "better/hardware.json", "--model-profile", "better/model.json")
     assert "profiles were corrected: computing x" in vitpar("search", *recipe, *files, "--memory", "1GB")
     vitpar("check", "--mesh", "plan.json", *recipe, "--batch-size", "8")
+
+
+@pytest.mark.slow
+def test_memory_is_as_predicted(vitpar: Command) -> None:
+    """Of all example plans on two ranks; how long things take is hardly measured."""
+    recipe = ("--recipe", str(Path(__file__).parents[1] / "experiments" / "planner.toml"))
+    vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
+    vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
+    found = json.loads(vitpar("validate", *recipe, "--seconds", "0.01", "--device", "cpu", "--json"))
+    assert len(found["rows"]) >= 20
+    assert found["memory_error"]["mean"] < 0.03 and found["memory_error"]["largest"] < 0.12

@@ -43,7 +43,7 @@ from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.optimizer_section import OptimizerSection
 
 NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
-LONGEST = 0.25  # seconds of a layer's step at most
+LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of a layer's step at most
 DEEP = 3  # layers one after the other, as in a step: what the first keeps has left the caches when its backward comes
 MOST_ROWS = 512
 Progress = Callable[[int, int, str], None]
@@ -228,7 +228,7 @@ def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: b
         forward.append(both[0])
         backward.append(both[1])
         taken = sum(timing.seconds for timing in both)
-        more = next((times for times in (4, 2) if times * taken < LONGEST), None)
+        more = next((times for times in (4, 2) if times * taken < LONGEST[clock.device.type]), None)
         if more is None:
             break
         rows *= more

@@ -7,7 +7,7 @@ import pytest
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.measure.steps import Measured
+from vitpar.planner.measure.steps import Measured, Run
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.correction import LEAST, Correction, Evidence, correction
 from vitpar.planner.profile.estimate import estimate_model
@@ -51,7 +51,7 @@ def test_corrected_profiles_predict_what_was_measured(tmp_path: Path) -> None:
     hardware, model = profiles()
     truth = Correction(1.4, 2.0, 50_000_000, 1).of(hardware, model)
     rows = [
-        Row(predicted, Measured((true.seconds,), (round(true.memory_bytes),)))
+        Row(predicted, Measured((Run((true.seconds,)),), (round(true.memory_bytes),)))
         for predicted, true in zip(prices(hardware, model), prices(*truth), strict=True)
     ]
     found = correction([row.evidence for row in rows])

@@ -13,7 +13,7 @@ from vitpar.planner.cost.price import price
 from vitpar.planner.measure import clock as clocks
 from vitpar.planner.measure.clock import PACES, Clock, Neighbours
 from vitpar.planner.measure.pace import Pace
-from vitpar.planner.measure.steps import Measured
+from vitpar.planner.measure.steps import Measured, Run, Runner
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.model import tensors
@@ -66,10 +66,36 @@ def test_steps_are_compared_at_the_profiled_pace() -> None:
     costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
     predicted = price(validate(parse("dp4"), config, 32), costs, 32)
     s = predicted.seconds
-    measured = Measured((2 * s, 3 * s, 8 * s), (None,) * 4, (0.002, 0.003, 0.004))
+    measured = Measured((Run((2 * s, 3 * s, 8 * s), (0.002, 0.003, 0.004)),), (None,) * 4)
     row = Row(predicted, measured, pace=0.001)
     assert row.time_error == pytest.approx(0.0) and row.seconds == pytest.approx(s)
     found = accuracy([row])
-    assert found.pace == pytest.approx(3.0) and found.clocked[0] == pytest.approx(2 / 3) and found.time[0] < 1e-9
+    assert found.slowdown == pytest.approx(3.0) and found.repeat is None
+    assert found.clocked[0] == pytest.approx(2 / 3) and found.time[0] < 1e-9
     unknown = Row(predicted, measured)
-    assert unknown.paces == (1.0, 1.0, 1.0) and unknown.seconds == unknown.clocked == pytest.approx(3 * s)
+    assert unknown.slowdown == 1.0 and unknown.seconds == unknown.clocked == pytest.approx(3 * s)
+
+
+class Unsteady(Runner):
+    """The second plan meets a slow minute in its second run."""
+
+    def __init__(self) -> None:
+        self.seconds = iter((1.0, 2.0, 1.05, 7.0, 2.2))
+
+    def memory(self, training: object, plan: object) -> tuple[int]:
+        return (100,)
+
+    def run(self, training: object, plan: object) -> Run:
+        return Run((next(self.seconds),) * 3)
+
+
+def test_plans_whose_two_runs_disagree_run_again() -> None:
+    runs = list(Unsteady().measure(None, [parse("dp4"), parse("tp4")]))  # type: ignore[arg-type, list-item]
+    assert [index for index, _ in runs] == [0, 1, 0, 1, 1]
+    first, second = runs[2][1], runs[-1][1]
+    assert first.apart == pytest.approx(0.05) and second.apart == pytest.approx(2.5) and second.memory == (100,)
+    config = model_config("vit_custom", width=64, depth=2, heads=4, patch_size=8, image_size=32, num_classes=10)
+    hardware = find_cluster("4xA100").hardware()
+    costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
+    row = Row(price(validate(parse("dp4"), config, 32), costs, 32), second)
+    assert row.seconds == pytest.approx(2.2) and accuracy([row]).repeat == pytest.approx((2.5, 2.5))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from vitpar.errors import PlannerError, UserError
 from vitpar.planner.measure.steps import Measured
+from vitpar.planner.measure.steps import Run as Steps
 from vitpar.planner.report.accuracy import Row, accuracy, spearman
 from vitpar.strategy import read_plan
 from vitpar_cli.profiled import parse_size
@@ -146,8 +147,8 @@ def test_accuracy_is_of_absolute_errors() -> None:
             self.seconds, self.memory_bytes = seconds, memory
 
     rows = [
-        Row(Priced(1.1, 100), Measured((1.0, 1.0, 9.0), (90, 100))),  # type: ignore[arg-type]
-        Row(Priced(1.8, 90), Measured((2.0,), (100, None))),  # type: ignore[arg-type]
+        Row(Priced(1.1, 100), Measured((Steps((1.0, 1.0, 9.0)),), (90, 100))),  # type: ignore[arg-type]
+        Row(Priced(1.8, 90), Measured((Steps((2.0,)),), (100, None))),  # type: ignore[arg-type]
     ]
     found = accuracy(rows)
     assert found.time == pytest.approx((0.1, 0.1)) and found.memory == pytest.approx((0.05, 0.1))

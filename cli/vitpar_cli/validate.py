@@ -35,7 +35,7 @@ def validate(
     model_profile: ModelFile = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time to spend on each plan's steps.")] = 3.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time to spend on each run of a plan.")] = 2.0,
     device: o.DeviceName = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON.")] = None,
     correct: Annotated[
@@ -50,7 +50,8 @@ def validate(
 ) -> None:
     """Run plans for a few steps and print what was predicted beside what was measured.
 
-    The plans need as many ranks as the hardware was profiled with. Each runs in processes of its own, on random images.
+    The plans need as many ranks as the hardware was profiled with. Each runs in processes of its own, on random images:
+    all plans once, all again, and a third time those whose two runs disagree.
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
@@ -96,25 +97,21 @@ def validate(
     training = Training(costs.config, size, profile.precision, profile.compiled, merged.optimizer)
     console = Console(highlight=False)
     rows: list[Row] = []
-    for number, (plan, priced) in enumerate(zip(chosen, prices, strict=True), start=1):
-        rows.append(Row(priced, runner.measure(training, plan), profile.pace))
+    for run, (index, measured) in enumerate(runner.measure(training, chosen), start=1):
+        rows[index : index + 1] = [Row(prices[index], measured, profile.pace)]  # the first run of a plan appends
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(_to_json(rows), indent=1) + "\n")
             if not as_json and sys.stderr.isatty():
-                print(f"{number} of {count(len(chosen), 'plan')}: {plan}", file=sys.stderr)
-    again = Row(prices[0], runner.measure(training, chosen[0]), profile.pace)  # how far it can be trusted
-    drift = again.seconds / rows[0].seconds - 1
+                print(f"run {run} of {2 * len(chosen)} or some more: {chosen[index]}", file=sys.stderr)
     if world.rank == 0:
-        if out is not None:
-            write(out, json.dumps(_to_json(rows, drift), indent=1) + "\n")
         if corrected is not None:
             found = correction([row.evidence for row in rows])
             better = found.of(machine, profile)
             better[0].save(corrected[0])
             better[1].save(corrected[1])
             print(f"corrected profiles written to {correct}: {found}", file=sys.stderr)
-        print(json.dumps(_to_json(rows, drift))) if as_json else _show(console, rows, drift)
+        print(json.dumps(_to_json(rows))) if as_json else _show(console, rows)
 
 
 def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:
@@ -144,23 +141,23 @@ def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatc
     return validated(plan, config, batch_size)
 
 
-def _to_json(rows: "list[Row]", drift: float | None = None) -> dict:
+def _to_json(rows: "list[Row]") -> dict:
     from vitpar.planner.report.accuracy import accuracy
 
     found = accuracy(rows)
     return {
         "time_error": {"mean": found.time[0], "largest": found.time[1]},
         "clocked_time_error": {"mean": found.clocked[0], "largest": found.clocked[1]},
-        "pace": found.pace,
+        "slowdown": found.slowdown,
+        "repeat": found.repeat and {"mean": found.repeat[0], "largest": found.repeat[1]},
         "memory_error": found.memory and {"mean": found.memory[0], "largest": found.memory[1]},
         "rank_correlation": found.rank,
         "chosen_slower_than_best": found.chosen,
-        "drift": drift,
         "rows": [row.to_json() for row in rows],
     }
 
 
-def _show(console: Console, rows: "list[Row]", drift: float) -> None:
+def _show(console: Console, rows: "list[Row]") -> None:
     from vitpar.planner.report.accuracy import accuracy
 
     table = Table("plan", box=box.SIMPLE)
@@ -187,10 +184,12 @@ def _show(console: Console, rows: "list[Row]", drift: float) -> None:
         console.print(f"memory     {found.memory[0]:.1%} off in the mean, {found.memory[1]:.1%} at most")
     console.print(f"order      rank correlation {found.rank:.3f}; predicted to be the fastest and {found.chosen:.1%}")
     console.print("           slower than the fastest that was measured")
-    if found.pace != 1:
+    if found.slowdown != 1:
+        console.print(f"pace       the same work took {found.slowdown:.0%} of the cores' time that it took when")
+        console.print("           they were profiled; times are divided by that, step by step; by the clock alone")
         console.print(
-            f"pace       the same work took {found.pace:.0%} of the cores' time that it took when they were profiled;"
+            f"           predictions are {found.clocked[0]:.1%} off in the mean, {found.clocked[1]:.1%} at most"
         )
-        console.print("           times are divided by that, step by step; by the clock alone predictions are")
-        console.print(f"           {found.clocked[0]:.1%} off in the mean, {found.clocked[1]:.1%} at most")
-    console.print(f"drift      the first plan, measured again at the end, took {1 + drift:.0%} of its first time")
+    if found.repeat:
+        console.print(f"repeat     measured again, plans took {found.repeat[0]:.1%} more or less in the mean,")
+        console.print(f"           {found.repeat[1]:.1%} at most: no prediction can be known to be nearer than that")

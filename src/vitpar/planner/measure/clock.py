@@ -108,13 +108,12 @@ class Clock:
         """How long `work` takes, in the middle of several times. Collective; equal for all."""
         return self.timings(size, work)[0]
 
-    def timings(self, size: int, *phases: Callable[[], object], times: int = 1) -> tuple[Timing, ...]:
-        """The same of several functions that follow each other, such as forward and backward. times: that each is
-        called before the next at least."""
+    def timings(self, size: int, *phases: Callable[[], object]) -> tuple[Timing, ...]:
+        """The same of several functions that follow each other, such as forward and backward."""
         for phase in phases:
             phase()
         once, _ = self._together.agree(self._read(phases, 1))
-        inner = max(times, math.ceil(SHORTEST / min(once)))
+        inner = max(1, math.ceil(SHORTEST / min(once)))
         samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once)))))
         readings = self._readings(samples, lambda: self._read(phases, inner))
         agreed, more = ([seconds / inner for row in rows for seconds in row] for rows in readings)

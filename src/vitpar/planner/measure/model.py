@@ -44,7 +44,6 @@ from vitpar.train.optimizer_section import OptimizerSection
 
 NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
 LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of a layer's step at most
-DEEP = 3  # layers one after the other, as in a step: what the first keeps has left the caches when its backward comes
 MOST_ROWS = 512
 Progress = Callable[[int, int, str], None]
 """Called with (parts done, parts in all, what is measured next)."""
@@ -224,7 +223,7 @@ def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: b
     forward, backward, rows = [], [], bench.unit
     while rows <= MOST_ROWS * bench.unit:
         bench.prepare(rows)
-        both = clock.timings(rows, bench.forward, bench.backward, times=DEEP)
+        both = clock.timings(rows, bench.forward, bench.backward)
         forward.append(both[0])
         backward.append(both[1])
         taken = sum(timing.seconds for timing in both)
@@ -235,7 +234,7 @@ def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: b
     share = 0.0
     if bench.kind != "stem" and checkpoint == "none":
         bench.prepare(forward[0].size)
-        alone = clock.timings(1, bench.forward, bench.backward_to_input, times=DEEP)[1].seconds
+        alone = clock.timings(1, bench.forward, bench.backward_to_input)[1].seconds
         share = min(1.0, alone / backward[0].seconds)
     (saved, space), (saved_2, space_2) = bench.memory(bench.unit), bench.memory(2 * bench.unit)
     return LayerProfile(
@@ -255,7 +254,7 @@ def _wrapped(bench: _Bench, clock: Clock, plain: LayerProfile) -> LayerProfile:
     """The same layer with ``fully_shard`` around it, which takes longer by as much for any rows."""
     first = plain.forward.timings[0], plain.backward.timings[0]
     bench.prepare(first[0].size)
-    both = clock.timings(first[0].size, bench.forward, bench.backward, times=DEEP)
+    both = clock.timings(first[0].size, bench.forward, bench.backward)
     curves = []
     for curve, before, after in zip((plain.forward, plain.backward), first, both, strict=True):
         more = max(0.0, after.seconds - before.seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, TypeVar
@@ -28,6 +28,7 @@ from vitpar.train.optimizer_section import OptimizerSection
 T = TypeVar("T")
 
 PACES = 4  # readings of the pace between two steps
+AGREED = 0.1  # two runs of a plan further apart than this are not believed without a third
 
 
 @dataclass(frozen=True)
@@ -54,31 +55,69 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Steps of a plan. seconds: of each step, for the slowest rank. memory: bytes that each rank takes at most, None
-    where the system does not tell. paces: of the cores around each step, in the mean (`Pace`); none on GPUs."""
+class Run:
+    """Steps of a plan, one after the other. seconds: of each, for the slowest rank. paces: of the cores around each, in
+    the mean (`Pace`); none on GPUs."""
 
     seconds: tuple[float, ...]
-    memory: tuple[int | None, ...]
     paces: tuple[float, ...] = ()
+
+    def middle(self, pace: float) -> float:
+        """The median, had the cores been at `pace`; the clock's where that or theirs is not known."""
+        if not (pace and self.paces):
+            return statistics.median(self.seconds)
+        return statistics.median(s * pace / found for s, found in zip(self.seconds, self.paces, strict=True))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A plan. runs: one or more, minutes apart. memory: bytes that each rank takes at most, None where the system does
+    not tell."""
+
+    runs: tuple[Run, ...]
+    memory: tuple[int | None, ...]
+
+    @property
+    def apart(self) -> float:
+        """How much longer the slowest run took than the fastest, at equal pace."""
+        middles = [run.middle(1.0) for run in self.runs]
+        return max(middles) / min(middles) - 1
 
 
 class Runner:
     """Runs plans one after the other, each in processes of its own, forked from the ranks of `world`.
 
-    kind: of device. seconds: to spend on the timed steps of a plan, about; there are at least three, after two that do
+    kind: of device. seconds: to spend on the timed steps of a run, about; there are at least three, after two that do
     not count.
     """
 
-    def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 3.0) -> None:
+    def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
         self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
         self._store = meeting_place(world)  # rank 0 keeps it; forked processes go there by themselves
 
-    def measure(self, training: Training, plan: Plan) -> Measured:
-        """`plan`, which is validated and takes all ranks. Collective; equal for all ranks."""
-        memory = self._run(lambda device: _memory(training, plan, device))
-        seconds, paces = self._run(lambda device: _seconds(training, plan, device, self._seconds))
-        return Measured(seconds, memory, paces)
+    def measure(self, training: Training, plans: Sequence[Plan]) -> Iterator[tuple[int, Measured]]:
+        """`plans`, which are validated and take all ranks: all once, all again, and a third time those whose two runs
+        disagree, so that a minute in which a machine is slow falls into one run of a plan. Yields a plan's index and
+        what is known of it after each run. Collective; equal for all ranks."""
+        found: list[Measured] = []
+        for index, plan in enumerate(plans):
+            memory = self.memory(training, plan)
+            found.append(Measured((self.run(training, plan),), memory))
+            yield index, found[-1]
+        for everything in (True, False):
+            for index, plan in enumerate(plans):
+                if everything or found[index].apart > AGREED:
+                    runs = *found[index].runs, self.run(training, plan)
+                    found[index] = replace(found[index], runs=runs)
+                    yield index, found[index]
+
+    def memory(self, training: Training, plan: Plan) -> tuple[int | None, ...]:
+        """Bytes at most on each rank. Collective; equal for all ranks."""
+        return self._run(lambda device: _memory(training, plan, device))
+
+    def run(self, training: Training, plan: Plan) -> Run:
+        """Steps of a plan. Collective; equal for all ranks."""
+        return self._run(lambda device: _steps(training, plan, device, self._seconds))
 
     def _run(self, work: Callable[[torch.device], T]) -> T:
         self._worlds += 1
@@ -112,10 +151,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
     return tuple(memory)
 
 
-def _seconds(
-    training: Training, plan: Plan, device: torch.device, seconds: float
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each step, and the pace around it."""
+def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> Run:
     step = training.step(plan, device)
     step()
     step()
@@ -135,8 +171,8 @@ def _seconds(
         taken += group.agree([time.perf_counter() - begun])[0]  # no rank goes on before all are done
         paces.append(paced())
     if work is None:
-        return tuple(taken), ()
-    return tuple(taken), tuple((before + after) / 2 for before, after in pairwise(group.mean(paces)))
+        return Run(tuple(taken))
+    return Run(tuple(taken), tuple((before + after) / 2 for before, after in pairwise(group.mean(paces))))
 
 
 def _step(model: ParallelModel, batch_size: int, settings: OptimizerSection) -> Callable[[], None]:

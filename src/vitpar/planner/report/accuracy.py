@@ -26,20 +26,26 @@ class Row:
     pace: float = 0.0
 
     @property
-    def paces(self) -> tuple[float, ...]:
-        """How much longer the cores took around each step than when they were profiled; 1 where that is not known."""
-        known = self.pace and self.measured.paces
-        return tuple(pace / self.pace for pace in self.measured.paces) if known else (1.0,) * len(self.measured.seconds)
-
-    @property
     def seconds(self) -> float:
-        """Of a step at the profiled pace: the median."""
-        return statistics.median(s / pace for s, pace in zip(self.measured.seconds, self.paces, strict=True))
+        """Of a step at the profiled pace: the median of the runs' medians."""
+        return statistics.median(run.middle(self.pace) for run in self.measured.runs)
 
     @property
     def clocked(self) -> float:
-        """Of a step at whatever pace: the median."""
-        return statistics.median(self.measured.seconds)
+        """The same at whatever pace."""
+        return statistics.median(run.middle(0.0) for run in self.measured.runs)
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer the cores took for the same work than when they were profiled; 1 where that is not known."""
+        paces = [pace for run in self.measured.runs for pace in run.paces]
+        return statistics.mean(paces) / self.pace if self.pace and paces else 1.0
+
+    @property
+    def repeat(self) -> float | None:
+        """How much longer the second run took than the first; None before it has."""
+        first, *more = (run.middle(self.pace) for run in self.measured.runs)
+        return more[0] / first - 1 if more else None
 
     @property
     def memory(self) -> int | None:
@@ -80,8 +86,9 @@ class Row:
             "microbatches": plan.microbatches,
             "batch_size": self.price.batch_size,
             "predicted_seconds": self.price.seconds,
-            "measured_seconds": list(self.measured.seconds),
-            "paces": list(self.paces),
+            "measured_seconds": self.seconds,
+            "clocked_seconds": self.clocked,
+            "runs": [{"seconds": list(run.seconds), "paces": list(run.paces)} for run in self.measured.runs],
             "predicted_memory_bytes": self.price.memory_bytes,
             "measured_memory_bytes": list(self.measured.memory),
             "predicted_breakdown_seconds": dict(self.price.time),
@@ -91,13 +98,15 @@ class Row:
 @dataclass(frozen=True)
 class Accuracy:
     """Of several plans. time, memory: mean and largest absolute error; memory None where it is not known. clocked: as
-    time, but of what the clock says, whatever the pace. pace: of the cores, in the mean, as in `Row.paces`. rank: how
-    alike the orders by time are (Spearman's correlation), 1 for equal. chosen: how much slower the plan that is
-    predicted to be the fastest is than the one that is."""
+    time, but of what the clock says, whatever the pace. slowdown: of the cores, in the mean. repeat: by how much second
+    runs differed from first ones, mean and largest: no prediction can be known to be nearer; None where not all plans
+    have run twice. rank: how alike the orders by time are (Spearman's correlation), 1 for equal. chosen: how much
+    slower the plan that is predicted to be the fastest is than the one that is."""
 
     time: tuple[float, float]
     clocked: tuple[float, float]
-    pace: float
+    slowdown: float
+    repeat: tuple[float, float] | None
     memory: tuple[float, float] | None
     rank: float
     chosen: float
@@ -108,11 +117,13 @@ def accuracy(rows: Sequence[Row]) -> Accuracy:
     times = [abs(row.time_error) for row in rows]
     clocked = [abs(row.price.seconds / row.clocked - 1) for row in rows]
     sizes = [abs(error) for row in rows if (error := row.memory_error) is not None]
+    repeats = [abs(repeat) for row in rows if (repeat := row.repeat) is not None]
     fastest = min(row.seconds for row in rows)
     return Accuracy(
         time=(statistics.mean(times), max(times)),
         clocked=(statistics.mean(clocked), max(clocked)),
-        pace=statistics.mean(statistics.mean(row.paces) for row in rows),
+        slowdown=statistics.mean(row.slowdown for row in rows),
+        repeat=(statistics.mean(repeats), max(repeats)) if len(repeats) == len(rows) else None,
         memory=(statistics.mean(sizes), max(sizes)) if sizes else None,
         rank=spearman([row.price.seconds for row in rows], [row.seconds for row in rows]),
         chosen=min(rows, key=lambda row: row.price.seconds).seconds / fastest - 1,

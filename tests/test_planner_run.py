@@ -72,7 +72,7 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> N
         and found == json.loads((tmp_path / "rows.json").read_text())
     )
     for row in found["rows"]:
-        assert len(row["runs"]) in (2, 3) and all(len(run["seconds"]) == len(run["paces"]) >= 3 for run in row["runs"])
+        assert len(row["runs"]) >= 2 and all(len(run["seconds"]) == len(run["paces"]) >= 3 for run in row["runs"])
         assert row["measured_seconds"] > 0 and len(row["measured_memory_bytes"]) == 2
     vitpar("validate", "dp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--correct", "better")
     files = ("--hardware", "better/hardware.json", "--model-profile", "better/model.json")

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 PACES = 4  # readings of the pace between two steps
 AGREED = 0.1  # two runs of a plan further apart than this are not believed without a third
+LEADING, TURNS = 4, 4  # plans that are compared with each other at the end, and how often each runs then
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Measured:
         middles = [run.middle(1.0) for run in self.runs]
         return max(middles) / min(middles) - 1
 
+    @property
+    def middle(self) -> float:
+        """What tells faster plans from slower ones."""
+        return statistics.median(run.middle(1.0) for run in self.runs)
+
 
 class Runner:
     """Runs plans one after the other, each in processes of its own, forked from the ranks of `world`.
@@ -95,21 +101,27 @@ class Runner:
         self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
         self._store = meeting_place(world)  # rank 0 keeps it; forked processes go there by themselves
 
-    def measure(self, training: Training, plans: Sequence[Plan]) -> Iterator[tuple[int, Measured]]:
+    def measure(self, training: Training, plans: Sequence[Plan], favourite: int) -> Iterator[tuple[int, Measured]]:
         """`plans`, which are validated and take all ranks: all once, all again, and a third time those whose two runs
-        disagree, so that a minute in which a machine is slow falls into one run of a plan. Yields a plan's index and
-        what is known of it after each run. Collective; equal for all ranks."""
+        disagree, so that a minute in which a machine is slow falls into one run of a plan. Then the plan with index
+        `favourite` and the fastest of the others take turns, so that they are compared with each other in the same
+        minutes. Yields a plan's index and what is known of it after each run. Collective; equal for all ranks."""
         found: list[Measured] = []
         for index, plan in enumerate(plans):
             memory = self.memory(training, plan)
             found.append(Measured((self.run(training, plan),), memory))
             yield index, found[-1]
-        for everything in (True, False):
-            for index, plan in enumerate(plans):
-                if everything or found[index].apart > AGREED:
-                    runs = *found[index].runs, self.run(training, plan)
-                    found[index] = replace(found[index], runs=runs)
-                    yield index, found[index]
+
+        def again(index: int) -> tuple[int, Measured]:
+            runs = *found[index].runs, self.run(training, plans[index])
+            found[index] = replace(found[index], runs=runs)
+            return index, found[index]
+
+        yield from map(again, range(len(plans)))
+        yield from map(again, [index for index, measured in enumerate(found) if measured.apart > AGREED])
+        order = sorted(range(len(plans)), key=lambda index: found[index].middle)
+        leading = [favourite, *(index for index in order if index != favourite)][:LEADING]
+        yield from map(again, leading * TURNS if len(leading) > 1 else [])
 
     def memory(self, training: Training, plan: Plan) -> tuple[int | None, ...]:
         """Bytes at most on each rank. Collective; equal for all ranks."""

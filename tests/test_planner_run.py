@@ -81,6 +81,7 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_memory_is_as_predicted(vitpar: Command) -> None:
     """Of all example plans on two ranks; how long things take is hardly measured."""
     recipe = ("--recipe", str(Path(__file__).parents[1] / "experiments" / "planner.toml"))

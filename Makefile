@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test test-full soak lint docs bench bench-planner clean
+.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-planner clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -44,6 +44,9 @@ docs: $(READY)   ## Write docs/support.md from the support matrix
 bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
 	$(BIN)/python experiments/bench_cpu.py
 	$(BIN)/python experiments/bench_plans.py
+
+bench-data: $(READY)  ## Loaders side by side: decoding, reading, start, memory, indices of many samples
+	$(BIN)/python experiments/bench_data.py
 
 bench-planner: $(READY)  ## How long searches take, how far predictions are off on 2, 4 and 8 CPU ranks
 	$(BIN)/python experiments/bench_planner.py

@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tiny_images import CLASSES, encoded, write_classes, write_tree, write_zips
-from vitpar.data import ShardSet, pack, survey
+from vitpar.data import Reencode, ShardSet, pack, survey
 from vitpar.data.sources import open_source
 from vitpar.errors import DataError
 from vitpar_cli.data import app, pack_command
@@ -146,7 +146,7 @@ def test_bad_zip_layouts_are_refused(tmp_path, change, message):
     change(tmp_path / "source")
     with pytest.raises(DataError, match=message):
         pack(tmp_path / "source", tmp_path / "packed")
-    assert os.listdir(tmp_path) == ["source"]
+    assert not (tmp_path / "packed").exists()
 
 
 def test_a_damaged_zip_entry_is_named(tmp_path):
@@ -177,7 +177,7 @@ def test_bad_folders_are_refused(tmp_path, change, message):
     change(tmp_path / "source")
     with pytest.raises(DataError, match=message):
         pack(tmp_path / "source", tmp_path / "packed")
-    assert os.listdir(tmp_path) == ["source"]
+    assert not (tmp_path / "packed").exists()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
 
 
 def test_a_missing_source_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no folder '.*nowhere' to pack: give a folder of images"):
+    with pytest.raises(DataError, match=r"no folder or file '.*nowhere' to pack: give a folder of images"):
         pack(tmp_path / "nowhere", tmp_path / "packed")
 
 
@@ -204,13 +204,13 @@ def test_only_a_packed_data_set_is_ever_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(DataError, match="is not empty and holds no packed data set"):
+        with pytest.raises(DataError, match="is not empty and holds no data set"):
             pack(tmp_path / "source", tmp_path / "home", overwrite=overwrite)
     (tmp_path / "packed").mkdir()
     pack(tmp_path / "source", tmp_path / "packed", seed=1)
     shard = tmp_path / "packed" / "train-000000.tar"
     before = shard.read_bytes()
-    with pytest.raises(DataError, match="holds a packed data set: choose another folder, or --overwrite"):
+    with pytest.raises(DataError, match="holds a data set: choose another folder, or --overwrite"):
         pack(tmp_path / "source", tmp_path / "packed")
     pack(tmp_path / "source", tmp_path / "packed", seed=3, overwrite=True)
     assert shard.read_bytes() != before
@@ -220,37 +220,144 @@ def test_only_a_packed_data_set_is_ever_replaced(tmp_path):
         pack(tmp_path / "source", tmp_path / "file")
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_interrupted_packing_leaves_what_was_there(tmp_path, overwrite):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_interrupted_packing_leaves_what_was_there_and_goes_on(tmp_path, overwrite, workers):
     write_classes(tmp_path / "source", 6)
+    pack(tmp_path / "source", tmp_path / "expected", shard_samples=2)
     if overwrite:
-        pack(tmp_path / "source", tmp_path / "packed")
-    before = sorted(os.listdir(tmp_path))
+        pack(tmp_path / "source", tmp_path / "packed", seed=9)
+    read = []
 
     def interrupt(split: str, done: int, total: int) -> None:
         if split == "val" and done == total:
             raise KeyboardInterrupt
 
+    settings = {"shard_samples": 2, "overwrite": overwrite, "workers": workers}
     with pytest.raises(KeyboardInterrupt):
-        pack(tmp_path / "source", tmp_path / "packed", overwrite=overwrite, progress=interrupt)
-    assert sorted(os.listdir(tmp_path)) == before
+        pack(tmp_path / "source", tmp_path / "packed", progress=interrupt, **settings)
+    assert (tmp_path / "packed").exists() == overwrite
     if overwrite:
         assert len(packed_labels(tmp_path / "packed")) == 18
+    pack(tmp_path / "source", tmp_path / "packed", progress=lambda *count: read.append(count), **settings)
+    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "packed", "source"]
+    assert len([split for split, *_ in read if split == "train"]) == 7, "shards that were whole are used as they are"
 
 
-def test_killed_packing_leaves_nothing_that_looks_whole(tmp_path):
+def test_killed_packing_leaves_nothing_that_looks_whole_and_goes_on(tmp_path):
     write_classes(tmp_path / "source", 6)
     program = """if True:
         import os, sys
         from vitpar.data import pack
-        pack(sys.argv[1], sys.argv[2], progress=lambda split, done, total: done == total == 4 and os._exit(9))
+        stop = lambda split, done, total: split == "val" and done == total and os._exit(9)
+        pack(sys.argv[1], sys.argv[2], shard_samples=5, progress=stop)
     """
     arguments = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "packed")]
     assert subprocess.run(arguments, check=False).returncode == 9
     assert not (tmp_path / "packed").exists()
     leftover = next(path for path in tmp_path.iterdir() if path.name != "source")
-    with pytest.raises(DataError, match="no packed data set"):
+    with pytest.raises(DataError, match="no data set"):
         ShardSet.open(leftover, "train")
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=5)
+    pack(tmp_path / "source", tmp_path / "expected", shard_samples=5)
+    assert files(tmp_path / "packed") == files(tmp_path / "expected") and not leftover.exists()
+
+
+def test_what_was_left_of_other_settings_is_not_used(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "source", tmp_path / "packed", shard_samples=5, progress=interrupt)
+    (tmp_path / "source" / "ant" / "4.png").unlink()
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=5)
+    pack(tmp_path / "source", tmp_path / "expected", shard_samples=5)
+    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+
+
+def test_two_do_not_pack_into_one_place(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def again(split: str, done: int, total: int) -> None:
+        with pytest.raises(DataError, match="another process is packing into"):
+            pack(tmp_path / "source", tmp_path / "packed")
+
+    pack(tmp_path / "source", tmp_path / "packed", progress=again)
+
+
+def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path):
+    write_classes(tmp_path / "source", 6)
+    program = """if True:
+        import resource, sys
+        from vitpar.data import pack
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        import signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            pack(sys.argv[1], sys.argv[2], shard_samples=int(sys.argv[3]))
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    arguments = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "packed"), "50"]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("DataError cannot write") and "File too large; run the same again" in done.stdout
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_destination_that_fills_up_meanwhile_is_left_alone(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def fill(split: str, done: int, total: int) -> None:
+        (tmp_path / "packed").mkdir(exist_ok=True)
+        (tmp_path / "packed" / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(DataError, match="is not empty and holds no data set"):
+        pack(tmp_path / "source", tmp_path / "packed", progress=fill)
+    assert (tmp_path / "packed" / "thesis.txt").read_text() == "years of work"
+
+
+def test_what_was_left_of_another_source_is_not_used(tmp_path):
+    """Not even where it has the same names and labels."""
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val":
+            raise KeyboardInterrupt
+
+    for name, first in (("a", 0), ("b", 500)):
+        write_zips(tmp_path / name, first=first)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "a", tmp_path / "packed", progress=interrupt)
+    pack(tmp_path / "b", tmp_path / "packed")
+    pack(tmp_path / "b", tmp_path / "expected")
+    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("quality", [50, 95])
+def test_large_images_are_made_smaller_on_request(tmp_path, quality):
+    write_classes(tmp_path / "source", 3)
+    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "source" / "ant" / "0.png")
+    pack(tmp_path / "source", tmp_path / "packed", reencode=Reencode(64, quality))
+    sizes = {}
+    for split in ("train", "val"):
+        shards = ShardSet.open(tmp_path / "packed", split)
+        for i in range(len(shards)):
+            image = Image.open(io.BytesIO(shards.read(i)))
+            sizes[image.size] = image.format, len(shards.read(i))
+    assert set(sizes) == {(85, 64), (12, 10)} and sizes[85, 64][0] == "JPEG"
+    with pytest.raises(DataError, match="--quality 50 is of images that --short-side makes smaller"):
+        words = ["pack", str(tmp_path / "source"), str(tmp_path / "other"), "--quality", "50"]
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    with pytest.raises(DataError, match="JPEG quality 0 is out of range"):
+        Reencode(64, 0)
 
 
 def test_commands_print_what_was_packed(tmp_path):
@@ -264,8 +371,10 @@ def test_commands_print_what_was_packed(tmp_path):
         "shards": 2,
         "bytes": sum(path.stat().st_size for path in (tmp_path / "packed").glob("val-*.tar")),
         "per_class": [3, 3, 3],
-        "width": [12, 12],
-        "height": [10, 10],
+        "fingerprint": ShardSet.open(tmp_path / "packed", "val").fingerprint,
+        "width": [12] * 5,
+        "height": [10] * 5,
+        "image_bytes": json.loads(shown.output)["splits"]["val"]["image_bytes"],
     }
     default = inspect.signature(pack).parameters["shard_samples"].default
     assert inspect.signature(pack_command).parameters["shard_samples"].default == default

@@ -1,15 +1,16 @@
 """Decoding, cropping and resizing: right pixels, right ranges, and randomness that belongs to the sample."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tiny_images import encoded
-from vitpar.data import EvalTransform, Normalize, TrainTransform
+from vitpar.data import EvalTransform, Normalize, Reencode, TrainTransform
 from vitpar.data.images import BadImage, decode, image_size, image_type
 from vitpar.data.randomness import Draws, sample_keys
 from vitpar.errors import RecipeError
@@ -67,6 +68,36 @@ def test_harmless_jpeg_flaws_are_accepted():
     assert np.array_equal(decode(flawed), decode(data))
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_the_right_side_up(kind, orientation):
+    """As Pillow turns them; and so are smaller ones made of them."""
+    image, file = Image.fromarray(smooth(60, 40)), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(file, kind, exif=exif, **({"quality": 100, "subsampling": 0} if kind == "JPEG" else {}))
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))).convert("RGB")).astype(int)
+    found = decode(file.getvalue())
+    assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
+    small = decode(Reencode(20, quality=100)(file.getvalue()))
+    assert small.shape == ((30, 20, 3) if orientation < 5 else (20, 30, 3))
+    resized = np.asarray(Image.fromarray(expected.astype(np.uint8)).resize(small.shape[1::-1])).astype(int)
+    assert np.abs(small - resized).mean() < 4
+
+
+def test_damaged_exif_does_not_cost_the_image():
+    file = io.BytesIO()
+    Image.fromarray(smooth(20, 10)).save(file, "JPEG", exif=b"Exif\0\0rubbish that is no TIFF")
+    assert decode(file.getvalue()).shape == (20, 10, 3)
+
+
+def test_absurdly_large_images_are_refused_before_they_are_decoded(monkeypatch):
+    data = encoded(0, "JPEG", size=(64, 48))
+    monkeypatch.setattr("vitpar.data.images.MOST_PIXELS", 1000)
+    with pytest.raises(BadImage, match="it has 64 x 48 pixels, more than 1,000"):
+        decode(data)
+
+
 def test_pillow_reads_jpegs_where_simplejpeg_is_missing(monkeypatch):
     pixels = decode(encoded(0, "JPEG")).astype(int)
     monkeypatch.setattr("vitpar.data.images.simplejpeg", None)
@@ -87,7 +118,10 @@ def test_train_crop_is_inside_the_image_and_of_the_asked_area(height, width):
 
 def test_train_crops_and_flips_are_spread_out():
     transform, whole = TrainTransform(16), TrainTransform(16, scale=(1, 1), ratio=(1, 1))
-    boxes = [transform._crop(100, 100, Draws(int(key))) for key in sample_keys(0, np.zeros(500, int), np.arange(500))]
+    boxes = [
+        transform._crop(100, 100, Draws(int(key)))
+        for key in sample_keys(0, np.zeros(500, int), np.arange(500), np.zeros(500, int))
+    ]
     areas = np.array([h * w for _, _, h, w in boxes]) / 100**2
     assert areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54  # large wide boxes often do not fit
     image = smooth(16, 16)
@@ -142,8 +176,9 @@ def test_normalize_maps_channels_by_mean_and_std():
 def test_keys_differ_in_every_part_and_are_never_negative():
     n = 1000
     zeros, numbers = np.zeros(n, int), np.arange(n)
-    keys = np.concatenate([sample_keys(seed, zeros + epoch, numbers) for seed in (0, 1, -1) for epoch in (0, 1)])
-    assert len(set(keys.tolist())) == 6 * n and keys.min() >= 0
+    cases = itertools.product((0, 1, -1), (0, 1), (0, 1))
+    keys = np.concatenate([sample_keys(seed, zeros + e, numbers, zeros + r) for seed, e, r in cases])
+    assert len(set(keys.tolist())) == 12 * n and keys.min() >= 0
     assert abs(np.mean(keys / 2**63) - 0.5) < 0.02
 
 
@@ -161,6 +196,8 @@ def test_draws_are_uniform_and_do_not_repeat_the_key_stream():
         (lambda: TrainTransform(8, scale=(0.5, 1.5)), r"crop scale \(0.5, 1.5\) must be"),
         (lambda: TrainTransform(8, ratio=(2, 1)), r"crop ratio \(2, 1\) must be"),
         (lambda: TrainTransform(8, flip=2), "flip 2 is not a probability"),
+        (lambda: TrainTransform(8, erase=-1), "erase -1 is not a probability"),
+        (lambda: TrainTransform(8, color_jitter=(0, -1, 0)), "color jitter"),
         (lambda: TrainTransform(8, interpolation="nearest"), "unknown interpolation 'nearest'"),
         (lambda: EvalTransform(8, crop_pct=1.1), "crop_pct 1.1 is out of range"),
         (lambda: Normalize(std=(1, 0, 1)), r"std \(1, 0, 1\) must be positive"),

@@ -36,15 +36,15 @@ def write_tree(folder: Path, train: int = 7, val: int = 3) -> dict[bytes, int]:
     return write_classes(folder / "train", train) | write_classes(folder / "val", val, first=1000)
 
 
-def write_zips(folder: Path, train: int = 6, val: int = 3, *, classes: bool = True) -> dict[bytes, int]:
+def write_zips(folder: Path, train: int = 6, val: int = 3, *, classes: bool = True, first: int = 0) -> dict[bytes, int]:
     """train.zip, val.zip and their maps; returns the label of every image by its bytes."""
     folder.mkdir(parents=True)
     labels = {}
-    for split, count, first in (("train", train, 0), ("val", val, 1000)):
+    for split, count, begin in (("train", train, first), ("val", val, first + 1000)):
         lines = []
         with zipfile.ZipFile(folder / f"{split}.zip", "w") as archive:
             for i in range(count):
-                data = encoded(first + i)
+                data = encoded(begin + i)
                 archive.writestr(f"{CLASSES[i % 3]}/{i}.png", data)
                 lines.append(f"{CLASSES[i % 3]}/{i}.png\t{i % 3}\n")
                 labels[data] = i % 3

@@ -1,8 +1,11 @@
-"""`vitpar data`: pack images into shards, and say what shards hold."""
+"""`vitpar data`: pack images into shards, index and verify shards, and say what they hold."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,13 +14,45 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitpar.errors import DataError
+from vitpar.launch.cores import cpu_cores
+from vitpar.strategy.words import count
+from vitpar_cli.outputs import refuse_unwritable
+from vitpar_cli.recipe_options import Assignments, RecipeFile, merged_recipe
+
+if TYPE_CHECKING:
+    from vitpar.train.recipe import Recipe
+
 app = typer.Typer(
     no_args_is_help=True,
-    help="Pack images into shards, and say what shards hold.\n\nExample: vitpar data pack digits data_shards/digits",
-    short_help="Pack images into shards, and say what shards hold.",
+    help="Pack images into shards, index and verify shards, and say what they hold.\n\n"
+    "Example: vitpar data pack digits data_shards/digits",
+    short_help="Pack images into shards, index and verify shards, and say what they hold.",
 )
 
+SHOWN_ALWAYS = 1000  # of fewer, each is shown as it is done
+BAR = 20  # characters of the fullest class's
 CLASSES_SHOWN = 20  # a longer table of classes would hide the rest
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for every split, drawn to the standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(split: str, done: int, total: int) -> None:
+            if split not in tasks:
+                tasks[split] = bar.add_task(split, total=total)
+            if done % 100 == 0 or done == total or total < SHOWN_ALWAYS:
+                bar.update(tasks[split], completed=done)
+
+        yield report
+
+
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one a core")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder with shards and their index.")]
 
 
 @app.command("pack")
@@ -27,7 +62,8 @@ def pack_command(
         typer.Argument(
             metavar="SRC",
             help="A folder with train/CLASS/ and val/CLASS/, or with CLASS/ alone; a folder with train.zip, val.zip, "
-            "train_map.txt and val_map.txt; or the word `digits`.",
+            "train_map.txt and val_map.txt, with TFRecords, or with Hugging Face's Parquet files; an archive of "
+            "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`.",
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
@@ -36,76 +72,186 @@ def pack_command(
         typer.Option(help="Part of every class that becomes `val` when SRC has no such split.", show_default="0.2"),
     ] = None,
     shard_samples: Annotated[int, typer.Option(help="Images in a shard.")] = 5000,
+    short_side: Annotated[
+        int | None,
+        typer.Option(help="Make images whose shorter side is longer JPEGs of this one.", show_default="as they are"),
+    ] = None,
+    quality: Annotated[int | None, typer.Option(help="Of those JPEGs, to 100.", show_default="90")] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Decides the carved split and how shards mix the classes.")
     ] = 0,
+    workers: Workers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
 ) -> None:
-    """Pack images into WebDataset shards, byte for byte, with an index beside them.
+    """Pack images into WebDataset shards, byte for byte unless asked otherwise, with an index beside them.
+
+    What was interrupted goes on where it was when the same command is run again.
 
     Example: vitpar data pack digits data_shards/digits
     """
-    from vitpar.data import pack, survey
+    from vitpar.data import Reencode, pack, survey
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(split: str, done: int, total: int) -> None:
-            if split not in tasks:
-                tasks[split] = bar.add_task(split, total=total)
-            if done % 100 == 0 or done == total:
-                bar.update(tasks[split], completed=done)
-
+    if quality is not None and short_side is None:
+        raise DataError(f"--quality {quality} is of images that --short-side makes smaller: give it too, or neither")
+    with _progress() as progress:
         pack(
             source,
             destination,
             val_fraction=val_fraction,
             shard_samples=shard_samples,
+            reencode=None if short_side is None else Reencode(short_side, 90 if quality is None else quality),
             seed=seed,
             overwrite=overwrite,
+            workers=workers or cpu_cores(),
             progress=progress,
         )
     _print_survey(survey(destination))
 
 
-@app.command("info")
-def info_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `vitpar data pack`.")],
+@app.command("index")
+def index_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that the .tar files are in.")],
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATTERN",
+            help="Which files are of a split, such as train=imagenet-*.tar; several.",
+            show_default="by the words train, val and test in their names",
+        ),
+    ] = None,
+    label: Annotated[
+        str, typer.Option(metavar="cls|json:FIELD|folder", help="Where an image's label is: beside it, or its folder.")
+    ] = "cls",
+    classes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Names of the classes, a line each, in label order.")
+    ] = None,
+    workers: Workers = None,
+) -> None:
+    """Write an index beside WebDataset shards that others wrote; the shards stay as they are.
+
+    Example: vitpar data index /data/imagenet-wds --split train=imagenet-train-*.tar --split val=imagenet-val-*.tar
+    """
+    from vitpar.data import Labels, index, survey
+
+    kind, _, field = label.partition(":")
+    if kind not in ("cls", "json", "folder") or (field and kind != "json"):
+        raise DataError(f"unknown place of labels '{label}': use cls, json:FIELD or folder")
+    pairs = [text.partition("=") for text in split or ()]
+    wrong = next(
+        (text for text, (name, _, pattern) in zip(split or (), pairs, strict=True) if not (name and pattern)), None
+    )
+    if wrong is not None:
+        raise DataError(f"'{wrong}' is no split: write NAME=PATTERN, such as train=imagenet-*.tar")
+    with _progress() as progress:
+        index(
+            folder,
+            splits={name: pattern for name, _, pattern in pairs} or None,
+            labels=Labels(kind, field or "label"),
+            classes=None if classes is None else _lines(classes),
+            workers=workers or cpu_cores(),
+            progress=progress,
+        )
+    _print_survey(survey(folder))
+
+
+@app.command("verify")
+def verify_command(
+    folder: Folder,
+    pixels: Annotated[bool, typer.Option("--pixels/--no-pixels", help="Also decode every image.")] = True,
+    workers: Workers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a packed data set holds: splits, samples, shards, bytes, image sizes and classes.
+    """Read everything back, and name each sample that is not what was indexed or cannot be decoded.
 
-    Example: vitpar data info data_shards/digits
+    Exits with 1 if there is any.
+
+    Example: vitpar data verify data_shards/digits
+    """
+    from vitpar.data import verify
+
+    with _progress() as progress:
+        found = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in found]}))
+    else:
+        for problem in found:
+            typer.echo(f"{problem.split} {problem.sample:,} {problem.name}: {problem.what}")
+        typer.echo(f"{count(len(found), 'bad sample')} in '{folder}'" if found else f"'{folder}' is whole")
+    if found:
+        raise typer.Exit(1)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the classes in '{path}': {error}") from None
+
+
+@app.command("info")
+def info_command(
+    folder: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    preview: Annotated[
+        Path | None, typer.Option("--preview", metavar="FILE.png", help="Draw samples as the recipe augments them.")
+    ] = None,
+    recipe: RecipeFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Say what a data set holds: splits, samples, shards, bytes, image sizes and classes.
+
+    Example: vitpar data info data_shards/digits --preview digits.png --set augment.policy=rand-m9-n2
     """
     from vitpar.data import survey
 
+    if preview is None and (recipe is not None or assignments):
+        raise DataError("--recipe and --set say how images are augmented, which only --preview shows: give it a file")
+    refuse_unwritable(preview)
     found = survey(folder)
+    if preview is not None:
+        _draw(folder, preview, merged_recipe(recipe, folder, assignments))
     if as_json:
         typer.echo(json.dumps(found))
     else:
         _print_survey(found)
 
 
+def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
+    """The contact sheet, as a PNG file."""
+    from vitpar.data import ShardSet
+    from vitpar.data.preview import contact_sheet
+    from vitpar.train.input import mixing, order_of, transforms
+
+    shards = ShardSet.open(folder, "train")
+    train, evaluated, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)
+    contact_sheet(shards, evaluated, train, mixing(recipe), order_of(recipe, len(shards))).save(path, "PNG")
+
+
 def _print_survey(found: dict[str, Any]) -> None:
     console = Console()
     splits = found["splits"]
     console.print(found["folder"], markup=False, soft_wrap=True)
-    table = Table("split", "samples", "shards", "size", "width", "height")
+    table = Table("split", "samples", "shards", "size", "width", "height", "kB an image")
     for name, split in splits.items():
-        width, height = (_span(split[side]) for side in ("width", "height"))
-        table.add_row(name, f"{split['samples']:,}", str(split["shards"]), decimal(split["bytes"]), width, height)
+        spans = (_span(split["width"]), _span(split["height"]), _span([size / 1e3 for size in split["image_bytes"]]))
+        table.add_row(name, f"{split['samples']:,}", str(split["shards"]), decimal(split["bytes"]), *spans)
     console.print(table)
-    classes = Table("label", "class", *splits)
+    console.print("smallest, (quartiles) and largest, of images spread over each split", style="dim")
+    first = next(iter(splits.values()))["per_class"]
+    classes = Table("label", "class", *splits, "")
     for label, name in enumerate(found["classes"][:CLASSES_SHOWN]):
-        classes.add_row(str(label), escape(name), *(f"{split['per_class'][label]:,}" for split in splits.values()))
+        bar = "█" * round(BAR * first[label] / max(1, *first))
+        classes.add_row(str(label), escape(name), *(f"{split['per_class'][label]:,}" for split in splits.values()), bar)
     console.print(classes)
     hidden = len(found["classes"]) - CLASSES_SHOWN
     if hidden > 0:
-        console.print(f"and {hidden:,} more classes; --json lists them all")
+        low, high = (pick(range(len(first)), key=first.__getitem__) for pick in (min, max))
+        console.print(f"and {hidden:,} more classes; --json lists them all", markup=False)
+        words = (f"{found['classes'][label]} ({first[label]:,})" for label in (low, high))
+        console.print("samples of a class: from {} to {}".format(*words), markup=False)
 
 
-def _span(limits: list[int]) -> str:
-    low, high = limits
-    return str(low) if low == high else f"{low}–{high}"
+def _span(numbers: list[float]) -> str:
+    """Five numbers in short."""
+    low, *middle, high = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in numbers)
+    return low if low == high else f"{low} ({' '.join(middle)}) {high}"

@@ -2,31 +2,37 @@
 
 >>> pack("digits", "data_shards/digits")
 >>> shards = ShardSet.open("data_shards/digits", "train")
->>> loader = TrainLoader(shards, TrainTransform(size=8, flip=0.0), batch_size=128)
+>>> order = Order(seed=0, size=len(shards))
+>>> loader = TrainLoader(shards, TrainTransform(size=8, flip=0.0), order=order, batch_size=128)
 >>> batch = next(iter(loader))
 """
 
 from vitpar.data.decoding import Skipped
-from vitpar.data.index import ShardSet, build_index
 from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
-from vitpar.data.order import batch_samples, permutation
-from vitpar.data.pack import pack
+from vitpar.data.order import Order
+from vitpar.data.shards import Labels, Reencode, ShardSet, index, pack, scan, verify
 from vitpar.data.survey import survey
-from vitpar.data.transforms import EvalTransform, Normalize, TrainTransform
+from vitpar.data.transforms import EvalTransform, Mix, Mixed, Normalize, TrainTransform, parse_policy
 
 __all__ = [
     "Batch",
     "EvalBatch",
     "EvalLoader",
     "EvalTransform",
+    "Labels",
+    "Mix",
+    "Mixed",
     "Normalize",
+    "Order",
+    "Reencode",
     "ShardSet",
     "Skipped",
     "TrainLoader",
     "TrainTransform",
-    "batch_samples",
-    "build_index",
+    "index",
     "pack",
-    "permutation",
+    "parse_policy",
+    "scan",
     "survey",
+    "verify",
 ]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.images import BadImage, decode
-from vitpar.data.index import ShardSet
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 
@@ -36,7 +36,6 @@ class Job:
     images: uint8 [rows, 3, size, size]. skipped: what was wrong with each sample that was skipped.
     """
 
-    step: int
     samples: NDArray[np.int64]
     keys: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -132,7 +131,8 @@ class Decoder:
             try:
                 pixels[place] = self.apply(decode(data), int(job.keys[row])).numpy()
             except BadImage as error:
-                problem = f"sample '{self.shards.name(sample)}' of '{self.shards.folder}': {error}"
+                changed = "" if self.shards.intact(sample, data) else ", and its bytes are not those that were indexed"
+                problem = f"sample '{self.shards.name(sample)}' of '{self.shards.folder}': {error}{changed}"
                 if self.bad_sample == "fail":
                     raise DataError(f"{problem}; replace it, or skip such with data.bad_sample") from error
                 job.labels[row] = IGNORED

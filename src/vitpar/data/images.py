@@ -1,6 +1,8 @@
 """Encoded images: their type, their size and their pixels."""
 
 import io
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,10 @@ _SIGNATURES = (
 IMAGE_TYPES = ("jpg", "png", "gif", "bmp", "tif", "webp")
 FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
+MOST_PIXELS = 1 << 27  # an image of some hundred bytes may claim gigabytes
+_ORIENTATION = 0x0112  # Exif's tag
+_HEADER = 1 << 16  # bytes within which Exif stands
+
 
 class BadImage(DataError):
     """Bytes that cannot be decoded. The loader may skip such a sample; every other error of a data set ends the run."""
@@ -39,26 +45,72 @@ def image_type(data: bytes) -> str | None:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels, from the header alone. Raises BadImage."""
+    """(width, height) in pixels as stored, from the header alone. Raises BadImage, also for more than MOST_PIXELS."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.size
+        width, height = _size(data)
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"its header cannot be read ({_reason(error)})") from error
+    if width * height > MOST_PIXELS:
+        raise BadImage(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+    return width, height
+
+
+def _size(data: bytes) -> tuple[int, int]:
+    if simplejpeg is not None and data[:2] == b"\xff\xd8":
+        with suppress(ValueError, KeyError):  # Pillow knows more kinds
+            height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
+            return width, height
+    with Image.open(io.BytesIO(data)) as image:
+        return image.size
 
 
 def decode(data: bytes) -> NDArray[np.uint8]:
-    """The pixels as writable RGB, uint8 [height, width, 3]; grey is repeated, alpha dropped. Raises BadImage."""
+    """The pixels as writable RGB, uint8 [height, width, 3], the right side up; grey is repeated, alpha dropped. Raises
+    BadImage."""
+    image_size(data)
     if simplejpeg is not None and data[:2] == b"\xff\xd8":
         try:
-            return simplejpeg.decode_jpeg(data, strict=True)
+            return _upright(simplejpeg.decode_jpeg(data, strict=True), _orientation(data))
         except ValueError:
             pass  # strict also refuses harmless flaws; Pillow tells those from real damage
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return _rgb(image)
+            return _upright(_rgb(image), _orientation(data) if image.format == "JPEG" else _noted(image.getexif))
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
+
+
+def _orientation(data: bytes) -> int:
+    """How a JPEG's Exif header says its pixels lie: 1 to 8, 1 for as they should."""
+    start = data.find(b"Exif\0\0", 0, _HEADER)
+    if start < 0:
+        return 1
+    exif = Image.Exif()
+
+    def load() -> Image.Exif:
+        exif.load(data[start : start + _HEADER])
+        return exif
+
+    return _noted(load)
+
+
+def _noted(exif: Callable[[], Image.Exif]) -> int:
+    """The orientation in a header, 1 in none."""
+    try:
+        return int(exif().get(_ORIENTATION, 1))
+    except Exception:  # damaged headers make it raise nearly anything, and say nothing of the pixels
+        return 1
+
+
+def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Turned and mirrored as Exif's orientation asks."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ and the images of those rows that it names; ranks that need no pixels, such as t
 and open no shard.
 """
 
+import itertools
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.decoding import BadSample, Decoder, Job, Skipped
-from vitpar.data.index import ShardSet
-from vitpar.data.order import batch_samples
+from vitpar.data.order import Order
 from vitpar.data.randomness import Draws, sample_keys
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
@@ -28,16 +29,15 @@ class Batch:
     """A training batch, with one rank's part of the images.
 
     images: uint8 [rows, 3, size, size], None without rows. labels: int64 [batch], IGNORED (-1) for a sample that was
-    skipped here. keys: int64 [batch], the random key of every (epoch, sample), which all randomness in the model
-    follows.
-    step: number of this batch, the first is 0. samples: global samples seen when this batch is done; epoch: the same
-    in passes over the data.
+    skipped here. keys: int64 [batch], the random key of every (epoch, sample, repeat), which all randomness in the
+    model follows.
+    samples: global samples seen when this batch is done, where the next one begins; epoch: the same in multiples of the
+    data set's size.
     """
 
     images: Tensor | None
     labels: Tensor
     keys: Tensor
-    step: int
     epoch: float
     samples: int
 
@@ -55,10 +55,11 @@ class EvalBatch:
 
 
 class TrainLoader:
-    """Endless training batches from step `start_step` on; every `iter()` starts there anew.
+    """Endless training batches, of which the first begins when `start` samples have been seen; every `iter()` starts
+    there anew.
 
-    batch_size: of the global batch. rows: which of its images to give, in this order (None: all). workers: decoding
-    threads (0: none), which change the speed only. skipped: bad samples met so far.
+    order: of all samples of `shards`. batch_size: of the global batch. rows: which of its images to give, in this order
+    (None: all). workers: decoding threads (0: none), which change the speed only. skipped: bad samples met so far.
 
     With bad_sample="skip" only ranks that decode a sample can know that it is bad: elsewhere it keeps its label.
 
@@ -70,17 +71,18 @@ class TrainLoader:
         shards: ShardSet,
         transform: TrainTransform,
         *,
+        order: Order,
         batch_size: int,
         rows: Sequence[int] | None = None,
-        seed: int = 0,
         workers: int = 2,
         bad_sample: BadSample = "fail",
-        start_step: int = 0,
+        start: int = 0,
     ) -> None:
+        assert order.size == len(shards), f"an order of {order.size} samples for {len(shards)}"
         self.shards = shards
+        self.order = order
         self.batch_size = batch_size
-        self.seed = seed
-        self.start_step = start_step
+        self.start = start
         self._rows = _rows(batch_size, rows)
         self._decoder = Decoder(
             shards,
@@ -95,25 +97,27 @@ class TrainLoader:
         return self._decoder.skipped
 
     def __iter__(self) -> Generator[Batch]:
+        samples = self.start
         with closing(self._decoder.fill(self._jobs()) if len(self._rows) else self._jobs()) as jobs:
             for job in jobs:
-                samples = (job.step + 1) * self.batch_size
+                samples += self.batch_size
                 yield Batch(
                     images=job.images,
                     labels=torch.from_numpy(job.labels),
                     keys=torch.from_numpy(job.keys),
-                    step=job.step,
                     epoch=samples / len(self.shards),
                     samples=samples,
                 )
 
     def _jobs(self) -> Generator[Job]:
-        step = self.start_step
-        while True:
-            epochs, samples = batch_samples(self.seed, len(self.shards), step, self.batch_size)
-            keys = sample_keys(self.seed, epochs, samples)
-            yield Job(step, samples, keys, self.shards.labels[samples].astype(np.int64), self._rows)
-            step += 1
+        checked = -1
+        for start in itertools.count(self.start, self.batch_size):
+            epochs, samples, repeats = self.order.batch(start, self.batch_size)
+            if len(self._rows) and epochs[-1] > checked:
+                self.shards.refuse_changed()
+                checked = int(epochs[-1])
+            keys = sample_keys(self.order.seed, epochs, samples, repeats)
+            yield Job(samples, keys, self.shards.labels[samples].astype(np.int64), self._rows)
 
 
 class EvalLoader:
@@ -159,7 +163,7 @@ class EvalLoader:
             real = samples < len(self.shards)
             labels = np.full(len(samples), IGNORED, dtype=np.int64)
             labels[real] = self.shards.labels[samples[real]]
-            yield Job(step, np.where(real, samples, IGNORED), np.zeros_like(samples), labels, self._rows)
+            yield Job(np.where(real, samples, IGNORED), np.zeros_like(samples), labels, self._rows)
 
 
 def _rows(batch_size: int, rows: Sequence[int] | None) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ Loss convention: the sum over local samples divided by the *global* batch size, 
 summed over data-parallel ranks and micro-batches, never averaged.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -87,9 +88,11 @@ class ParallelModel:
         return self._rows(self._logits[self._stage_rank], batch)
 
     @property
-    def first_of_images(self) -> bool:
-        """Whether this is the first of the ranks that take the same images."""
-        return self.takes_images and copies(self._images, self._stage_rank)[0] == self._stage_rank
+    def image_groups(self) -> list[list[int]]:
+        """The ranks that take images, those together that take the same: equal on all ranks."""
+        first = self.pipe.mesh[0].tolist()
+        groups = {tuple(copies(self._images, stage_rank)) for stage_rank in range(len(first))}
+        return [[first[stage_rank] for stage_rank in group] for group in sorted(groups)]
 
     @property
     def first_of_logits(self) -> bool:
@@ -104,24 +107,26 @@ class ParallelModel:
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy summed over the samples here, divided by the global batch size, times `loss_scale`.
 
-        logits: [this rank's rows, classes]. labels: int64, those of the whole micro-batch, IGNORED for none.
+        logits: [this rank's rows, classes]. labels: those of the whole micro-batch, int64 [batch], IGNORED for none; or
+        of mixed images, float64 [batch, 3]: a label, another, and the weight of the first.
         """
         rows = self._logits[self._stage_rank].row_range(len(labels))
         wide = logits if logits.dtype is torch.float64 else logits.float()
-        total = F.cross_entropy(
-            wide,
-            labels[rows.start : rows.stop],
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
+        here = labels[rows.start : rows.stop]
+        loss = functools.partial(F.cross_entropy, wide, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+        if here.ndim == 1:
+            total = loss(here, reduction="sum")
+        else:
+            first, other, weight = here.unbind(1)
+            one, two = (loss(label.long(), reduction="none") for label in (first, other))
+            total = torch.lerp(two, one, weight.to(wide.dtype)).sum()
         return total / self.batch_size * self.loss_scale
 
     def forward_backward(self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None) -> Tensor:
         """Gradients of one step, accumulated over the micro-batches and reduced over the data-parallel ranks.
 
         images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised, or None where not
-        `takes_images`. labels: int64 [batch], those of all ranks. keys: int64 [batch], the samples' random keys.
+        `takes_images`. labels: those of all ranks, as in `loss`. keys: int64 [batch], the samples' random keys.
         Returns this rank's part of the loss (0-dim, detached, not scaled; zero where not `gives_logits`): the sum over
         ranks that differ in their samples is the loss of the global batch.
         """

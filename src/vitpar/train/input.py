@@ -2,7 +2,9 @@
 says."""
 
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,12 +13,16 @@ from vitpar.data import (
     EvalBatch,
     EvalLoader,
     EvalTransform,
+    Mix,
     Normalize,
+    Order,
     ShardSet,
     Skipped,
     TrainLoader,
     TrainTransform,
+    parse_policy,
 )
+from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.train.recipe import Recipe
 
@@ -29,54 +35,90 @@ def open_data(recipe: Recipe) -> tuple[ShardSet, ShardSet]:
 
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
     """How images of `size` pixels are prepared. Raises RecipeError for a setting out of its range."""
-    d = recipe.data
-    train = TrainTransform(size, d.crop_scale, d.crop_ratio, d.flip, d.interpolation)
+    d, a = recipe.data, recipe.augment
+    red, green, blue = (min(255, max(0, round(255 * mean))) for mean in d.mean)
+    train = TrainTransform(
+        size,
+        d.crop_scale,
+        d.crop_ratio,
+        d.flip,
+        d.interpolation,
+        policy=parse_policy(a.policy) if a.policy else None,
+        color_jitter=a.color_jitter if isinstance(a.color_jitter, tuple) else (a.color_jitter,) * 3,
+        erase=a.random_erasing,
+        fill=(red, green, blue),
+    )
     return train, EvalTransform(size, d.crop_pct, d.interpolation), Normalize(d.mean, d.std)
 
 
-class Input:
-    """Input of one rank of `model`.
+def mixing(recipe: Recipe) -> Mix:
+    """How images are mixed."""
+    a = recipe.augment
+    return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
-    Only ranks that hold the stem decode images, each its own rows; all read the batch's labels from the index.
+
+def order_of(recipe: Recipe, samples: int) -> Order:
+    """The order in which `samples` training samples come. Raises RecipeError for a setting out of its range."""
+    data, augment = recipe.data, recipe.augment
+    return Order(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)
+
+
+class Input:
+    """Input of one rank of `model`. All ranks make it together.
+
+    Only ranks that hold the stem decode images; those that take the same images share the work. All ranks read the
+    batch's labels from the index.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
         self._recipe, self._model = recipe, model
         self._train, self._eval, self._normalize = transforms(recipe, model.config.image_size)
+        self._mix = mixing(recipe)
+        self._rows = model.image_rows(model.batch_size) if model.takes_images else []
+        self._peers: dist.ProcessGroup | None = None
+        for ranks in model.image_groups:
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            self._peers = group if dist.get_rank() in ranks else self._peers
 
     def train_batches(self, shards: ShardSet) -> TrainLoader:
-        """Every global batch, with this rank's images, without end."""
-        return TrainLoader(shards, self._train, seed=self._recipe.train.seed, **self._slice())
+        """Every global batch, with this rank's share of the images, without end."""
+        order = order_of(self._recipe, len(shards))
+        return TrainLoader(shards, self._train, order=order, **self._settings(self._needed()))
 
     def eval_batches(self, shards: ShardSet) -> EvalLoader:
-        """The whole set in batches of the training shape, with this rank's images; the tail is padded with IGNORED
-        labels."""
-        return EvalLoader(shards, self._eval, **self._slice())
+        """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with
+        IGNORED labels."""
+        return EvalLoader(shards, self._eval, **self._settings(self._rows))
 
     def skipped(self, loader: TrainLoader | EvalLoader) -> Skipped:
         """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
-        mine = loader.skipped if self._model.first_of_images else Skipped()
         everyone = [Skipped()] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, loader.skipped)
         return sum(everyone, Skipped())
 
-    def _slice(self) -> dict:
-        size = self._model.batch_size
-        return {
-            "batch_size": size,
-            "rows": self._model.image_rows(size) if self._model.takes_images else (),
-            "workers": self._recipe.data.workers,
-            "bad_sample": self._recipe.data.bad_sample,
-        }
+    def train_step(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What ``ParallelModel.forward_backward`` takes: images, which are normalised, augmented and mixed, labels and
+        keys, all on the device."""
+        labels, keys = self.labels(batch), self.to_device(batch.keys)
+        mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
+        if mixed is not None:
+            labels = mixed.labels(labels, IGNORED)
+        if not self._model.takes_images:
+            return None, labels, keys
+        needed = self._needed()
+        images = self._normalize(self._gathered(batch.images, len(needed)))
+        if mixed is not None:
+            images = mixed.images(images, needed, len(self._rows))
+        return images.to(self._model.precision.compute), labels, keys
 
-    def images(self, batch: Batch | EvalBatch) -> Tensor | None:
+    def images(self, batch: EvalBatch) -> Tensor | None:
         """This rank's images, normalised, on the device in the compute precision, [rows, 3, size, size], or None where
         there are none."""
-        if batch.images is None:
+        if not self._model.takes_images:
             return None
-        return self._normalize(self.to_device(batch.images), self._model.precision.compute)
+        return self._normalize(self._gathered(batch.images, len(self._rows)), self._model.precision.compute)
 
     def labels(self, batch: Batch | EvalBatch) -> Tensor:
         """Labels of the whole batch on the device, int64 [batch], IGNORED where there is no usable image.
@@ -93,3 +135,35 @@ class Input:
         if self._model.device.type != "cuda":
             return tensor
         return tensor.pin_memory().to(self._model.device, non_blocking=True)
+
+    def _needed(self) -> list[int]:
+        """Which rows of a training batch this rank and its peers decode: theirs, and those that are mixed into them."""
+        return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
+
+    def _settings(self, rows: list[int]) -> dict[str, Any]:
+        """Of a loader that gives this rank's share of `rows`."""
+        if self._peers is not None:
+            share = -(-len(rows) // dist.get_world_size(self._peers))
+            begin = share * dist.get_rank(self._peers)
+            rows = rows[begin : begin + share]
+        data = self._recipe.data
+        return {
+            "batch_size": self._model.batch_size,
+            "rows": rows,
+            "workers": data.workers,
+            "bad_sample": data.bad_sample,
+        }
+
+    def _gathered(self, images: Tensor | None, count: int) -> Tensor:
+        """All `count` images, on the device, of which `images` are this rank's share."""
+        size = self._model.config.image_size
+        mine = self.to_device(torch.empty(0, 3, size, size, dtype=torch.uint8) if images is None else images)
+        if self._peers is None:
+            return mine
+        peers = dist.get_world_size(self._peers)
+        share = -(-count // peers)
+        if len(mine) < share:
+            mine = torch.cat([mine, mine.new_zeros(share - len(mine), *mine.shape[1:])])
+        whole = mine.new_empty(peers * share, *mine.shape[1:])
+        dist.all_gather_into_tensor(whole, mine, group=self._peers)
+        return whole[:count]

@@ -54,6 +54,7 @@ class StepLog:
         self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
         self._data_seconds = 0.0
+        self._step_done: torch.cuda.Event | None = None
         self._steps = 0
         self._seconds = 0.0
 
@@ -62,8 +63,10 @@ class StepLog:
         self._begun = self._waiting = time.perf_counter()
 
     def data_ready(self) -> None:
-        """The batch of the coming step has arrived: the time since the last step was spent waiting for it."""
-        self._data_seconds = time.perf_counter() - self._waiting
+        """The batch of the coming step has arrived: the time since the last step was spent waiting for it, unless the
+        GPU had that step to do all the while."""
+        busy = self._step_done is not None and not self._step_done.query()
+        self._data_seconds = 0.0 if busy else time.perf_counter() - self._waiting
 
     def add(
         self, number: int, batch: Batch, loss: Tensor, norm: Tensor, lr: float, scaling: dict[str, Any] | None = None
@@ -72,6 +75,9 @@ class StepLog:
         self._pending.append(
             _Step(number, batch.epoch, batch.samples, loss, norm, lr, self._data_seconds, scaling or {})
         )
+        if self._model.device.type == "cuda":
+            self._step_done = torch.cuda.Event()
+            self._step_done.record()
         self._waiting = time.perf_counter()
 
     def flush(self) -> list[dict[str, Any]]:
@@ -84,6 +90,9 @@ class StepLog:
         losses = torch.stack([step.loss for step in self._pending]).double() / self._model.sample_replicas
         if dist.get_world_size() > 1:
             dist.all_reduce(losses)
+        waits = torch.tensor([step.data_seconds for step in self._pending], device=losses.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(waits, dist.ReduceOp.MAX)  # who waits longest is waited for
         norms = torch.stack([step.norm for step in self._pending]).tolist()
         totals = losses.tolist()  # waits for the device, so the clock below is honest
         now = time.perf_counter()
@@ -102,13 +111,13 @@ class StepLog:
                 "lr": step.lr,
                 "grad_norm": _shown(norm, step),
                 "step_ms": round(seconds * 1e3, 3),
-                "data_ms": round(step.data_seconds * 1e3, 3),
+                "data_ms": round(wait * 1e3, 3),
                 "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
                 "mfu": self._mfu(seconds),
                 "memory_bytes": memory_bytes(self._model.device),
                 **step.scaling,
             }
-            for step, loss, norm in zip(self._pending, totals, norms, strict=True)
+            for step, loss, norm, wait in zip(self._pending, totals, norms, waits.tolist(), strict=True)
         ]
         self._pending.clear()
         return rows

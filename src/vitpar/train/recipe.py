@@ -24,6 +24,7 @@ from vitpar.train.loss_scale import LossScaleSection
 from vitpar.train.optimizer_section import Implementation as Implementation
 from vitpar.train.optimizer_section import OptimizerSection as OptimizerSection
 from vitpar.train.recipe_sections import (
+    AugmentSection,
     CommunicationSection,
     DataSection,
     LRScheduleSection,
@@ -39,6 +40,7 @@ class Recipe(Section):
 
     model: ModelSection = ModelSection()
     data: DataSection
+    augment: AugmentSection = AugmentSection()
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
     train: TrainSection = TrainSection()

@@ -38,7 +38,11 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which data (a folder that ``vitpar data pack`` made) and how images are prepared."""
+    """Which data (a folder that ``vitpar data pack`` made) and how images are prepared.
+
+    shuffle_window, shuffle_block: for disks that turn and mounts over a network, how many samples are mixed at a time,
+    and in runs of how many they are stored (0: all are mixed).
+    """
 
     path: str
     crop_scale: tuple[float, float] = (0.08, 1.0)
@@ -48,8 +52,39 @@ class DataSection(Section):
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    shuffle_window: int = Field(0, ge=0)
+    shuffle_block: int = Field(256, ge=1)
     workers: int = Field(2, ge=0)
     bad_sample: Literal["fail", "skip"] = "fail"
+
+    @model_validator(mode="after")
+    def _window_is_of_blocks(self) -> Self:
+        if self.shuffle_window % self.shuffle_block:
+            raise ValueError(
+                f"data.shuffle_window is {self.shuffle_window}, which is no multiple of data.shuffle_block "
+                f"{self.shuffle_block}: make it one"
+            )
+        return self
+
+
+class AugmentSection(Section):
+    """What training images go through after crop and flip.
+
+    policy: operations, as timm names them: rand-m9-n2-mstd0.5-inc1, original (AutoAugment) or 3a (None: none).
+    color_jitter: how far brightness, contrast and saturation may go from 1, for all three or each. random_erasing:
+    probability that a box becomes noise. repeats: how often a sample comes in a row, each time augmented anew.
+    mixup, cutmix: alpha of the weights' Beta distribution (0: none). mixup_prob: that samples are mixed at all.
+    mixup_switch_prob: that they are by CutMix, where there are both.
+    """
+
+    policy: str | None = None
+    color_jitter: float | tuple[float, float, float] = 0.0
+    random_erasing: float = Field(0.0, ge=0, le=1)
+    repeats: int = Field(1, ge=1)
+    mixup: float = Field(0.0, ge=0)
+    cutmix: float = Field(0.0, ge=0)
+    mixup_prob: float = Field(1.0, ge=0, le=1)
+    mixup_switch_prob: float = Field(0.5, ge=0, le=1)
 
 
 class LRScheduleSection(Section):

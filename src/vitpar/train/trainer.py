@@ -21,6 +21,7 @@ from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.input import Input, open_data
+from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
 from vitpar.train.loss_scale import LossScaler
 from vitpar.train.lr_schedule import CosineWithWarmup
@@ -74,6 +75,7 @@ class Trainer:
             recipe.optimizer.lr, self.total_steps, recipe.warmup_steps(len(self.train_set)), recipe.lr_schedule.min_lr
         )
         self.input = Input(recipe, self.model)
+        self.watch = InputWatch(recipe.data.workers, torch.get_num_threads())
         self.rank = dist.get_rank()
         self.folder = RunFolder(run_dir, recipe, plan, command) if self.rank == 0 else None
         self.reporter = Logged(self.folder, reporter) if self.folder else reporter
@@ -119,9 +121,7 @@ class Trainer:
         """
         scale = self.scaler.scale if self.scaler else 1.0
         self.model.loss_scale = scale
-        loss = self.model.forward_backward(
-            self.input.images(batch), self.input.labels(batch), self.input.to_device(batch.keys)
-        )
+        loss = self.model.forward_backward(*self.input.train_step(batch))
         gradients = self.optimizer.gradients()
         lr = self.lr(number)
         if self.scaler is None:
@@ -181,6 +181,8 @@ class Trainer:
                     )
         if self.folder and rows:
             self.reporter.stepped(rows[-1])
+            if waiting := self.watch.look(rows):
+                self.reporter.note(waiting)
 
     def _fail(self, sentence: str) -> NoReturn:
         """Stop. What it is called for is the same on every rank, so all stop together."""

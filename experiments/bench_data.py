@@ -1,0 +1,283 @@
+"""Loaders beside each other, on the same images, in one run.
+
+    python experiments/bench_data.py                               # a few minutes; images are made up
+    python experiments/bench_data.py --images PATH/TO/JPEGS        # real ones; a few hundred suffice
+
+- loaders: images a second that one core reads, decodes, crops to 224 and batches: vitpar, webdataset with Pillow in
+  torch's DataLoader, an image folder with the same. They take turns; a ratio is of the medians of rounds.
+- container: samples a second without decoding: vitpar's reads in shuffled order, webdataset's stream.
+- start: seconds to the first batch, memory of the process that decodes.
+- scale: an index of as many samples as ImageNet-1k and -21k have, without shards: seconds to open it and to have the
+  batch at sample 1,000,000, and what memory that takes; how fast shards are indexed.
+"""
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+import webdataset
+from bench.header import header
+from bench.loaders import BATCH, image_folder, photographs, plain_webdataset, random_resized_crop, vitpar
+from PIL import Image
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitpar.data import Order, ShardSet, index, pack
+from vitpar.data.shards.manifest import ROW, Manifest, ShardEntry, write_manifest, write_split
+
+LOADERS = {
+    "vitpar": vitpar,
+    "webdataset, Pillow, DataLoader": plain_webdataset,
+    "image folder, Pillow, DataLoader": image_folder,
+}
+ROUNDS, SECONDS = 7, 5.0
+WARM_UP = 4  # batches
+SYNTHETIC = 400
+
+
+def main() -> int:
+    """Read the options, measure, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--images", type=Path, metavar="FOLDER", help="JPEG files, also in folders  [default: made up]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.probe:
+        return probe(*options.probe)
+    facts, found = header(), {}
+    facts["images"] = "made up" if options.images is None else "real photographs"
+    console = Console(width=160, highlight=False)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        sizes = _write(folder, options.images)
+        facts["images"] += f", {len(sizes)} of {statistics.fmean(sizes) / 1e3:.0f} kB"
+        for name, value in facts.items():
+            console.print(f"- {name}: {value}", soft_wrap=True)
+        for name in options.only or TABLES:
+            with Console(stderr=True).status(f"{name} …"):
+                table, found[name] = TABLES[name](folder)
+            console.print(f"\n{name}\n")
+            console.print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"header": facts, **found}, indent=1))
+    return 0
+
+
+def _write(folder: Path, images: Path | None) -> list[int]:
+    """The images as `source`/a/*.jpg and packed as `packed`; their sizes in bytes."""
+    (folder / "source" / "a").mkdir(parents=True)
+    if images is None:
+        found = photographs(SYNTHETIC)
+    else:
+        files = sorted(path for path in images.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+        found = (path.read_bytes() for path in files)
+    sizes = []
+    for number, data in enumerate(found):
+        (folder / "source" / "a" / f"{number}.jpg").write_bytes(data)
+        sizes.append(len(data))
+    (folder / "source" / "a" / "last.jpg").write_bytes(data)  # val takes one of every class
+    pack(folder / "source", folder / "packed", val_fraction=1e-9, shard_samples=100)
+    return sizes
+
+
+def loaders(folder: Path) -> tuple[Table, Any]:
+    """Images a second."""
+    sources = {name: folder / ("source" if "folder" in name else "packed") for name in LOADERS}
+    rates: dict[str, list[float]] = {
+        name: [] for name in (*LOADERS, "bare simplejpeg decode", "bare Pillow decode and crop")
+    }
+    shards = ShardSet.open(folder / "packed", "train")
+    data = [shards.read(i) for i in range(len(shards))]
+    for _ in range(ROUNDS):
+        for name in LOADERS:
+            batches = LOADERS[name](sources[name])
+            for _ in range(WARM_UP):
+                next(batches)
+            rates[name].append(_rate(lambda batches=batches: len(next(batches))))
+            batches.close()  # with its workers
+        for name, work in (
+            ("bare simplejpeg decode", simplejpeg.decode_jpeg),
+            ("bare Pillow decode and crop", lambda d: random_resized_crop(Image.open(io.BytesIO(d)).convert("RGB"))),
+        ):
+            places = np.random.default_rng(0)
+            rates[name].append(_rate(lambda work=work, places=places: bool([work(data[places.integers(len(data))])])))
+    table = Table("", "images/s on one core", "spread", "vitpar beside it", box=box.MARKDOWN)
+    ours = statistics.median(rates["vitpar"])
+    for name, values in rates.items():
+        ratios = [a / b for a, b in zip(rates["vitpar"], values, strict=True)]
+        middle = statistics.median(values)
+        table.add_row(
+            name, f"{middle:.0f}", f"{min(values):.0f} to {max(values):.0f}", f"{statistics.median(ratios):.2f}"
+        )
+    return table, {"images_per_second": rates, "median": ours}
+
+
+def _rate(work: Callable[[], int]) -> float:
+    """How much `work` gets done in a second."""
+    begun, done = time.perf_counter(), 0
+    while time.perf_counter() - begun < SECONDS:
+        done += work()
+    return done / (time.perf_counter() - begun)
+
+
+def container(folder: Path) -> tuple[Table, Any]:
+    """Samples a second, undecoded."""
+    shards = ShardSet.open(folder / "packed", "train")
+    order, urls = Order(0, len(shards)), [str(path) for path in sorted((folder / "packed").glob("train-*.tar"))]
+
+    def ours() -> int:
+        samples = order.batch(ours.position, BATCH)[1]
+        ours.position += BATCH
+        return sum(len(shards.read(int(i))) > 0 for i in samples)
+
+    def streaming() -> int:
+        return sum(len(s["jpg"]) > 0 for s in webdataset.WebDataset(urls, shardshuffle=100, empty_check=False))
+
+    ours.position = 0
+    rates: dict[str, list[float]] = {"vitpar, shuffled": [], "webdataset, streaming": []}
+    for _ in range(ROUNDS):
+        rates["vitpar, shuffled"].append(_rate(ours))
+        rates["webdataset, streaming"].append(_rate(streaming))
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    table = Table("", "samples/s", "spread", box=box.MARKDOWN)
+    for name, values in rates.items():
+        table.add_row(name, f"{statistics.median(values):,.0f}", f"{min(values):,.0f} to {max(values):,.0f}")
+    table.add_row("ratio", f"{statistics.median(ratios):.1f}", "")
+    return table, rates
+
+
+def start(folder: Path) -> tuple[Table, Any]:
+    """Each in a process of its own."""
+    found = {}
+    table = Table("", "seconds to the first batch", "MB, all its processes", box=box.MARKDOWN)
+    for name in LOADERS:
+        source = folder / ("source" if "folder" in name else "packed")
+        runs = [json.loads(_probed(name, source)) for _ in range(3)]
+        found[name] = runs
+        seconds, memory = (statistics.median(run[key] for run in runs) for key in ("seconds", "memory"))
+        table.add_row(name, f"{seconds:.2f}", f"{memory / 1e6:.0f}")
+    return table, found
+
+
+def _probed(name: str, source: Path) -> str:
+    command = [sys.executable, __file__, "--probe", name, str(source)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def probe(name: str, source: str) -> int:
+    """Time to the first batch, and memory after ten; or of an index alone."""
+    if name == "index":
+        return _probe_index(Path(source))
+    begun = time.perf_counter()
+    batches = LOADERS[name](Path(source))
+    next(batches)
+    seconds = time.perf_counter() - begun
+    for _ in range(10):
+        next(batches)
+    print(json.dumps({"seconds": seconds, "memory": _own_memory()}))
+    sys.stdout.flush()
+    os._exit(0)  # workers of a DataLoader that is stopped in the middle may hang
+
+
+def _own_memory() -> int:
+    """Bytes of this process and its children that are nobody else's."""
+    total = 0
+    for pid in [os.getpid(), *_children()]:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += 1024 * sum(
+            int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))
+        )
+    return total
+
+
+def _children() -> list[int]:
+    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+
+
+def scale(folder: Path) -> tuple[Table, Any]:
+    """Indices of the size of ImageNet-1k and -21k."""
+    table = Table("samples", "index MB", "seconds to open", "to the batch at 1,000,000", "MB more", box=box.MARKDOWN)
+    found = []
+    for samples in (1_281_167, 14_197_122):
+        place = folder / f"index-{samples}"
+        place.mkdir()
+        _write_index(place, samples)
+        run = json.loads(_probed("index", place))
+        found.append({"samples": samples, **run})
+        size = (place / "train.index.npy").stat().st_size / 1e6
+        table.add_row(
+            f"{samples:,}", f"{size:.0f}", f"{run['open']:.2f}", f"{run['batch']:.4f}", f"{run['memory'] / 1e6:.1f}"
+        )
+    begun = time.perf_counter()
+    manifest = index(folder / "packed", splits={"train": "train-*.tar"})
+    seconds = time.perf_counter() - begun
+    shards = manifest.splits["train"]
+    size = sum(shard.bytes for shard in shards.shards)
+    table.add_section()
+    table.add_row(
+        f"index of {shards.samples:,} images",
+        f"{shards.samples / seconds:,.0f}/s",
+        f"{size / seconds / 1e6:,.0f} MB/s",
+        "",
+        "",
+    )
+    found.append({"indexed_per_second": shards.samples / seconds, "bytes_per_second": size / seconds})
+    return table, found
+
+
+def _write_index(folder: Path, samples: int) -> None:
+    """An index, and files as long as its shards, which take no room."""
+    rng, each = np.random.default_rng(0), 5000
+    rows = np.zeros(samples, ROW)
+    rows["label"], rows["size"] = rng.integers(0, 1000, samples), 110_000
+    rows["offset"] = np.arange(samples) % each * 112_000 + 1536
+    tables, shards = [], []
+    for number, first in enumerate(range(0, samples, each)):
+        tables.append(rows[first : first + each])
+        path = folder / f"train-{number:06d}.tar"
+        with path.open("wb") as file:
+            file.truncate(each * 112_000 + 10_240)
+        shards.append(ShardEntry(file=path.name, samples=len(tables[-1]), bytes=path.stat().st_size))
+    split = write_split(folder, "train", shards, tables, 1000)
+    write_manifest(folder, Manifest(classes=[str(i) for i in range(1000)], splits={"train": split}))
+
+
+def _probe_index(folder: Path) -> int:
+    before = _own_memory()
+    begun = time.perf_counter()
+    shards = ShardSet.open(folder, "train")
+    opened = time.perf_counter() - begun
+    begun = time.perf_counter()
+    samples = Order(0, len(shards)).batch(1_000_000, 1024)[1]
+    labels = shards.labels[samples]
+    batch = time.perf_counter() - begun
+    assert len(labels) == 1024
+    memory = _own_memory() - before
+    print(json.dumps({"open": opened, "batch": batch, "memory": memory}))
+    return 0
+
+
+TABLES: dict[str, Callable[[Path], tuple[Table, Any]]] = {
+    "loaders": loaders,
+    "container": container,
+    "start": start,
+    "scale": scale,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

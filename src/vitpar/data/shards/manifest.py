@@ -1,0 +1,167 @@
+"""What lies in the folder of a data set besides its shards: the manifest, and one index a split.
+
+folder/
+  dataset.json          classes, and for every split its shards with their sample and byte counts
+  train-000000.tar …    00000000.cls, 00000000.jpg, 00000001.cls, 00000001.png, …
+  train.index.npy       one row of ROW a sample, in shard order: where its image lies, its label and its checksum
+  val-000000.tar …, val.index.npy
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
+
+from vitpar.errors import DataError
+
+ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
+"""crc: zlib's CRC-32 of the encoded image."""
+MANIFEST = "dataset.json"
+_CHUNK = 1 << 18  # rows looked at in one go: memory does not grow with the data set
+
+
+class ShardEntry(BaseModel):
+    """One tar file of a split."""
+
+    model_config = ConfigDict(extra="forbid")
+    file: str
+    samples: NonNegativeInt
+    bytes: NonNegativeInt
+
+    @field_validator("file")
+    @classmethod
+    def _stays_inside(cls, file: str) -> str:
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or not path.name:
+            raise ValueError(f"the shard '{file}' would be outside the folder")
+        return file
+
+
+class SplitEntry(BaseModel):
+    """One split: its shards in index order, its sample counts, and the SHA-256 of its index file."""
+
+    model_config = ConfigDict(extra="forbid")
+    shards: list[ShardEntry]
+    samples: NonNegativeInt
+    per_class: list[NonNegativeInt]
+    index_sha256: str
+
+
+class Manifest(BaseModel):
+    """What `dataset.json` holds."""
+
+    model_config = ConfigDict(extra="forbid")
+    vitpar_dataset: Literal[2] = 2
+    classes: list[str]
+    splits: dict[str, SplitEntry]
+
+    @field_validator("splits")
+    @classmethod
+    def _names_are_plain(cls, splits: dict[str, SplitEntry]) -> dict[str, SplitEntry]:
+        for name in splits:
+            if not name or PurePosixPath(name).name != name:
+                raise ValueError(f"the split '{name}' is no file name")
+        return splits
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a data set. Raises DataError when `folder` holds none, or a damaged one."""
+    path = Path(folder) / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index shards that lie "
+            f"there with `vitpar data index {folder}`"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise DataError(
+            f"'{path}' is damaged or of another version ({where}: {first['msg']}): write it anew with "
+            f"`vitpar data index {folder}`"
+        ) from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `dataset.json`, which is to be done last: whole or not at all."""
+    partial = folder / f".{MANIFEST}.partial"
+    partial.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n", encoding="utf-8")
+    partial.replace(folder / MANIFEST)
+
+
+def index_path(folder: Path, split: str) -> Path:
+    """Where the index of a split lies."""
+    return folder / f"{split}.index.npy"
+
+
+def write_split(
+    folder: Path, split: str, shards: Sequence[ShardEntry], tables: Sequence[np.ndarray], classes: int
+) -> SplitEntry:
+    """Write the index of a split. tables: ROW [samples] of each shard, with column `shard` as it may be."""
+    rows = np.concatenate([np.empty(0, ROW), *tables])
+    rows["shard"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    path, partial = index_path(folder, split), folder / f".{split}.index.partial"
+    with partial.open("wb") as file:
+        np.save(file, rows)
+    with partial.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    partial.replace(path)
+    per_class = np.bincount(rows["label"], minlength=classes).tolist()
+    return SplitEntry(shards=list(shards), samples=len(rows), per_class=per_class, index_sha256=digest)
+
+
+def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
+    """The memory-mapped index of a split: ROW [samples]. Raises DataError where it is not the one that was written, or
+    does not fit the shards."""
+    path = index_path(folder, split)
+    again = f"write it anew with `vitpar data index {folder}`"
+    try:
+        rows = np.load(path, mmap_mode="r")
+    except Exception as error:  # damaged headers make it raise nearly anything
+        raise DataError(f"index '{path}' cannot be read ({error}): {again}") from None
+    if not isinstance(rows, np.memmap) or rows.dtype != ROW or rows.shape != (entry.samples,):
+        raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
+    digest = hashlib.sha256()
+    try:
+        for start, chunk in _chunks(path, rows.offset, digest):
+            if not _fits(start, chunk, entry):
+                raise DataError(f"index '{path}' does not fit the shards in {MANIFEST}: {again}")
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+    if digest.hexdigest() != entry.index_sha256:
+        raise DataError(f"index '{path}' is not the one that {MANIFEST} was written for: {again}")
+    return rows.view(np.ndarray)  # a plain array: np.memmap's own indexing is slow
+
+
+def _chunks(path: Path, offset: int, digest: hashlib._Hash) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, ROW [rows]) of an index file, all bytes of which go into `digest`; read, not mapped, so that no more
+    than a chunk is in memory."""
+    with path.open("rb") as file:
+        digest.update(file.read(offset))
+        start = 0
+        while data := file.read(_CHUNK * ROW.itemsize):
+            digest.update(data)
+            chunk = np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
+            yield start, chunk
+            start += len(chunk)
+
+
+def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
+    ends = np.cumsum([shard.samples for shard in entry.shards])
+    expected = np.searchsorted(ends, np.arange(start, start + len(rows)), side="right")
+    if not np.array_equal(rows["shard"], expected):
+        return False
+    sizes = np.array([shard.bytes for shard in entry.shards], np.int64)[expected]
+    inside = (rows["offset"] >= tarfile.BLOCKSIZE) & (rows["size"] > 0) & (rows["offset"] <= sizes - rows["size"])
+    known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
+    return bool((inside & known).all())

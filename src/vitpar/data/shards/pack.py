@@ -1,0 +1,278 @@
+"""Pack a source into WebDataset shards: images byte for byte, each beside its label, and an index of them all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitpar.data.images import BadImage, decode, image_size, image_type
+from vitpar.data.order import Order
+from vitpar.data.shards.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    write_manifest,
+    write_split,
+)
+from vitpar.data.shards.scan import scan
+from vitpar.data.sources import Source, SourceSplit, open_source
+from vitpar.errors import DataError
+
+SHARD_SAMPLES = 5000  # half a gigabyte of ImageNet
+
+Progress = Callable[[str, int, int], None]
+"""Called as (split, samples packed, samples in all), by one thread at a time."""
+
+
+@dataclass(frozen=True)
+class Reencode:
+    """Images whose shorter side is above `short_side` pixels become JPEGs of that size and `quality`, of 100."""
+
+    short_side: int
+    quality: int = 90
+
+    def __post_init__(self) -> None:
+        if self.short_side < 1:
+            raise DataError(f"a shorter side of {self.short_side} pixels is no size: choose 1 or more")
+        if not 1 <= self.quality <= 100:
+            raise DataError(f"JPEG quality {self.quality} is out of range: choose from 1 to 100")
+
+    def __call__(self, data: bytes) -> bytes:
+        """An encoded image, as it is or smaller. Raises BadImage."""
+        width, height = image_size(data)
+        if min(width, height) <= self.short_side:
+            return data
+        image = Image.fromarray(decode(data))  # the right side up, as its header may not be
+        scale = self.short_side / min(image.size)
+        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+        file = io.BytesIO()
+        image = image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
+        image.save(file, "JPEG", quality=self.quality)
+        return file.getvalue()
+
+
+def pack(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    val_fraction: float | None = None,
+    shard_samples: int = SHARD_SAMPLES,
+    reencode: Reencode | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Pack `source` (see `vitpar.data.sources`) into the folder `destination`; the same input gives the same bytes.
+
+    val_fraction: part of every class that becomes `val` when the source has no such split (0.2 if None).
+    shard_samples: images in a shard, the last of a split may have fewer. reencode: makes large images smaller on the
+    way. seed: of the carved split and of the shuffle that mixes the classes over the training shards. overwrite:
+    replace a data set that is there. workers: shards written at a time.
+
+    All is written into a hidden folder beside `destination` that takes its name when it is complete. What an
+    interrupted run has left there is used by the next one with the same arguments, shard by shard.
+
+    Raises DataError for a source that cannot be read, bytes that are no image, a destination that is not empty, and
+    where another process is packing the same.
+    """
+    if shard_samples < 1:
+        raise DataError(f"shard size {shard_samples} is not a positive number of samples")
+    target = Path(destination).resolve()
+    _check_destination(target, overwrite)
+    try:
+        opened = open_source(source, val_fraction=val_fraction, seed=seed)
+        settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source))]
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
+    try:
+        with _workplace(target, opened, settings) as partial:
+            manifest = _Packing(opened, partial, shard_samples, reencode, seed, progress).run(workers)
+            _check_destination(target, overwrite)  # hours may have passed
+            _put_in_place(partial, target)
+    except OSError as error:
+        raise DataError(
+            f"cannot write '{destination}': {error.strerror or error}; run the same again to go on from there"
+        ) from error
+    return manifest
+
+
+def _check_destination(target: Path, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise DataError(f"'{target}' is a file: choose a folder to pack into")
+    if os.path.ismount(target):
+        raise DataError(f"'{target}' is a mount point, which nothing can be moved to: choose a folder within it")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not (target / MANIFEST).exists():
+        raise DataError(f"'{target}' is not empty and holds no data set: choose another folder")
+    if not overwrite:
+        raise DataError(f"'{target}' holds a data set: choose another folder, or --overwrite to replace it")
+    try:
+        ours = "vitpar_dataset" in json.loads((target / MANIFEST).read_bytes())
+    except (ValueError, TypeError):
+        ours = False
+    if not ours:
+        raise DataError(f"'{target / MANIFEST}' is not of vitpar: choose another folder")
+
+
+def _stamps(source: Path) -> list[tuple[str, int, int]]:
+    """What tells one source from another, and from itself after a change: its files with their sizes and times."""
+    found = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
+    return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in found if path.is_file()] + [
+        (str(source.resolve()), 0, 0)
+    ]
+
+
+@contextmanager
+def _workplace(target: Path, source: Source, settings: list) -> Iterator[Path]:
+    """A folder beside `target`, ours alone, with what an interrupted run of the same has left."""
+    digest = hashlib.sha256(json.dumps([settings, *source.classes]).encode())
+    for name, split in source.splits.items():
+        digest.update(f"{name} {len(split.labels)}\n".encode() + split.labels.tobytes())
+        for image in split.names:
+            digest.update(os.fsencode(f"{image}\n"))
+    partial = target.with_name(f".{target.name}.packing")
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is packing into '{target}': wait for it, or end it") from None
+        except OSError:  # a file system without locks
+            pass
+        lock.seek(0)
+        if lock.read() != digest.hexdigest():
+            for path in partial.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            lock.truncate(0)
+            lock.write(digest.hexdigest())
+            lock.flush()
+        try:
+            yield partial
+        finally:
+            if partial.exists() and not any(partial.glob("*.tar")):
+                shutil.rmtree(partial)
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    old = None
+    if target.exists() and any(target.iterdir()):
+        old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        target.rename(old)
+    partial.replace(target)
+    for path in (target / "lock", *target.glob("*.rows.npy")):
+        path.unlink()
+    if old is not None:
+        shutil.rmtree(old)
+
+
+class _Stopped(Exception):
+    """Another shard has failed."""
+
+
+@dataclass
+class _Packing:
+    """Writes the shards of all splits of `source` that are not yet in `folder`."""
+
+    source: Source
+    folder: Path
+    shard_samples: int
+    reencode: Reencode | None
+    seed: int
+    progress: Progress | None
+
+    def run(self, workers: int) -> Manifest:
+        self._lock, self._stopped = threading.Lock(), False
+        splits = {}
+        for name, split in self.source.splits.items():
+            # Training samples are shuffled so that neighbours in a shard are of mixed classes; evaluation keeps the
+            # source's order.
+            order = np.arange(len(split.labels))
+            if name == "train":
+                order = Order(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
+            splits[name] = self._split(name, split.subset(order), workers)
+        manifest = Manifest(classes=list(self.source.classes), splits=splits)
+        write_manifest(self.folder, manifest)
+        return manifest
+
+    def _split(self, name: str, split: SourceSplit, workers: int) -> SplitEntry:
+        self._done, samples = 0, len(split.labels)
+        parts = [
+            range(start, min(start + self.shard_samples, samples)) for start in range(0, samples, self.shard_samples)
+        ]
+        paths = [self.folder / f"{name}-{number:06d}.tar" for number in range(len(parts))]
+        workers = 1 if split.window else max(1, workers)  # or they would read the same blocks again and again
+        with ThreadPoolExecutor(workers, thread_name_prefix="vitpar-pack") as pool:
+            tasks = [pool.submit(self._shard, name, split, *task) for task in zip(paths, parts, strict=True)]
+            try:
+                wait(tasks, return_when=FIRST_EXCEPTION)
+                tables = [task.result() for task in tasks if task.done()]
+            finally:
+                self._stopped = True
+                pool.shutdown(wait=True, cancel_futures=True)
+        self._stopped = False
+        shards = [
+            ShardEntry(file=path.name, samples=len(table), bytes=path.stat().st_size)
+            for path, table in zip(paths, tables, strict=True)
+        ]
+        return write_split(self.folder, name, shards, tables, len(self.source.classes))
+
+    def _shard(self, name: str, split: SourceSplit, path: Path, samples: range) -> np.ndarray:
+        """ROW [samples] of the shard at `path`, which is written if it is not there."""
+        table_path = path.with_suffix(".rows.npy")
+        if path.exists():  # it takes its name last
+            self._report(name, len(samples), len(split.labels))
+            return np.load(table_path)
+        partial = path.with_suffix(".partial")
+        self._write(partial, name, split, samples)
+        table = scan(partial).rows
+        assert np.array_equal(table["label"], split.labels[samples.start : samples.stop]), (
+            f"{path} holds something else"
+        )
+        np.save(table_path, table)
+        partial.replace(path)
+        return table
+
+    def _write(self, path: Path, name: str, split: SourceSplit, samples: range) -> None:
+        from webdataset import TarWriter  # imports torch and more: not before it is needed
+
+        # User, group and mode are fixed by the writer, and the time is fixed here, so that only the samples decide
+        # the bytes.
+        with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
+            for i in samples:
+                if self._stopped:
+                    raise _Stopped
+                data = split.read(i)
+                if image_type(data) is None:
+                    raise DataError(
+                        f"'{split.names[i]}' is not an image of a known type: remove it or convert it to JPEG or PNG"
+                    )
+                try:
+                    data = self.reencode(data) if self.reencode else data
+                    image_size(data)
+                except BadImage as error:
+                    raise DataError(f"'{split.names[i]}' is damaged ({error}): replace or remove it") from None
+                writer.write({"__key__": f"{i:08d}", "cls": b"%d" % split.labels[i], str(image_type(data)): data})
+                self._report(name, 1, len(split.labels))
+
+    def _report(self, name: str, more: int, samples: int) -> None:
+        with self._lock:
+            self._done += more
+            if self.progress:
+                self.progress(name, self._done, samples)

@@ -1,0 +1,152 @@
+"""A split of a data set, any sample of which is read with one `pread`."""
+
+import os
+import tarfile
+import zlib
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
+from vitpar.errors import DataError, nearest
+
+_OPEN_FILES = 256  # a data set may have more shards than a process may have open files
+
+
+class ShardSet:
+    """One split of a data set, opened for reading samples by number, from any thread.
+
+    classes: class names, in label order. labels: int32 [samples], read-only. per_class: samples of each class. bytes:
+    of all shards. fingerprint: equal for equal samples in equal order, of which it is a checksum.
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest, rows: np.ndarray) -> None:
+        entry = manifest.splits[split]
+        self.folder = folder
+        self.split = split
+        self.classes = tuple(manifest.classes)
+        self.per_class = tuple(entry.per_class)
+        self.files = tuple(folder / shard.file for shard in entry.shards)
+        self.bytes = sum(shard.bytes for shard in entry.shards)
+        self.fingerprint = entry.index_sha256
+        self.labels: NDArray[np.int32] = rows["label"]
+        self._shard, self._offset, self._size, self._crc = (rows[name] for name in ("shard", "offset", "size", "crc"))
+        self._stamps = {path: _checked(path, shard.bytes) for path, shard in zip(self.files, entry.shards, strict=True)}
+        self._open_file = lru_cache(maxsize=_OPEN_FILES)(self._opened)
+
+    @classmethod
+    def open(cls, folder: str | Path, split: str) -> "ShardSet":
+        """Open `split` of the data set in `folder`: reads the manifest, the index and the shards' sizes, but no shard.
+
+        Raises DataError for a missing, damaged or empty data set, an unknown split, a shard that is missing or not of
+        its size, and an index that does not fit the shards.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if split not in manifest.splits:
+            known = ", ".join(manifest.splits) or "none"
+            raise DataError(f"no split '{split}' in '{folder}'{nearest(split, manifest.splits)}: it has {known}")
+        entry = manifest.splits[split]
+        if not entry.samples:
+            raise DataError(f"split '{split}' of '{folder}' is empty: pack it again from a source with images")
+        if len(entry.per_class) != len(manifest.classes):
+            raise DataError(
+                f"split '{split}' of '{folder}' has {len(entry.per_class)} classes but the manifest names "
+                f"{len(manifest.classes)}: write it anew with `vitpar data index {folder}`"
+            )
+        return cls(folder, split, manifest, read_rows(folder, split, entry))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, i: int) -> bytes:
+        """The encoded image of sample `i`. Raises DataError when its shard is gone, too short, or another file than
+        when the data set was opened."""
+        path, size = self.files[self._shard[i]], int(self._size[i])
+        try:
+            data = self._open_file(path).read(size, int(self._offset[i]))
+        except OSError as error:
+            raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        if len(data) != size:
+            raise DataError(f"'{path}' has shrunk since it was opened: restore it")
+        return data
+
+    def intact(self, i: int, data: bytes) -> bool:
+        """Whether `data` is what sample `i` was when it was indexed."""
+        return zlib.crc32(data) == int(self._crc[i])
+
+    def refuse_changed(self) -> None:
+        """Raise DataError when a shard is not the file that it was when the data set was opened."""
+        for path in self.files:
+            try:
+                stamp = _stamp(os.stat(path))
+            except OSError as error:
+                raise DataError(f"cannot read '{path}': {error.strerror}") from None
+            _refuse_other(path, self._stamps[path], stamp)
+
+    def label(self, i: int) -> int:
+        """The class number of sample `i`."""
+        return int(self.labels[i])
+
+    def name(self, i: int) -> str:
+        """`shard file/sample key` of sample `i`, for messages; the key stands in the tar header before the image."""
+        path, offset = self.files[self._shard[i]], int(self._offset[i])
+        try:
+            header = self._open_file(path).read(tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except (OSError, tarfile.HeaderError):
+            return f"{path.name}/byte {offset}"
+        return f"{path.name}/{member.name.rpartition('.')[0]}"
+
+    def _opened(self, path: Path) -> "_OpenFile":
+        file = _OpenFile(path)
+        _refuse_other(path, self._stamps[path], file.stamp)
+        return file
+
+
+Stamp = tuple[int, int]
+"""Size and time of the last change; inodes are not kept by all mounts."""
+
+
+class _OpenFile:
+    """A file that is closed with the last reference to it, so that no thread loses one it is reading from."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.stamp = _stamp(os.fstat(self._descriptor))
+
+    def read(self, size: int, offset: int) -> bytes:
+        return os.pread(self._descriptor, size, offset)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    return found.st_size, found.st_mtime_ns
+
+
+def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
+    if stamp != now:
+        raise DataError(
+            f"shard '{path}' was replaced while it was in use: restore it, or write the index anew with `vitpar data "
+            f"index {path.parent}` and start another run"
+        )
+
+
+def _checked(path: Path, size: int) -> Stamp:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise DataError(f"shard '{path}' is missing: restore it or pack the data set again") from None
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+    if found.st_size != size:
+        raise DataError(
+            f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or write the index anew "
+            f"with `vitpar data index {path.parent}`"
+        )
+    return _stamp(found)

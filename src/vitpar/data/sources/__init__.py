@@ -1,0 +1,77 @@
+"""Where images to pack come from. `open_source` tells the kinds apart by what lies at the path.
+
+SRC/train/<class>/*.jpg, SRC/val/<class>/*.jpg    a folder for every class of every split
+SRC/<class>/*.jpg                                 the same without splits: a part becomes `val`
+SRC/train.zip, val.zip, train_map.txt, val_map.txt [, classes.txt]    zipped ImageNet, as Swin and Galvatron use it
+SRC/train-00000-of-01024, …                       ImageNet as TFRecords, as DALI and TensorFlow use it
+SRC/train-00000-of-00002.parquet, …               Hugging Face's image data sets, perhaps in SRC/data
+cifar-10-python.tar.gz, cifar-100-binary.tar.gz, … or what they unpack to
+LIST.csv                                          columns path, label and perhaps split
+digits                                            1,797 handwritten digits of 8×8 pixels that scikit-learn ships
+"""
+
+from pathlib import Path
+
+from vitpar.data.sources.carve import carve_val
+from vitpar.data.sources.cifar import cifar, cifar_files
+from vitpar.data.sources.digits import DIGITS, digits
+from vitpar.data.sources.folders import class_folders
+from vitpar.data.sources.listed import listed
+from vitpar.data.sources.parquet import parquet, parquet_files
+from vitpar.data.sources.source import Source, SourceSplit
+from vitpar.data.sources.tfrecord import NAME, tfrecords
+from vitpar.data.sources.zipped import zipped
+from vitpar.errors import DataError
+
+__all__ = ["Source", "SourceSplit", "open_source"]
+
+VAL_FRACTION = 0.2
+_KINDS = (
+    "give a folder of images, one with train.zip, TFRecords or Parquet files, an archive of CIFAR, a CSV list, or "
+    f"`{DIGITS}`"
+)
+
+
+def open_source(location: str | Path, *, val_fraction: float | None = None, seed: int = 0) -> Source:
+    """The source at `location`, of one of the kinds above.
+
+    val_fraction: which part of every class becomes `val` when the source has no such split, 0.2 if None. Raises
+    DataError when there is no such source, when it is damaged, or when it has a `val` split and `val_fraction` asks
+    for another.
+    """
+    if val_fraction is not None and not 0 < val_fraction < 1:
+        raise DataError(f"val fraction {val_fraction} is out of range: choose a number between 0 and 1, such as 0.2")
+    source = _source(location)
+    if "train" not in source.splits:
+        raise DataError(f"'{location}' has {', '.join(source.splits)} but nothing to train on: add files named train")
+    if "val" not in source.splits:
+        return carve_val(source, VAL_FRACTION if val_fraction is None else val_fraction, seed)
+    if val_fraction is not None:
+        raise DataError(f"'{location}' has a val split of its own: leave out the val fraction {val_fraction}")
+    return source
+
+
+def _source(location: str | Path) -> Source:
+    path = Path(location)
+    if str(location) == DIGITS:
+        return digits()
+    if path.is_file():
+        if path.suffix.lower() == ".csv":
+            return listed(path)
+        files = cifar_files(path)
+        if files is None:
+            raise DataError(f"'{location}' is no CSV list and no archive of CIFAR: {_KINDS}")
+        return cifar(files)
+    if not path.is_dir():
+        raise DataError(f"no folder or file '{location}' to pack: {_KINDS}")
+    if (path / "train.zip").exists() or (path / "train_map.txt").exists():
+        return zipped(path)
+    if files := cifar_files(path):
+        return cifar(files)
+    if any(NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_file()):
+        return tfrecords(path)
+    if parquet_files(path):
+        return parquet(path)
+    if (path / "train").is_dir():
+        return class_folders(path, [name for name in ("train", "val", "test") if (path / name).is_dir()])
+    return class_folders(path, ["."])

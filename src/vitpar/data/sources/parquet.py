@@ -1,0 +1,114 @@
+"""Hugging Face's image data sets as Parquet: a column of images with their bytes, and a column of class labels."""
+
+from __future__ import annotations
+
+import json
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
+from vitpar.errors import DataError
+
+_KEPT, _KEPT_BYTES = 64, 1 << 30  # groups of rows that are kept once they were read, at most
+
+
+def parquet(folder: Path) -> Source:
+    """The source in `folder`, or in its folder `data`; splits by names of files: ``train-00000-of-00002.parquet``."""
+    try:
+        import pyarrow.parquet as library
+    except ImportError:
+        raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
+    paths = by_split(parquet_files(folder))
+    tables = {split: [_File(path, library) for path in files] for split, files in paths.items()}
+    if all((file.labels < 0).all() for file in tables.get("test", ())):  # of a contest, which keeps its labels secret
+        tables.pop("test", None)
+    files = [file for found in tables.values() for file in found]
+    named = next((file.classes for file in files if file.classes), None)
+    labels = {split: np.concatenate([file.labels for file in found]) for split, found in tables.items()}
+    classes = named or numbered([int(label) for split in labels.values() for label in np.unique(split)])
+    for split, found in labels.items():
+        wrong = found[(found < 0) | (found >= len(classes))]
+        if len(wrong):
+            raise DataError(f"label {wrong[0]} of '{split}' in '{folder}' is outside the {len(classes)} classes")
+    return Source(classes, {split: _split(tables[split], labels[split]) for split in tables})
+
+
+def parquet_files(folder: Path) -> list[Path]:
+    """Parquet files in `folder` or its folder `data`."""
+    return sorted(folder.glob("*.parquet")) or sorted(folder.glob("data/*.parquet"))
+
+
+class _File:
+    """One file: its labels, its classes if it names them, and where its groups of rows begin."""
+
+    def __init__(self, path: Path, library: Any) -> None:
+        self.path = path
+        try:
+            self._file = library.ParquetFile(path)
+            schema = self._file.schema_arrow
+            self.image = next((f.name for f in schema if f.name in ("image", "img") and "bytes" in str(f.type)), None)
+            label = next((f.name for f in schema if f.name in ("label", "labels", "fine_label")), None)
+            if self.image is None or label is None:
+                raise DataError(
+                    f"'{path}' has the columns {', '.join(schema.names)}: it needs `image`, with bytes, and `label`"
+                )
+            self.labels = np.asarray(self._file.read([label])[label].to_numpy(), dtype=np.int64)
+            self.classes = _classes(schema.metadata or {}, label)
+            meta = self._file.metadata
+            groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+            self.group_bytes = max((group.total_byte_size for group in groups), default=0)
+            self.starts = [0, *accumulate(group.num_rows for group in groups)]
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"'{path}' cannot be read as Parquet ({error}): fetch it again") from None
+
+    def group(self, number: int) -> list[bytes | None]:
+        """The encoded images of a group of rows."""
+        try:
+            column = self._file.read_row_group(number, columns=[self.image])[self.image]
+        except (OSError, ValueError) as error:
+            raise DataError(f"'{self.path}' cannot be read ({error}): fetch it again") from None
+        return [image and image["bytes"] for image in column.to_pylist()]
+
+
+def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
+    try:
+        names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
+    except (KeyError, ValueError, TypeError):
+        return None
+    return [str(name) for name in names] if isinstance(names, list) else None
+
+
+def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
+    begins = [0, *accumulate(len(file.labels) for file in files)]
+    largest = max(file.group_bytes for file in files)
+    most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
+    kept: OrderedDict[tuple[int, int], list[bytes | None]] = OrderedDict()
+    lock = threading.Lock()
+
+    def read(i: int) -> bytes:
+        number = bisect_right(begins, i) - 1
+        file, row = files[number], i - begins[number]
+        group = bisect_right(file.starts, row) - 1
+        with lock:
+            if (number, group) not in kept:
+                kept[number, group] = file.group(group)
+                if len(kept) > most:
+                    kept.popitem(last=False)
+            kept.move_to_end((number, group))
+            data = kept[number, group][row - file.starts[group]]
+        if not data:
+            raise DataError(f"row {row} of '{file.path}' holds no bytes of an image: only its path, or nothing")
+        return data
+
+    names = [f"{file.path}/row {row}" for file in files for row in range(len(file.labels))]
+    block = max(b - a for file in files for a, b in zip(file.starts, file.starts[1:], strict=False))
+    window = most // 2 * block  # a run of a block's length may lie in two groups
+    return SourceSplit(names, labels.astype(np.int32), read, block, window)

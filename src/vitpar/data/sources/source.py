@@ -1,0 +1,76 @@
+"""What a source gives to be packed."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpar.data.split_names import split_of
+from vitpar.errors import DataError
+
+MOST_CLASSES = 1_000_000  # where labels alone say how many there are: a wrong one must not make billions
+
+
+@dataclass(frozen=True)
+class SourceSplit:
+    """Labelled images of one split. names: what messages call them. read: the encoded image by number, from any thread
+    (DataError). block: how many neighbours are read with an image, and window: among how many images reading in any
+    order is cheap; 0 where it is among all.
+    """
+
+    names: Sequence[str]
+    labels: NDArray[np.int32]
+    read: Callable[[int], bytes]
+    block: int = 0
+    window: int = 0
+
+    def subset(self, indices: NDArray[np.int64]) -> "SourceSplit":
+        """The images `indices`, in that order."""
+        names = [self.names[i] for i in indices]
+        return SourceSplit(names, self.labels[indices], lambda i: self.read(int(indices[i])), self.block, self.window)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images to pack. classes: their names in label order. splits: by name."""
+
+    classes: Sequence[str]
+    splits: dict[str, SourceSplit]
+
+
+def read_text(path: Path) -> str:
+    """A text file (DataError)."""
+    try:
+        return path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def read_file(path: str | Path) -> bytes:
+    """A file (DataError)."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Files by the splits that their names tell; all of `train` where none does (DataError where only some do)."""
+    found: dict[str, list[Path]] = {}
+    unknown = []
+    for path in sorted(paths):
+        split = split_of(path.name)
+        (unknown if split is None else found.setdefault(split, [])).append(path)
+    if unknown and found:
+        raise DataError(f"'{unknown[0]}' does not say which split it is of, as other files do: rename or remove it")
+    return found or {"train": unknown}
+
+
+def numbered(labels: Sequence[int]) -> list[str]:
+    """Names of classes that have none (DataError for a label that cannot be one)."""
+    wrong = next((label for label in labels if not 0 <= label < MOST_CLASSES), None)
+    if wrong is not None:
+        raise DataError(f"label {wrong} is outside 0 to {MOST_CLASSES - 1}: correct it")
+    return [str(label) for label in range(max(labels) + 1)]

@@ -1,0 +1,161 @@
+"""ImageNet as TFRecords: `train-00000-of-01024`, with `image/encoded` and `image/class/label` in every record.
+
+A record is a length, a checksum of it, a protocol buffer (tensorflow.Example) and its checksum. Of the buffer only what
+leads to the label and to the image's place is looked at, so opening does not read the images.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
+from vitpar.errors import DataError
+
+NAME = re.compile(r".*-\d+-of-\d+(\.tfrecords?)?|.*\.tfrecords?")
+_HEADER, _FOOTER = 12, 4  # bytes around a record
+_IMAGE, _LABEL, _NAME = b"image/encoded", b"image/class/label", b"image/class/synset"
+
+
+@dataclass(frozen=True)
+class _Record:
+    offset: int  # of the image
+    size: int
+    label: int
+    name: str | None  # of its class
+
+
+def tfrecords(folder: Path) -> Source:
+    """The source in `folder`. Labels that begin at 1, as where 0 is for the background, are made to begin at 0."""
+    paths = by_split(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+    found = {split: [(path, record) for path in files for record in _records(path)] for split, files in paths.items()}
+    empty = next((split for split, records in found.items() if not records), None)
+    if empty is not None:
+        raise DataError(f"the TFRecords of '{empty}' in '{folder}' hold no images: remove them or fetch them again")
+    names = {record.label: record.name for records in found.values() for _, record in records}
+    first = 1 if min(names) == 1 else 0
+    classes = numbered([label - first for label in names])
+    for label, name in names.items():
+        classes[label - first] = name or classes[label - first]
+    if len(set(classes)) < len(classes):
+        classes = numbered([label - first for label in names])
+    return Source(classes, {split: _split(records, first) for split, records in found.items()})
+
+
+def _split(records: list[tuple[Path, _Record]], first: int) -> SourceSplit:
+    def read(i: int) -> bytes:
+        path, record = records[i]
+        try:
+            with path.open("rb") as file:
+                data = os.pread(file.fileno(), record.size, record.offset)
+        except OSError as error:
+            raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        if len(data) != record.size:
+            raise DataError(f"'{path}' has shrunk since it was opened: fetch it again")
+        return data
+
+    names = [f"{path}/byte {record.offset}" for path, record in records]
+    return SourceSplit(names, np.array([record.label - first for _, record in records], np.int32), read)
+
+
+def _records(path: Path) -> Iterator[_Record]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    yield from _parsed(path, data, size)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
+    begin = 0
+    while begin < size:
+        length = struct.unpack_from("<Q", data, begin)[0] if begin + _HEADER <= size else size
+        end = begin + _HEADER + length
+        if end + _FOOTER > size:
+            raise DataError(f"'{path}' ends within a record, or is no TFRecord file: fetch it again")
+        try:
+            yield _example(data, begin + _HEADER, end)
+        except (ValueError, IndexError) as error:
+            raise DataError(f"the record at byte {begin} of '{path}' cannot be used: {error}") from None
+        begin = end + _FOOTER
+
+
+def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
+    found: dict[bytes, tuple[int, int]] = {}
+    for _, features in _fields(data, begin, end, 1):
+        for _, entry in _fields(data, *features, 1):
+            parts = dict(_fields(data, *entry, 1, 2))
+            if 1 in parts and 2 in parts:
+                key = slice(*parts[1])
+                if key.stop - key.start <= 64:
+                    found[data[key]] = parts[2]
+    missing = next((name for name in (_IMAGE, _LABEL) if name not in found), None)
+    if missing is not None:
+        raise ValueError(f"it has no feature '{missing.decode()}'")
+    image = next((span for _, texts in _fields(data, *found[_IMAGE], 1) for _, span in _fields(data, *texts, 1)), None)
+    if image is None or image[0] == image[1]:
+        raise ValueError("its image is empty")
+    name = None
+    if _NAME in found:
+        name = next(
+            (
+                data[slice(*span)].decode(errors="replace")
+                for _, texts in _fields(data, *found[_NAME], 1)
+                for _, span in _fields(data, *texts, 1)
+            ),
+            None,
+        )
+    return _Record(image[0], image[1] - image[0], _integer(data, *found[_LABEL]), name)
+
+
+def _integer(data: mmap.mmap, begin: int, end: int) -> int:
+    """The one number of an int64_list, packed or not."""
+    for _, numbers in _fields(data, begin, end, 3):
+        for _, (first, last) in _fields(data, *numbers, 1, varints=True):
+            value, stop = _varint(data, first, last)
+            if stop == last:
+                return value
+    raise ValueError("its label is not one whole number")
+
+
+def _fields(
+    data: mmap.mmap, begin: int, end: int, *wanted: int, varints: bool = False
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(number, (begin, end) of the content) of the fields `wanted` of a message: those with a length, and `varints`."""
+    while begin < end:
+        tag, begin = _varint(data, begin, end)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            first = begin
+            _, begin = _varint(data, begin, end)
+        elif kind == 2:
+            length, first = _varint(data, begin, end)
+            begin = first + length
+        elif kind in (1, 5):
+            first, begin = begin, begin + (8 if kind == 1 else 4)
+        else:
+            raise ValueError("it is no tensorflow.Example")
+        if begin > end:
+            raise ValueError("a field of it is longer than the record")
+        if number in wanted and (kind == 2 or (varints and kind == 0)):
+            yield number, (first, begin)
+
+
+def _varint(data: mmap.mmap, begin: int, end: int) -> tuple[int, int]:
+    """A number of seven bits a byte, and where it ends."""
+    value = 0
+    for place in range(begin, min(end, begin + 10)):
+        value |= (data[place] & 0x7F) << (7 * (place - begin))
+        if data[place] < 0x80:
+            return value, place + 1
+    raise ValueError("a number of it does not end")

@@ -1,0 +1,70 @@
+"""Zipped ImageNet, as Swin and Galvatron use it: train.zip and val.zip, with maps of `path<TAB>label` lines."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from vitpar.data.sources.source import MOST_CLASSES, Source, SourceSplit, numbered, read_text
+from vitpar.errors import DataError
+
+
+def zipped(folder: Path) -> Source:
+    names = folder / "classes.txt"
+    classes = read_text(names).split("\n") if names.exists() else None
+    if classes is not None:
+        classes = [line.strip() for line in classes if line.strip()]
+    splits = {}
+    for split in ("train", "val"):
+        entries, labels = _read_map(folder / f"{split}_map.txt", classes)
+        splits[split] = _zip_entries(folder / f"{split}.zip", folder / f"{split}_map.txt", entries, labels)
+    if classes is None:
+        classes = numbered([int(split.labels.max()) for split in splits.values()])
+    return Source(classes, splits)
+
+
+def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[int]]:
+    """Zip entries and labels of a `path<TAB>label` file."""
+    entries: list[str] = []
+    labels: list[int] = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        entry, tab, text = line.rpartition("\t")
+        where = f"line {number} of '{path}'"
+        if not tab:
+            raise DataError(f"{where} is '{line.strip()[:80]}': expected an image's path, a tab and its label")
+        try:
+            label = int(text)
+        except ValueError:
+            raise DataError(f"label '{text.strip()}' in {where} is not an integer") from None
+        if not 0 <= label < (MOST_CLASSES if classes is None else len(classes)):
+            limit = f"the {len(classes)} classes of classes.txt" if classes is not None else f"0 to {MOST_CLASSES - 1}"
+            raise DataError(f"label {label} in {where} is outside {limit}: correct it")
+        entries.append(entry)
+        labels.append(label)
+    if not entries:
+        raise DataError(f"'{path}' names no images")
+    return entries, labels
+
+
+def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
+    try:
+        archive = zipfile.ZipFile(path)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+    except zipfile.BadZipFile as error:
+        raise DataError(f"'{path}' is not a whole zip file ({error})") from None
+    known = archive.NameToInfo
+    missing = next((entry for entry in entries if entry not in known), None)
+    if missing is not None:
+        raise DataError(f"'{path}' has no entry '{missing}', which '{map_path.name}' names")
+
+    def read(i: int) -> bytes:
+        try:
+            return archive.read(known[entries[i]])
+        except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"cannot read entry '{entries[i]}' of '{path}': {error}") from None
+
+    return SourceSplit([f"{path.name}/{entry}" for entry in entries], np.array(labels, dtype=np.int32), read)

@@ -1,0 +1,41 @@
+"""How validation images become of the model's size."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data.transforms.resize import Interpolation, check_size, resize
+from vitpar.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """Resize the shorter side to size / crop_pct, then cut out the centre; an image of the right size is left alone.
+
+    Raises RecipeError when a setting is out of its range.
+    """
+
+    size: int
+    crop_pct: float = 0.875
+    interpolation: Interpolation = "bicubic"
+
+    def __post_init__(self) -> None:
+        check_size(self.size, self.interpolation)
+        if not 0 < self.crop_pct <= 1:
+            raise RecipeError(f"crop_pct {self.crop_pct} is out of range: choose a number above 0 and at most 1")
+
+    def __call__(self, image: NDArray[np.uint8]) -> Tensor:
+        """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]."""
+        height, width, _ = image.shape
+        if height == width == self.size:
+            return torch.from_numpy(image).permute(2, 0, 1)
+        short = math.floor(self.size / self.crop_pct)
+        scale = short / min(height, width)
+        tall, wide = max(short, int(height * scale)), max(short, int(width * scale))
+        pixels = resize(image, tall, wide, self.interpolation)
+        top, left = round((tall - self.size) / 2), round((wide - self.size) / 2)
+        return pixels[:, top : top + self.size, left : left + self.size]

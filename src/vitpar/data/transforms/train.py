@@ -1,0 +1,101 @@
+"""What training images go through: every random choice comes from the sample's own stream of random numbers."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+from torch import Tensor
+
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms.policies import Policy
+from vitpar.data.transforms.resize import Interpolation, check_size, resize
+from vitpar.errors import RecipeError
+
+_ERASED = (0.02, 1 / 3)  # parts of the image's area (Zhong et al. 2020)
+_ERASED_RATIO = 0.3  # to its inverse: height over width
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """Random-resized crop and horizontal flip, as in Szegedy et al. 2015 and torchvision's RandomResizedCrop; then what
+    is asked for of a policy, colour jitter and random erasing (Zhong et al. 2020).
+
+    size: height and width of the result. scale: range of the crop's share of the image's area. ratio: range of the
+    crop's width over height. flip: probability of a horizontal flip. policy: of operations (`parse_policy`).
+    color_jitter: how far brightness, contrast and saturation may go from 1. erase: probability that a box of a fiftieth
+    to a third of the image becomes noise. fill: colour of what operations move in from outside. Raises RecipeError when
+    a setting is out of its range.
+    """
+
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    interpolation: Interpolation = "bicubic"
+    policy: Policy | None = None
+    color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    erase: float = 0.0
+    fill: tuple[int, int, int] = (128, 128, 128)
+
+    def __post_init__(self) -> None:
+        check_size(self.size, self.interpolation)
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise RecipeError(f"crop scale {self.scale} must be a range within (0, 1], such as (0.08, 1.0)")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise RecipeError(f"crop ratio {self.ratio} must be a range of positive numbers, such as (0.75, 1.33)")
+        if not 0 <= self.flip <= 1:
+            raise RecipeError(f"flip {self.flip} is not a probability: choose a number from 0 to 1")
+        if not 0 <= self.erase <= 1:
+            raise RecipeError(f"erase {self.erase} is not a probability: choose a number from 0 to 1")
+        if min(self.color_jitter) < 0:
+            raise RecipeError(f"color jitter {self.color_jitter} must not be negative: 0 leaves colours alone")
+
+    def __call__(self, image: NDArray[np.uint8], draws: Draws) -> Tensor:
+        """image: uint8 [height, width, 3]. draws: the sample's own randomness. Returns uint8 [3, size, size]."""
+        top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
+        pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
+        pixels = pixels.flip(-1) if draws.uniform() < self.flip else pixels
+        if self.policy or any(self.color_jitter):
+            drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+            drawn = self.policy(drawn, draws, self.fill) if self.policy else drawn
+            pixels = torch.from_numpy(np.array(self._jittered(drawn, draws))).permute(2, 0, 1)
+        if draws.uniform() < self.erase:
+            pixels = self._erased(pixels, draws)
+        return pixels
+
+    def _crop(self, height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
+        """(top, left, height, width) of the first of ten random boxes that fits, else of the largest central one."""
+        for _ in range(10):
+            area = height * width * draws.uniform(*self.scale)
+            ratio = math.exp(draws.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            if 0 < h <= height and 0 < w <= width:
+                return draws.below(height - h + 1), draws.below(width - w + 1), h, w
+        h = min(height, max(1, round(width / self.ratio[0])))
+        w = min(width, max(1, round(height * self.ratio[1])))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+    def _jittered(self, image: Image.Image, draws: Draws) -> Image.Image:
+        """Brightness, contrast and saturation, in a random order."""
+        kinds = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+        steps = [(kind, amount) for kind, amount in zip(kinds, self.color_jitter, strict=True) if amount]
+        while steps:
+            kind, amount = steps.pop(draws.below(len(steps)))
+            image = kind(image).enhance(draws.uniform(max(0.0, 1 - amount), 1 + amount))
+        return image
+
+    def _erased(self, pixels: Tensor, draws: Draws) -> Tensor:
+        """With a box of noise, the first of ten that fits."""
+        for _ in range(10):
+            area = self.size**2 * draws.uniform(*_ERASED)
+            ratio = math.exp(draws.uniform(math.log(_ERASED_RATIO), -math.log(_ERASED_RATIO)))
+            h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < h < self.size and 0 < w < self.size:
+                top, left = draws.below(self.size - h + 1), draws.below(self.size - w + 1)
+                pixels = pixels.clone()
+                pixels[:, top : top + h, left : left + w] = torch.from_numpy(draws.bytes(3 * h * w)).view(3, h, w)
+                break
+        return pixels

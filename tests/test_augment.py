@@ -1,0 +1,173 @@
+"""Policies, colour jitter, erasing, mixup and CutMix: right pixels, and randomness that belongs to the sample."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitpar.data import Mix, TrainTransform, parse_policy
+from vitpar.data.randomness import Draws, betas, sample_keys
+from vitpar.data.transforms.operations import OPERATIONS, Setting
+from vitpar.data.transforms.policies import OneOf, RandAugment
+from vitpar.errors import RecipeError
+
+GREY = (128, 128, 128)
+
+
+def picture(size=32):
+    """Colours that no operation leaves alone by chance: uint8 [size, size, 3]."""
+    y, x = np.mgrid[0:size, 0:size]
+    ramps = np.stack([x, y, (x + y) / 2], -1) / (size - 1)
+    return (30 + 170 * ramps + 20 * ((x // 4 + y // 4) % 2)[:, :, None]).astype(np.uint8)
+
+
+def applied(name, level, key=0, increasing=False):
+    return np.array(OPERATIONS[name](Image.fromarray(picture()), level, Setting(Draws(key), GREY, increasing))).astype(
+        int
+    )
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_change_pixels_and_keep_their_shape(name):
+    assert applied(name, 2).shape == (32, 32, 3)
+    assert np.abs(applied(name, 2) - picture()).max() > 3
+    assert np.array_equal(applied(name, 2), applied(name, 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness", "Rotate", "ShearX"]
+)
+def test_increasing_levels_change_more(name):
+    small, large = (np.abs(applied(name, level, increasing=True) - picture()).mean() for level in (1, 9))
+    assert small < large
+
+
+def test_operations_are_what_their_names_say():
+    image = picture().astype(int)
+    assert np.array_equal(applied("Invert", 5), 255 - image)
+    assert np.array_equal(applied("Posterize", 0), image & 0b11110000)
+    assert np.array_equal(applied("Posterize", 5), image & 0b11111100)
+    assert np.array_equal(applied("Solarize", 5), np.where(image < 128, image, 255 - image))
+    assert np.array_equal(applied("SolarizeAdd", 5), np.where(image < 128, image + 55, image))
+    assert np.abs(applied("Brightness", 0) - 0.1 * image).max() <= 1
+    moved = applied("TranslateX", 10)
+    shift = int(0.45 * 32)
+    left, right = np.array_equal(moved[:, : 31 - shift].clip(0), moved[:, : 31 - shift]), (moved[:, -1] == 128).all()
+    assert left and (right or (moved[:, 0] == 128).all())
+
+
+def test_policies_have_timms_names():
+    assert parse_policy("rand-m9-n3-mstd0.5-inc1") == RandAugment(9, 3, 0.5, 0.5, True)
+    assert parse_policy("rand") == RandAugment() and parse_policy("rand-p1") == RandAugment(probability=1.0)
+    original, three = parse_policy("original"), parse_policy("3a")
+    assert isinstance(original, OneOf) and len(original.lines) == 25 and {len(line) for line in original.lines} == {2}
+    assert isinstance(three, OneOf) and [line[0][0] for line in three.lines] == [
+        "Grayscale",
+        "Solarize",
+        "GaussianBlur",
+    ]
+    assert all(name in OPERATIONS for policy in (original, three) for line in policy.lines for name, _, _ in line)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "random", "rand-m11", "rand-n1.5", "rand-x3", "rand-m9-m8", "rand-p2", "rand-inc2", "3a-m1"]
+)
+def test_unknown_policies_are_refused(text):
+    with pytest.raises(RecipeError, match=f"unknown augmentation '{text}'"):
+        parse_policy(text)
+
+
+def test_levels_vary_as_asked():
+    levels = [RandAugment(9, deviation=0.5)._level(Draws(key)) for key in range(2000)]
+    assert abs(np.mean(levels) - 9) < 0.05 and abs(np.std(levels) - 0.5) < 0.05 and max(levels) <= 10
+    spread = [RandAugment(8, deviation=101)._level(Draws(key)) for key in range(2000)]
+    assert abs(np.mean(spread) - 4) < 0.2 and min(spread) >= 0 and max(spread) < 8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": parse_policy("rand-p1")},
+        {"policy": parse_policy("original")},
+        {"policy": parse_policy("3a")},
+        {"color_jitter": (0.4, 0.4, 0.4)},
+        {"erase": 1.0},
+    ],
+)
+def test_pixels_are_a_function_of_the_key(settings):
+    plain, transform = TrainTransform(32, scale=(1, 1)), TrainTransform(32, scale=(1, 1), **settings)
+    found = [transform(picture(48), Draws(key)) for key in range(12)]
+    assert all(torch.equal(x, transform(picture(48), Draws(key))) for key, x in enumerate(found))
+    changed = sum(not torch.equal(x, plain(picture(48), Draws(key))) for key, x in enumerate(found))
+    assert changed >= 8 and {(x.dtype, tuple(x.shape)) for x in found} == {(torch.uint8, (3, 32, 32))}
+
+
+def test_erased_boxes_are_noise_of_the_asked_size():
+    shares = []
+    for key in range(200):
+        image = np.full((64, 64, 3), 7, np.uint8)
+        pixels = TrainTransform(64, erase=1.0)(image, Draws(key))
+        rows, columns = ((pixels != 7).any(0).any(dim).nonzero() for dim in (1, 0))
+        height, width = (int(x.max() - x.min()) + 1 for x in (rows, columns))
+        shares.append(height * width / 64**2)
+    assert 0.015 < min(shares) < 0.06 and 0.25 < max(shares) < 0.35
+    assert not any((TrainTransform(64, erase=0.0)(image, Draws(key)) != 7).any() for key in range(20))
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 2.5])
+def test_weights_have_the_beta_distribution(alpha):
+    """And each its own key's, whatever the others are."""
+    numbers = betas(keys_of(20_000), alpha, 3)
+    assert abs(numbers.mean() - 0.5) < 0.015 and abs(numbers.var() - 0.25 / (2 * alpha + 1)) < 0.006
+    assert np.array_equal(betas(keys_of(20_000)[500:600], alpha, 3), numbers[500:600])
+    expected = np.sort(np.random.default_rng(0).beta(alpha, alpha, 20_000))
+    assert np.abs(np.sort(numbers) - expected).max() < 0.05
+
+
+def keys_of(batch):
+    zeros = np.zeros(batch, int)
+    return sample_keys(0, zeros, np.arange(batch), zeros)
+
+
+@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(0.8, 1.0), Mix(0.8, 1.0, 0.5, 0.5, apart=3)])
+def test_images_and_labels_are_mixed_alike(mix):
+    """Constant images, so that their mean tells how much of each is left."""
+    batch, size = 23, 32
+    mixed = mix(keys_of(batch), size)
+    assert np.array_equal(mixed.partners[mixed.partners], np.arange(batch))
+    assert np.array_equal(mixed.weights, mixed.weights[mixed.partners])
+    values = torch.arange(batch, dtype=torch.float64)
+    images = mixed.images(values[:, None, None, None].expand(batch, 3, size, size), range(batch), batch)
+    expected = mixed.weights * values.numpy() + (1 - mixed.weights) * mixed.partners
+    assert np.allclose(images.mean((1, 2, 3)), expected, atol=1e-9)
+    cut = mixed.boxes.any(1)
+    assert all(len(image.unique()) <= 2 for image in images[cut]) and all(len(i.unique()) == 1 for i in images[~cut])
+    labels = mixed.labels(torch.arange(batch), -1)
+    assert np.allclose(labels[:, 0] * labels[:, 2] + labels[:, 1] * (1 - labels[:, 2]), expected)
+
+
+def test_how_often_pairs_are_mixed_and_cut():
+    mixed = Mix(0.8, 1.0, probability=0.7, switch=0.25)(keys_of(8000), 224)
+    touched = mixed.weights < 1
+    assert abs(touched.mean() - 0.7) < 0.03 and abs(mixed.boxes.any(1).sum() / touched.sum() - 0.25) < 0.03
+
+
+def test_skipped_images_take_their_partners_with_them():
+    mixed = Mix(0.8)(keys_of(4), 8)
+    assert mixed.labels(torch.tensor([5, -1, 3, 2]), -1)[:, :2].tolist() == [[-1, -1], [-1, -1], [3, 2], [2, 3]]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [5, 4, 3], [0, 2, 4], [1, 6]])
+def test_any_rows_of_a_batch_are_mixed_the_same(rows):
+    mix = Mix(0.8, 1.0, apart=2)
+    mixed, images = mix(keys_of(7), 8), torch.rand(7, 3, 8, 8)
+    needed = mix.needed(rows, 7)
+    assert needed[: len(rows)] == rows and len(set(needed)) == len(needed)
+    assert torch.equal(mixed.images(images[needed], needed, len(rows)), mixed.images(images, range(7), 7)[rows])
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(RecipeError, match=r"mixup -1 and cutmix 0.0 must not be negative"):
+        Mix(mixup=-1)
+    with pytest.raises(RecipeError, match="mix switch 2 is not a probability"):
+        Mix(0.1, switch=2)

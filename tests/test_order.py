@@ -1,0 +1,97 @@
+"""The order of samples: each exactly once an epoch, from any position, whatever the batch."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitpar.data import Order
+from vitpar.data.order import shuffled
+from vitpar.data.randomness import sample_keys
+from vitpar.errors import RecipeError
+
+
+@st.composite
+def orders(draw):
+    block = draw(st.integers(1, 9))
+    window = draw(st.sampled_from([0, 0, block, 3 * block, 40 * block]))
+    return Order(draw(st.integers(0, 2**63 - 1)), draw(st.integers(1, 200)), draw(st.integers(1, 3)), block, window)
+
+
+@settings(max_examples=300, deadline=None)
+@given(order=orders(), cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), start=st.integers(0, 10**12))
+def test_every_sample_comes_exactly_once_an_epoch_for_each_repeat(order, cuts, start):
+    """In batches of any sizes one after the other, as in runs that stop and go on with another batch size."""
+    a_pass = order.size * order.repeats
+    start -= start % a_pass
+    found, position = [], start
+    for size in [*cuts, a_pass]:
+        found += zip(*order.batch(position, size), strict=True)
+        position += size
+    counts = {}
+    for epoch, sample, repeat in found:
+        key = (int(epoch), int(sample), int(repeat))
+        counts[key] = counts.get(key, 0) + 1
+    assert max(counts.values()) == 1
+    first = start // a_pass
+    whole = {(first, sample, repeat) for sample in range(order.size) for repeat in range(order.repeats)}
+    assert whole <= set(counts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(order=orders(), start=st.integers(0, 500), size=st.integers(1, 200))
+def test_a_batch_is_what_its_positions_are(order, start, size):
+    alone = [tuple(int(column[0]) for column in order.batch(position, 1)) for position in range(start, start + size)]
+    together = list(zip(*(column.tolist() for column in order.batch(start, size)), strict=True))
+    assert sorted(alone) == sorted(together) and (order.window or alone == together)
+
+
+def test_epochs_and_seeds_differ():
+    batches = [Order(seed, 50).batch(50 * epoch, 50)[1].tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len({tuple(batch) for batch in batches}) == 6
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 10, 21])
+def test_every_place_is_as_likely_for_every_sample(size):
+    """Chi-squared, five standard deviations."""
+    turns = 4000
+    counts = np.zeros((size, size))
+    for epoch in range(turns):
+        counts[np.arange(size), shuffled(np.arange(size), size, 5, epoch)] += 1
+    expected, freedom = turns / size, (size - 1) ** 2
+    assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_the_order_is_pinned():
+    """A change here breaks the resuming of every run: the numbers must never depend on a library's version."""
+    assert Order(0, 10).batch(0, 10)[1].tolist() == [6, 5, 7, 2, 9, 8, 1, 0, 3, 4]
+    assert Order(0, 10, block=2, window=4).samples(0, np.arange(10)).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    keys = sample_keys(0, np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 0, 1]))
+    assert keys.tolist() == [1195769770526638388, 7851880781397474849, 871958892221420579]
+
+
+def test_a_window_keeps_reads_close_together():
+    """Each batch of a window lies in its runs, and a rank's half of a batch in half of them."""
+    order = Order(3, 100_000, block=250, window=5000)
+    samples = order.batch(5000, 500)[1]
+    assert np.array_equal(samples, np.sort(samples))
+    assert np.count_nonzero(np.diff(samples) > 250) <= 21
+    halves = samples[:250], samples[250:]
+    assert halves[0].max() < halves[1].min()
+    window = order.batch(5000, 5000)[1]
+    assert np.count_nonzero(np.diff(window) != 1) <= 20
+    assert np.count_nonzero(np.diff(Order(3, 100_000).batch(5000, 5000)[1]) == 1) < 10
+
+
+def test_far_positions_of_big_data_come_at_once():
+    """Without a table of all samples, which would take a hundred megabytes here."""
+    order = Order(0, 14_000_000)
+    epochs, samples, _ = order.batch(10**15, 8)
+    assert epochs.tolist() == [10**15 // 14_000_000] * 8 and len(set(samples.tolist())) == 8
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(RecipeError, match="0 repeats"):
+        Order(0, 10, repeats=0)
+    with pytest.raises(RecipeError, match="window of 10 samples is no whole number of blocks of 3"):
+        Order(0, 10, block=3, window=10)

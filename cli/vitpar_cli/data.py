@@ -209,7 +209,8 @@ def info_command(
     refuse_unwritable(preview)
     found = survey(folder)
     if preview is not None:
-        _draw(folder, preview, merged_recipe(recipe, folder, assignments))
+        steps = 1 if recipe is None else None  # which a recipe has to say, and nothing here depends on
+        _draw(folder, preview, merged_recipe(recipe, folder, assignments, train__steps=steps))
     if as_json:
         typer.echo(json.dumps(found))
     else:

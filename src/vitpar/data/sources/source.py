@@ -59,7 +59,7 @@ def read_file(path: str | Path) -> bytes:
 def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
     """Files by the splits that their names tell; all of `train` where none does (DataError where only some do)."""
     found: dict[str, list[Path]] = {}
-    unknown = []
+    unknown: list[Path] = []
     for path in sorted(paths):
         split = split_of(path.name)
         (unknown if split is None else found.setdefault(split, [])).append(path)

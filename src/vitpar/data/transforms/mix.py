@@ -56,7 +56,7 @@ class Mixed:
         y, x = (torch.arange(n, device=images.device) for n in images.shape[-2:])
         inside = ((y >= top) & (y < bottom))[:, :, None] & ((x >= left) & (x < right))[:, None, :]
         pasted = torch.where(inside[:, None], others, images[:rows])
-        cut = _sent(self.boxes[own].any(1), images)[:, None, None, None]
+        cut = _sent(np.any(self.boxes[own], axis=1), images)[:, None, None, None]
         return torch.where(cut, pasted, blended)
 
 

@@ -18,7 +18,7 @@ def orders(draw):
     return Order(draw(st.integers(0, 2**63 - 1)), draw(st.integers(1, 200)), draw(st.integers(1, 3)), block, window)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(order=orders(), cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), start=st.integers(0, 10**12))
 def test_every_sample_comes_exactly_once_an_epoch_for_each_repeat(order, cuts, start):
     """In batches of any sizes one after the other, as in runs that stop and go on with another batch size."""

@@ -129,7 +129,7 @@ def index_command(
 ) -> None:
     """Write an index beside WebDataset shards that others wrote; the shards stay as they are.
 
-    Example: vitpar data index /data/imagenet-wds --split train=imagenet-train-*.tar --split val=imagenet-val-*.tar
+    Example: vitpar data index data_shards/imagenet-wds --label json:class
     """
     from vitpar.data import Labels, index, survey
 

@@ -35,7 +35,7 @@ def runs(case: Case) -> bool:
 
 @pytest.mark.timeout(0 if EXAMPLES else 900)
 @settings(
-    max_examples=EXAMPLES or 28,
+    max_examples=EXAMPLES or 20,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,

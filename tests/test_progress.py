@@ -77,7 +77,7 @@ class Shown:
 
 
 RESULT: dict[str, Any] = {"samples": 360, "loss": 0.41, "top1": 0.9117, "top5": 0.9972}
-SUMMARY = {**RESULT, "steps": 100, "images_per_second": 1200.4, "weights": "runs/one/checkpoints/step_100"}
+SUMMARY = {**RESULT, "steps": 100, "images_per_second": 1200.4, "weights": "runs/one/weights"}
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_evaluations_notes_and_the_result_are_always_printed(plain: Shown) -> No
     assert plain.new().splitlines() == [
         "done       1:23, 1,200 images/s on average",
         "result     val loss 0.4100  top-1 91.2 %  top-5 99.7 %",
-        "weights    runs/one/checkpoints/step_100",
-        "evaluate   vitpar eval --checkpoint runs/one/checkpoints/step_100 --data 'data shards/digits'",
+        "weights    runs/one/weights",
+        "evaluate   vitpar eval --checkpoint runs/one/weights --data 'data shards/digits'",
     ]
 
 

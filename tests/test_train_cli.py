@@ -1,7 +1,6 @@
 """`vitpar train`, `eval` and `check` as a person starts them: what they write, and how they refuse."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from command_line import refusal, run
 from small_data import CLASSES, TRAIN, VAL, damage, pack_small
 from vitpar.data import ShardSet
 
-ROOT = Path(__file__).parent.parent
 STEPS = 4
-CHECKPOINT = f"alone/checkpoints/step_{STEPS}"
+CHECKPOINT = "alone/weights"
 RECIPE = """
 [model]
 name = "vit_custom"
@@ -60,19 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vitpar(place: Path) -> Command:
     """Runs `vitpar <words>` in `place`, behind `launcher` if given, on the CPU."""
 
-    def run(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        env = {
-            k: v for k, v in os.environ.items() if not k.startswith(("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_"))
-        }
-        paths = {
-            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [sys.executable, *launcher, "-m", "vitpar_cli.main", *words]
-        return subprocess.run(command, cwd=place, env={**env, **paths}, capture_output=True, text=True, timeout=200)
-
-    return run
+    return lambda *words, launcher=(): run(place, words, launcher)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +92,7 @@ def test_a_run_folder_tells_its_story(alone_run: Path) -> None:
     from vitpar.train.recipe import read_recipe
 
     assert {path.name for path in alone_run.iterdir()} == {
-        *("recipe.toml", "plan.json", "env.json", "log.txt", "metrics.jsonl", "checkpoints")
+        *("recipe.toml", "plan.json", "env.json", "log.txt", "metrics.jsonl", "checkpoints", "weights")
     }
     assert [path.name for path in (alone_run / "checkpoints").iterdir()] == [f"step_{STEPS}"]
     assert read_recipe(alone_run / "recipe.toml") == read_recipe(alone_run.parent / "recipe.toml")
@@ -133,7 +120,7 @@ def test_metrics_hold_every_key(alone_run: Path) -> None:
 def test_log_says_what_happened(alone_run: Path) -> None:
     lines = (alone_run / "log.txt").read_text().splitlines()
     events = [line.split()[1] for line in lines]
-    assert events == ["start", "step", "step", "step", "eval", "step", "eval", "done"]
+    assert events == ["start", "step", "step", "step", "eval", "step", "eval", "saved", "done"]
     assert "vit_custom" in lines[0] and "dp1" in lines[0] and f"loss {losses_of(alone_run)[0]:.4f}" in lines[1]
 
 
@@ -145,11 +132,11 @@ def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Comm
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     (line,) = done.stdout.splitlines()
     summary = json.loads(line)
-    assert summary["weights"] == f"mesh/checkpoints/step_{STEPS}" and summary["steps"] == STEPS
+    assert summary["weights"] == "mesh/weights" and summary["steps"] == STEPS
     assert {key: summary[key] for key in EVAL_KEYS[2:]} == {
         key: rows_of(place / "mesh", "eval")[-1][key] for key in EVAL_KEYS[2:]
     }
-    parts = {path.name for path in (place / "mesh" / "checkpoints" / f"step_{STEPS}").glob("*.safetensors")}
+    parts = {path.name for path in (place / "mesh" / "weights").glob("*.safetensors")}
     assert len(parts) == 2
 
 
@@ -179,7 +166,7 @@ def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alon
 
 
 def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> None:
-    done = vitpar("eval", "--checkpoint", f"alone/checkpoints/step_{STEPS}", "--json")
+    done = vitpar("eval", "--checkpoint", "alone/weights", "--json")
     assert done.returncode == 0, done.stderr
     expected = rows_of(alone_run, "eval")[-1]
     assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:]})
@@ -238,23 +225,6 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
 
 
 # bad input
-
-
-def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr with which `vitpar <words>` ends, without starting any process."""
-    from vitpar_cli.main import main
-
-    def spawned(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"a process was started: {args}")
-
-    monkeypatch.setattr(subprocess, "Popen", spawned)
-    monkeypatch.setattr(sys, "argv", ["vitpar", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    assert ended.value.code == 2
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    return err.strip()
 
 
 BAD_INPUT = [

@@ -21,7 +21,7 @@ USED = (
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", metavar="DIR", help="Saved weights, such as runs/…/checkpoints/step_450.")
+        Path, typer.Option("--checkpoint", metavar="DIR", help="Saved weights: runs/…/weights, or a run's checkpoint.")
     ],
     data: Annotated[
         Path | None, typer.Option("--data", metavar="DIR", help="Packed data.  \\[default: what it was trained on]")
@@ -36,7 +36,7 @@ def evaluate(
 ) -> None:
     """Evaluate saved weights on a whole data set, under any mesh, whatever mesh trained them.
 
-    Example: vitpar eval --checkpoint runs/20260102-…/checkpoints/step_450 --data data_shards/digits
+    Example: vitpar eval --checkpoint runs/20260102-…/weights --data data_shards/digits
     """
     from vitpar.data import ShardSet
     from vitpar.errors import DataError

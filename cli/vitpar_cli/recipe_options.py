@@ -77,12 +77,20 @@ def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]
             raise RecipeError(f"--set {key} changes nothing in {doing}, which uses {', '.join(used)}: leave it out")
 
 
-def merged_recipe(path: Path | None, data: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:
+def merged_recipe(
+    path: Path | None,
+    data: Path | None,
+    assignments: list[str] | None,
+    *,
+    without: Collection[str] = (),
+    **options: Any,
+) -> Recipe:
     """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the options
-    put in."""
+    put in. without: sections of the file to leave out."""
     given = {key.replace("__", "."): value for key, value in options.items()}
     given["data.path"] = None if data is None else str(data)
     if path is not None or data is not None:
-        return read_recipe(path, given, assignments or ())
+        return read_recipe(path, given, assignments or (), without=without)
     # A model that is named beside no recipe is the published one, not one with the digits recipe's options.
-    return read_recipe(DEFAULT_RECIPE, given, assignments or (), own_model=given.get("model.name") is None)
+    named = given.get("model.name") is not None
+    return read_recipe(DEFAULT_RECIPE, given, assignments or (), without=("model",) if named else ())

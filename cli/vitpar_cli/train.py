@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitpar.errors import RecipeError
 from vitpar_cli import recipe_options as o
+from vitpar_cli.resumed import resumed
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
 if TYPE_CHECKING:
@@ -35,6 +37,23 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/DATE-…]")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="auto|PATH|never",
+            help="Go on from the newest whole checkpoint of the run in PATH, or from the checkpoint PATH, with its "
+            "recipe unless another is named; auto: of the run in --run-dir, or begin it.",
+        ),
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-change",
+            metavar="KEY",
+            help="A setting that may differ from the checkpoint's, or data; repeatable.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
     ] = False,
@@ -46,11 +65,18 @@ def train(
 
     Example: vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml
     """
+    went = resumed(resume, run_dir)
+    if went.source is None and allow_change:
+        raise RecipeError(f"--allow-change {allow_change[0]} has no use without --resume: leave it out")
+    run_dir = run_dir or went.run
+    own_recipe = recipe is None and went.recipe is not None
     merged = o.merged_recipe(
-        recipe,
+        went.recipe if own_recipe else recipe,
         data,
         assignments,
-        parallel__mesh=mesh,
+        # Another mesh brings its own plan.
+        without=("parallel", "communication") if own_recipe and mesh is not None else (),
+        parallel__mesh=went.mesh() if own_recipe and mesh is None else mesh,
         model__name=model,
         train__epochs=epochs,
         train__steps=steps,
@@ -71,7 +97,8 @@ def train(
     config = merged.config(len(train_set.classes))
     plan = merged.plan(config, lambda plan: resolve(plan, kind))
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
-    check_run_folder(run_dir)
+    if run_dir is None or run_dir != went.run:
+        check_run_folder(run_dir)
 
     def work(device: "torch.device") -> int:
         from vitpar.train.events import Silent
@@ -79,7 +106,16 @@ def train(
         from vitpar_cli.progress import ConsoleReporter
 
         reporter = Silent() if as_json else ConsoleReporter()
-        trainer = Trainer(merged, plan, device, reporter=reporter, run_dir=run_dir, command=sys.argv)
+        trainer = Trainer(
+            merged,
+            plan,
+            device,
+            reporter=reporter,
+            run_dir=run_dir,
+            command=sys.argv,
+            resume=went.source,
+            allow_change=allow_change or (),
+        )
         summary = trainer.run()
         if as_json and trainer.rank == 0:
             typer.echo(json.dumps(summary))

@@ -188,7 +188,9 @@ def _show(console: Console, rows: "list[Row]") -> None:
     if found.slowdown != 1:
         console.print(f"pace       the same work took {found.slowdown:.0%} of the cores' time that it took when")
         console.print("           they were profiled; times are divided by that, step by step;")
-        console.print(f"           by the clock predictions are {found.clocked[0]:.1%} off, {found.clocked[1]:.1%} at most")
+        console.print(
+            f"           by the clock predictions are {found.clocked[0]:.1%} off, {found.clocked[1]:.1%} at most"
+        )
     if found.repeat:
         console.print(f"repeat     measured again, plans took {found.repeat[0]:.1%} more or less in the mean,")
         console.print(f"           {found.repeat[1]:.1%} at most: no prediction can be known to be nearer than that")

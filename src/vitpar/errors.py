@@ -27,6 +27,10 @@ class DataError(UserError):
     """A missing, empty or damaged data set, or a sample that cannot be used."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged or of another model or training, or one that cannot be written."""
+
+
 class LaunchError(UserError):
     """A world of processes that cannot be formed from the environment found."""
 

@@ -10,7 +10,7 @@ from vitpar.strategy.layout import Part, image_layout, logit_layout, token_layou
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.ranks import coordinates, place_of_rank, rank_grid, rank_of_place
 from vitpar.strategy.schedules import SCHEDULES, Schedule
-from vitpar.strategy.serialize import plan_from_json, plan_to_json, read_plan, write_plan
+from vitpar.strategy.serialize import plan_from_json, plan_text, plan_to_json, read_plan, write_plan
 from vitpar.strategy.stages import rank_of_stage, split_blocks, stages_of_rank
 from vitpar.strategy.validate import ModelShape, validate
 
@@ -36,6 +36,7 @@ __all__ = [
     "parse",
     "place_of_rank",
     "plan_from_json",
+    "plan_text",
     "plan_to_json",
     "rank_grid",
     "rank_of_place",

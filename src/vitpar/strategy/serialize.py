@@ -89,10 +89,11 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
 
     Raises StrategyError when the file cannot be written.
     """
-    write_text(path, _to_text(plan))
+    write_text(path, plan_text(plan))
 
 
-def _to_text(plan: Plan) -> str:
+def plan_text(plan: Plan) -> str:
+    """The plan as its JSON file has it, one key and one layer a line."""
     data = plan_to_json(plan)
     layers = ",\n".join(f"    {json.dumps(record)}" for record in data["layers"])
     values = {key: json.dumps(value) for key, value in data.items()} | {"layers": f"[\n{layers}\n  ]"}

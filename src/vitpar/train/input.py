@@ -80,10 +80,10 @@ class Input:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
 
-    def train_batches(self, shards: ShardSet) -> TrainLoader:
-        """Every global batch, with this rank's share of the images, without end."""
+    def train_batches(self, shards: ShardSet, start: int = 0) -> TrainLoader:
+        """Every global batch after `start` samples, with this rank's share of the images, without end."""
         order = order_of(self._recipe, len(shards))
-        return TrainLoader(shards, self._train, order=order, **self._settings(self._needed()))
+        return TrainLoader(shards, self._train, order=order, start=start, **self._settings(self._needed()))
 
     def eval_batches(self, shards: ShardSet) -> EvalLoader:
         """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with
@@ -165,5 +165,5 @@ class Input:
         if len(mine) < share:
             mine = torch.cat([mine, mine.new_zeros(share - len(mine), *mine.shape[1:])])
         whole = mine.new_empty(peers * share, *mine.shape[1:])
-        dist.all_gather_into_tensor(whole, mine, group=self._peers)
+        dist.all_gather(list(whole.chunk(peers)), mine, group=self._peers)
         return whole[:count]

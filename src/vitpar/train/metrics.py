@@ -45,11 +45,13 @@ class _Step(NamedTuple):
 class StepLog:
     """Rows of ``{"kind": "train", ...}``, one a step.
 
-    The clock runs from `resume_clock` and stands still from `flush` until the next `resume_clock` or `add`, so
-    evaluation and saving are not counted. Times of a step are means over its log interval.
+    done: steps that another process did. The clock runs from `resume_clock` and stands still from `flush` until the
+    next `resume_clock` or `add`, so evaluation and saving are not counted. Times of a step are means over its log
+    interval.
     """
 
-    def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel) -> None:
+    def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel, done: int = 0) -> None:
+        self._warm_from = done + WARM_UP_STEPS
         self._recipe, self._config, self._model = recipe, config, model
         self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
@@ -97,7 +99,7 @@ class StepLog:
         totals = losses.tolist()  # waits for the device, so the clock below is honest
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
-        counted = sum(step.number > WARM_UP_STEPS for step in self._pending)
+        counted = sum(step.number > self._warm_from for step in self._pending)
         self._steps += counted
         self._seconds += seconds * counted
         self._begun = self._waiting = now

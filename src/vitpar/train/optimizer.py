@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vitpar.checkpoint import sharded_as
 from vitpar.train.layerwise import LAMB, LARS
 from vitpar.train.muon import Matrix, Muon
 
@@ -63,10 +64,32 @@ class ShardedOptimizer:
         """The gradients that exist and have elements here, by parameter name, sharded as the parameters are."""
         return {name: p.grad for name, (p, s) in self._pairs.items() if p.grad is not None and s.numel()}
 
+    def state(self) -> dict[str, Tensor]:
+        """What is remembered from step to step, by `exp_avg.<parameter>` and the like: sharded as the parameter is,
+        sharing memory, or a single number. Empty before the first step and `allocate`."""
+        found = {}
+        for name, (parameter, shard) in self._pairs.items():
+            for key, value in self.torch_optimizer.state[shard].items():
+                if isinstance(value, Tensor):
+                    found[f"{key}.{name}"] = sharded_as(parameter, value) if value.shape == shard.shape else value
+        return found
+
+    def allocate(self) -> None:
+        """Make the state that the first step would, to be filled. Collective where `step` is.
+
+        A step of gradients and learning rate 0: how else the optimizers of torch lay out their state is their affair.
+        """
+        for _, shard in self._pairs.values():
+            shard.grad = torch.zeros_like(shard)
+        self._update(lr=0.0)
+
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`, then forget the gradients. Collective for LAMB, LARS and Muon."""
         for parameter, shard in self._pairs.values():
             shard.grad = None if parameter.grad is None else local(parameter.grad)
+        self._update(lr)
+
+    def _update(self, lr: float) -> None:
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()

@@ -25,6 +25,7 @@ from vitpar.train.optimizer_section import Implementation as Implementation
 from vitpar.train.optimizer_section import OptimizerSection as OptimizerSection
 from vitpar.train.recipe_sections import (
     AugmentSection,
+    CheckpointSection,
     CommunicationSection,
     DataSection,
     LRScheduleSection,
@@ -45,6 +46,7 @@ class Recipe(Section):
     lr_schedule: LRScheduleSection = LRScheduleSection()
     train: TrainSection = TrainSection()
     loss_scale: LossScaleSection = LossScaleSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
     communication: CommunicationSection = CommunicationSection()
 
@@ -117,11 +119,12 @@ class Recipe(Section):
         return tomli_w.dumps(values)
 
 
-# Two ways to say one thing: a later source that gives one of them replaces the other.
+# Several ways to say one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
     ("train", "epochs", "steps"),
     ("lr_schedule", "warmup_epochs", "warmup_steps"),
     ("parallel", "microbatches", "microbatch_size"),
+    ("checkpoint", "every_steps", "every_epochs", "every_samples"),
 )
 _SIZES = ("image_size", "patch_size", "width", "depth", "heads", "hidden")
 DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
@@ -133,18 +136,17 @@ def read_recipe(
     options: Mapping[str, Any] | None = None,
     assignments: Iterable[str] = (),
     *,
-    own_model: bool = True,
+    without: Collection[str] = (),
 ) -> Recipe:
     """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
     assignments.
 
-    own_model: whether to read the file's [model]. A later model.name, if another than the file's, brings its own sizes;
+    without: sections of the file to leave out. A later model.name, if another than the file's, brings its own sizes;
     a later train.precision drops the file's train.reduce_dtype and [loss_scale]. Options whose value is None are left
     out. Raises RecipeError naming the key, its value and what would be right.
     """
     values = _read_toml(path) if path is not None else {}
-    if not own_model:
-        values.pop("model", None)
+    values = {section: settings for section, settings in values.items() if section not in without}
     _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})
     given = {key: value for key, value in (options or {}).items() if value is not None}
     assigned = {}
@@ -161,9 +163,9 @@ def read_recipe(
         section, dot, name = key.partition(".")
         if not dot or not isinstance(values.setdefault(section, {}), dict):
             raise RecipeError(f"'{key}' names no setting: use section.key, as in train.seed")
-        for group, first, second in _ALTERNATIVES:
-            if section == group and name in (first, second):
-                values[section].pop(second if name == first else first, None)
+        for group, *ways in _ALTERNATIVES:
+            if section == group and name in ways:
+                values[section] = {k: v for k, v in values[section].items() if k not in ways}
         if key == "model.name" and value != values["model"].get("name"):
             # Another model brings its own sizes; how it is built (pooling, positions, drop-path, …) stays.
             values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
@@ -194,10 +196,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_alternatives(keys: Collection[str]) -> None:
-    """Refuse two ways to say one thing in one source. keys: dotted, all that the source gives."""
-    for group, first, second in _ALTERNATIVES:
-        if f"{group}.{first}" in keys and f"{group}.{second}" in keys:
-            raise RecipeError(f"both {group}.{first} and {group}.{second} are given: keep one")
+    """Refuse several ways to say one thing in one source. keys: dotted, all that the source gives."""
+    for group, *ways in _ALTERNATIVES:
+        given = [f"{group}.{way}" for way in ways if f"{group}.{way}" in keys]
+        if len(given) > 1:
+            raise RecipeError(f"both {given[0]} and {given[1]} are given: keep one")
 
 
 def _parse_value(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -139,6 +140,33 @@ class TrainSection(Section):
                 f"use 'fp32' or '{self.precision}'"
             )
         return self
+
+
+class CheckpointSection(Section):
+    """When the state of the run is saved, and how many such checkpoints are kept.
+
+    every_steps, every_epochs, every_samples: one of them, 0 for never (None at all: every epoch). keep: the newest so
+    many (0: all). keep_every_steps: besides them, those of a step that is a multiple.
+    """
+
+    every_steps: int | None = Field(None, ge=0)
+    every_epochs: float | None = Field(None, ge=0)
+    every_samples: int | None = Field(None, ge=0)
+    keep: int = Field(2, ge=0)
+    keep_every_steps: int | None = Field(None, ge=1)
+
+    def interval(self, samples: int, batch_size: int) -> int:
+        """Steps between checkpoints, for a training set of `samples`; 0 for no checkpoints."""
+        if self.every_steps is not None:
+            return self.every_steps
+        epochs = 1.0 if self.every_epochs is None else self.every_epochs
+        images = epochs * samples if self.every_samples is None else self.every_samples
+        return max(1, round(images / batch_size)) if images else 0
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Of the checkpoints that there are, oldest first, those to keep."""
+        multiples = {step for step in steps if self.keep_every_steps and step % self.keep_every_steps == 0}
+        return multiples | set(steps[-self.keep :])
 
 
 class ParallelSection(Section):

@@ -4,22 +4,26 @@ runs/<date>-<model>-<strategy>/
     recipe.toml      every setting, merged      plan.json       the plan
     env.json         versions, hardware, git commit, command
     log.txt          what happened when         metrics.jsonl   one object a line
-    checkpoints/step_<n>/
+    checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
+    weights/         what it made, as safetensors (``vitpar.train.weights``)
 """
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitpar.errors import RecipeError
+from vitpar.files import write_text
 from vitpar.strategy import Plan, write_plan
 from vitpar.train.recipe import Recipe
 
@@ -44,17 +48,31 @@ def check_run_folder(path: Path | None) -> None:
 
 
 class RunFolder:
-    """Writes the files of one run; only the rank that owns it (rank 0) has one."""
+    """Writes the files of one run; only the rank that owns it (rank 0) has one.
 
-    def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, command: Sequence[str]) -> None:
-        check_run_folder(path)
+    after: the step after which a run goes on that began earlier, None for a new one. What it did after that step is
+    dropped from metrics.jsonl, since it does that again. Raises RecipeError where another process writes to the folder.
+    """
+
+    def __init__(
+        self, path: Path | None, recipe: Recipe, plan: Plan, command: Sequence[str], after: int | None = None
+    ) -> None:
+        if after is None:
+            check_run_folder(path)
         self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "recipe.toml").write_text(recipe.to_toml())
-        write_plan(self.path / "plan.json", plan)
-        (self.path / "env.json").write_text(json.dumps(_environment(command), indent=1))
-        self._metrics = (self.path / "metrics.jsonl").open("a")
         self._log = (self.path / "log.txt").open("a")
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RecipeError(f"the run in '{self.path}' is still going on: wait for it, or end it") from None
+        write_text(self.path / "recipe.toml", recipe.to_toml())
+        write_plan(self.path / "plan.json", plan)
+        write_text(self.path / "env.json", json.dumps(_environment(command), indent=1))
+        metrics = self.path / "metrics.jsonl"
+        if after is not None and metrics.exists():
+            write_text(metrics, "".join(_rows_until(metrics, after)))
+        self._metrics = metrics.open("a")
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl."""
@@ -66,14 +84,18 @@ class RunFolder:
         self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         self._log.flush()
 
-    def checkpoint(self, step: int) -> Path:
-        """Where the weights of `step` go."""
-        return self.path / "checkpoints" / f"step_{step}"
-
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
         self._log.close()
+
+
+def _rows_until(metrics: Path, step: int) -> Iterator[str]:
+    """Lines of `metrics` up to that of `step`. What was being written when the run was killed is no JSON."""
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        with suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                yield line
 
 
 def _fresh(parent: Path, name: str) -> Path:

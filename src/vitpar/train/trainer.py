@@ -1,6 +1,7 @@
 """The training loop: the same for every plan."""
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from itertools import islice
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitpar.checkpoint import Checkpoint, Checkpoints, save_tensors
 from vitpar.data import Batch
 from vitpar.errors import RecipeError
 from vitpar.parallel import ParallelModel, parallelize
@@ -28,8 +30,10 @@ from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
 from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.recipe import Recipe
+from vitpar.train.resume import checkpoints_of, find, refuse_other, run_of
 from vitpar.train.run_folder import RunFolder
 from vitpar.train.state import state_bytes
+from vitpar.train.training_state import TrainingState
 from vitpar.train.weights import save_weights
 
 
@@ -38,6 +42,8 @@ class Trainer:
 
     plan: validated, its degrees known, its world the one torch.distributed was started with.
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
+    run_dir: its folder (None: a new one under runs/). resume: a checkpoint to go on from, or the folder of a run whose
+    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.train.resume``.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class Trainer:
         reporter: Reporter,
         run_dir: Path | None,
         command: Sequence[str] = (),
+        resume: Path | None = None,
+        allow_change: Sequence[str] = (),
     ) -> None:
         self.recipe, self.plan, self.device = recipe, plan, device
         train = recipe.train
@@ -77,25 +85,45 @@ class Trainer:
         self.input = Input(recipe, self.model)
         self.watch = InputWatch(recipe.data.workers, torch.get_num_threads())
         self.rank = dist.get_rank()
-        self.folder = RunFolder(run_dir, recipe, plan, command) if self.rank == 0 else None
+        self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
+        self.done, self.samples = 0, 0
+        found = self._resumed(resume, allow_change, reporter) if resume else None
+        goes_on = resume is not None and run_dir == run_of(resume)
+        after = self.done if goes_on else None
+        self.folder = RunFolder(run_dir, recipe, plan, command, after) if self.rank == 0 else None
         self.reporter = Logged(self.folder, reporter) if self.folder else reporter
+        path = [self.folder.path if self.folder else None]
+        dist.broadcast_object_list(path, 0)
+        assert path[0] is not None
+        self.path = path[0]
+        self.checkpoints = Checkpoints(checkpoints_of(self.path))
+        if self.folder:
+            self.checkpoints.clear()
+            if goes_on and found:  # what came after it is another course of the training
+                self.checkpoints.keep(step for step in self.checkpoints.steps() if step <= found.step)
+            if found:
+                self.reporter.note(f"going on from {found.path}: {count(self.done, 'step')} done")
 
     def run(self) -> dict[str, Any]:
         """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank)."""
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
-        log = StepLog(self.recipe, self.config, self.model)
+        log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()
-        loader = self.input.train_batches(self.train_set)
+        interval = self.recipe.checkpoint.interval(len(self.train_set), train.batch_size)
+        loader = self.input.train_batches(self.train_set, start=self.samples)
         with closing(iter(loader)) as batches:
-            for number, batch in enumerate(islice(batches, self.total_steps), start=1):
+            first = self.done + 1
+            for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
                 log.data_ready()
                 log.add(number, batch, *self.step(number, batch))
                 due = number == self.total_steps or number % eval_every == 0
                 stuck = self.scaler and self.scaler.exhausted
-                if due or stuck or number % train.log_every == 0 or number == 1:
+                self.done, self.samples = number, batch.samples
+                save = interval and (number % interval == 0 or number == self.total_steps)
+                if due or stuck or save or number % train.log_every == 0 or number == first:
                     self._record(log.flush())
                 if self.scaler and stuck:
                     self._fail(
@@ -104,8 +132,11 @@ class Trainer:
                     )
                 if due:
                     last = self.evaluate(number)
+                if save:
+                    self.save()
+                if due or save:
                     log.resume_clock()
-        assert last is not None
+        last = last or self._evaluated()  # of a run that was done
         skipped = self.input.skipped(loader)
         if self.folder and skipped.times:
             self.reporter.note(
@@ -144,8 +175,7 @@ class Trainer:
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
-        with self.ema.averaged() if self.ema else nullcontext():
-            result = evaluate(self.model, self.input, self.val_set)
+        result = self._evaluated()
         if self.folder:
             row = {"kind": "eval", "step": step, **result.figures}
             self.folder.metric(row)
@@ -153,6 +183,37 @@ class Trainer:
             if result.warning:
                 self.reporter.note(f"validation: {result.warning}")
         return result
+
+    def _evaluated(self) -> Evaluation:
+        with self.ema.averaged() if self.ema else nullcontext():
+            return evaluate(self.model, self.input, self.val_set)
+
+    def save(self) -> None:
+        """Write a checkpoint of the run as it is now, and remove those that the recipe does not keep. Collective."""
+        texts = self.state.texts(
+            self.done, self.samples, self.train_set.fingerprint, self.recipe, self.config, self.plan
+        )
+        begun = time.perf_counter()
+        save_tensors(self.checkpoints.path(self.done), self.state.tensors(), texts)
+        if self.folder:
+            self.folder.log(f"saved step {self.done:,} in {time.perf_counter() - begun:.2f} s")
+            self.checkpoints.keep(self.recipe.checkpoint.kept(self.checkpoints.steps()))
+
+    def _resumed(self, path: Path, allow_change: Sequence[str], reporter: Reporter) -> Checkpoint | None:
+        """The checkpoint that `path` names, loaded, or None."""
+        found = find(path, reporter.note)
+        if found is None:
+            if allow_change:
+                raise RecipeError(
+                    f"--allow-change {allow_change[0]} has no use: '{path}' has no checkpoint, leave it out"
+                )
+            return None
+        refuse_other(found, self.recipe, self.train_set.fingerprint, allow_change)
+        self.state.load(found)
+        self.samples = int(found.facts["samples"])
+        # With another batch size, where the schedule has the learning rate of so many samples.
+        self.done = self.samples // self.recipe.train.batch_size
+        return found
 
     def _start(self) -> None:
         parameters, state = state_size(self.model, self.recipe)
@@ -191,11 +252,10 @@ class Trainer:
         raise RecipeError(sentence)
 
     def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
-        folder = [str(self.folder.checkpoint(self.total_steps))] if self.folder else [""]
-        dist.broadcast_object_list(folder, 0)
+        weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
-            save_weights(self.model, Path(folder[0]), self.recipe)
-        summary = {**last.figures, "steps": self.total_steps, "images_per_second": log.mean_rate, "weights": folder[0]}
+            save_weights(self.model, weights, self.recipe)
+        summary = {**last.figures, "steps": self.done, "images_per_second": log.mean_rate, "weights": str(weights)}
         if self.folder:
             self.reporter.finished(summary)
             self.folder.close()

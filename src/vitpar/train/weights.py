@@ -1,6 +1,6 @@
 """Final weights as safetensors, one file for each pipeline rank, in the layout that Hugging Face's sharded models use.
 
-    <folder>/
+    weights/
         model-00001-of-00002.safetensors     whole parameters of pipeline rank 0, under their names in the whole model
         model-00002-of-00002.safetensors
         model.safetensors.index.json         which file holds which parameter
@@ -8,7 +8,8 @@
         recipe.toml                          how it was trained, and so how its images are prepared
 
 The folder is written under a temporary name and renamed when complete, so a folder of the right name is whole. Any plan
-reads what any other plan wrote: parameters are found by name and cut to the local shard.
+reads what any other plan wrote: parameters are found by name and cut to the local shard. A run's checkpoint can be read
+in its place.
 """
 
 import json
@@ -24,15 +25,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from vitpar.checkpoint import load_tensors
+from vitpar.checkpoint.storage import INDEX as CHECKPOINT_INDEX
+from vitpar.checkpoint.storage import read_index
 from vitpar.errors import DataError
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
 from vitpar.train.recipe import Recipe
+from vitpar.train.training_state import AVERAGES, CONFIG, PARAMETERS, RECIPE
 
 INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
-RECIPE = "recipe.toml"
 
 
 @torch.no_grad()
@@ -70,11 +73,12 @@ def save_weights(model: ParallelModel, folder: Path, recipe: Recipe) -> None:
 
 
 def read_config(folder: Path) -> ViTConfig:
-    """The model's shape of saved weights. Raises DataError when `folder` holds none."""
-    for name in (CONFIG, INDEX, RECIPE):
+    """The model's shape of saved weights or of a checkpoint. Raises DataError when `folder` holds neither."""
+    for name in (CONFIG, RECIPE):
         if not (folder / name).is_file():
             raise DataError(
-                f"'{folder}' holds no weights ({name} is missing): give a folder such as runs/…/checkpoints/step_450"
+                f"'{folder}' holds no weights ({name} is missing): give a folder such as runs/…/weights or "
+                "runs/…/checkpoints/step_450"
             )
     try:
         return ViTConfig(**json.loads((folder / CONFIG).read_text()))
@@ -84,7 +88,17 @@ def read_config(folder: Path) -> ViTConfig:
 
 @torch.no_grad()
 def load_weights(model: ParallelModel, folder: Path) -> None:
-    """Fill `model` from `folder`, whatever plan wrote it. Raises DataError for missing files, names or other shapes."""
+    """Fill `model` from `folder`, whatever plan wrote it; of a checkpoint with running averages it takes these.
+
+    Raises DataError or CheckpointError for missing files, names or other shapes.
+    """
+    if (folder / CHECKPOINT_INDEX).exists():
+        index = read_index(folder)
+        prefix = AVERAGES if any(name.startswith(AVERAGES) for name in index.tensors) else PARAMETERS
+        named = {f"{prefix}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        load_tensors(folder, named, index)
+        model.parameters_changed()
+        return
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         for name, parameter in model.named_parameters():

@@ -1,0 +1,49 @@
+"""``--resume``: what a run goes on from, its folder and its recipe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitpar.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """source: a run's folder or one of its checkpoints, None to begin. recipe: the file that the run goes on with, if
+    none is named. plan: the file of its plan, where the recipe's mesh was a file."""
+
+    source: Path | None = None
+    recipe: Path | None = None
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that goes on."""
+        from vitpar.train.resume import run_of
+
+        return self.source and run_of(self.source)
+
+    def mesh(self) -> str | None:
+        """The plan it had, where that was a file, which may be gone or another by now."""
+        from vitpar.train.recipe import read_recipe
+
+        if self.recipe is None or not read_recipe(self.recipe).parallel.mesh.endswith(".json"):
+            return None
+        return str(self.recipe.with_name("plan.json"))
+
+
+def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
+    """What ``--resume`` means. Raises RecipeError."""
+    if resume is None or resume == "never":
+        return Resumed()
+    if resume == "auto":
+        if run_dir is None:
+            raise RecipeError("--resume auto needs to know which run: name its folder with --run-dir")
+        source = run_dir
+    else:
+        source = Path(resume)
+        if not (source / "recipe.toml").is_file():
+            raise RecipeError(
+                f"--resume '{resume}' is neither the folder of a run nor a checkpoint (recipe.toml is missing): name "
+                "one such as runs/… or runs/…/checkpoints/step_450"
+            )
+    recipe = source / "recipe.toml"
+    return Resumed(source, recipe if recipe.is_file() else None)

@@ -1,0 +1,393 @@
+"""Checkpoints: any plan reads what any plan wrote, a run goes on as if it had never stopped, and nothing half-written
+or hostile is taken for a checkpoint."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ranks import RankPool
+from small_data import pack_small
+from vitpar.checkpoint import Checkpoint, Checkpoints, storage
+from vitpar.errors import CheckpointError, RecipeError
+from vitpar.strategy import parse
+from vitpar.train.events import Silent
+from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.resume import find
+from vitpar.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+STEPS = 3
+PLANS: dict[str, dict[str, Any]] = {
+    "dp1": {},
+    "dp4+zero2": {},
+    "tp4xfsdp2+2d": {},
+    "fsdp3": {},
+    "pp2xtp2xdp2": {"microbatches": 2},
+    "tp8+3d": {},
+    "pp2xfsdp2": {"schedule": "zbvzerobubble", "virtual_stages": 2},
+    "tp2xdp2+sp": {},
+    "fsdp2xtp2+ckpt": {},
+    "pp2: stem=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2": {"microbatches": 2},
+}
+OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {"name": "adamw"},
+    {"name": "muon", "momentum": 0.9},
+    {"name": "sgd", "momentum": 0.9},
+    {"name": "lamb"},
+)
+RANDOM = {"model.dropout": 0.1, "model.drop_path": 0.1, "augment.mixup": 0.8, "augment.policy": "3a"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
+    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 24}
+    values |= {"train.steps": 2 * STEPS, "train.ema_decay": 0.9, "checkpoint.every_steps": STEPS, "checkpoint.keep": 0}
+    values |= {f"parallel.{key}": value for key, value in PLANS.get(mesh, {}).items()}
+    if any(key.startswith("checkpoint.every") for key in changed):
+        del values["checkpoint.every_steps"]
+    return read_recipe(None, {**values, **changed})
+
+
+def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
+    plan = recipe.plan(recipe.config(7))
+    return Trainer(recipe, plan, CPU, reporter=Silent(), run_dir=run_dir, **more)
+
+
+def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> None:
+    """Run `recipe` to its end; on every rank."""
+    trainer_of(recipe, run_dir, **more).run()
+
+
+def rows(run: Path, kind: str = "train", after: int = 0) -> list[dict[str, Any]]:
+    """Those of metrics.jsonl, without times."""
+    every = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    timed = ("step_ms", "data_ms", "images_per_second", "memory_bytes")
+    kept = [row for row in every if row["kind"] == kind and row["step"] > after]
+    return [{key: value for key, value in row.items() if key not in timed} for row in kept]
+
+
+def assembled(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together from its files by hand."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    wholes = {}
+    for name, stored in index["tensors"].items():
+        whole = torch.full(stored["shape"], torch.nan, dtype=getattr(torch, stored["dtype"]))
+        for part in stored["parts"]:
+            box = tuple(slice(o, o + s) for o, s in zip(part["offsets"], part["sizes"], strict=True))
+            with safe_open(checkpoint / part["file"], framework="pt") as file:
+                whole[box] = file.get_tensor(name)
+        wholes[name] = whole
+    return wholes
+
+
+def compared(trainer: Trainer, checkpoint: Path) -> tuple[list[str], list[str]]:
+    """The names of this rank's tensors, and of those that are not this rank's parts of what the files hold."""
+    files, names, wrong = assembled(checkpoint), [], []
+    for name, tensor in trainer.state.tensors().items():
+        mine, whole = tensor, files[name]
+        if isinstance(tensor, DTensor):
+            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            mine = tensor.to_local()
+        names.append(name)
+        if not torch.equal(mine, whole):
+            wrong.append(name)
+    return names, wrong
+
+
+# from plan to plan
+
+
+def written(device: torch.device, recipe: Recipe, run_dir: Path) -> tuple[list[str], list[str]]:
+    """Train and save; what `compared` says of it."""
+    trainer = trainer_of(recipe, run_dir)
+    trainer.total_steps = STEPS
+    trainer.run()
+    return compared(trainer, trainer.checkpoints.path(STEPS))
+
+
+def moved(device: torch.device, recipe: Recipe, run_dir: Path, checkpoint: Path) -> tuple[list[str], list[str]]:
+    """Go on from `checkpoint` to the end; what `compared` says before any further step."""
+    trainer = trainer_of(recipe, run_dir, resume=checkpoint)
+    found = compared(trainer, checkpoint)
+    trainer.run()
+    return found
+
+
+def check_move(
+    writes: str, reads: str, settings: dict[str, Any], data: Path, folder: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """What `writes` saves is what `reads` loads, bit for bit, and both go on with the same losses."""
+    first, second = (recipe_of(data, mesh, **settings) for mesh in (writes, reads))
+    if not (folder / "first").exists():
+        found = ranks(parse(writes).world_size).run(written, first, folder / "first")
+        assert {name for _, wrong in found for name in wrong} == set()
+        ranks(parse(writes).world_size).run(train, first, folder / "stayed", resume=folder / "first")
+    checkpoint = folder / "first" / "checkpoints" / f"step_{STEPS}"
+    found = ranks(parse(reads).world_size).run(moved, second, folder / "moved", checkpoint)
+    assert {name for _, wrong in found for name in wrong} == set()
+    assert {name for names, _ in found for name in names} == set(assembled(checkpoint)), "something was not read"
+    stayed, gone = rows(folder / "stayed"), rows(folder / "moved")
+    assert [row["step"] for row in stayed] == list(range(STEPS + 1, 2 * STEPS + 1)) == [row["step"] for row in gone]
+    for one, other in zip(stayed, gone, strict=True):
+        assert other["samples"] == one["samples"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    shutil.rmtree(folder / "moved")
+
+
+NAMES = list(PLANS)
+
+
+@pytest.mark.parametrize("number", range(len(PLANS)), ids=[f"{a} to next" for a in PLANS])
+def test_each_plan_reads_what_another_wrote(
+    number: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
+    settings = {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": 1e-3}
+    check_move(NAMES[number], NAMES[(number + 1) % len(NAMES)], settings, data, tmp_path, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("writes", PLANS)
+def test_every_plan_reads_what_every_plan_wrote(
+    writes: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    for reads in PLANS:
+        check_move(writes, reads, {}, data, tmp_path, ranks)
+
+
+# the same plan
+
+
+@pytest.mark.parametrize(("mesh", "precision"), [("pp2xtp2", "fp32"), ("fsdp2", "fp16"), ("dp1", "bf16")])
+def test_a_run_that_stopped_goes_on_to_the_last_bit(
+    mesh: str, precision: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    # a first loss scale that overflows, so that the scaler has something to remember
+    scale = {"loss_scale.initial_scale": 2.0**24, "loss_scale.hysteresis": 1} if precision == "fp16" else {}
+    settings = {**RANDOM, **scale, "train.precision": precision, "train.eval_every": STEPS}
+    pool, recipe = ranks(parse(mesh).world_size), recipe_of(data, mesh, **settings)
+    pool.run(train, recipe, tmp_path / "through")
+    shutil.copytree(tmp_path / "through", tmp_path / "stopped")
+    stopped = tmp_path / "stopped"
+    shutil.rmtree(stopped / "checkpoints" / f"step_{2 * STEPS}")
+    shutil.rmtree(stopped / "weights")
+    pool.run(train, recipe, stopped, resume=stopped)
+    for kind in ("train", "eval"):
+        assert rows(stopped, kind) == rows(tmp_path / "through", kind)
+    last = f"checkpoints/step_{2 * STEPS}"
+    one, other = (assembled(run / last) for run in (tmp_path / "through", stopped))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# bad checkpoints
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path, alone: None) -> Path:
+    """A run of one process with checkpoints of steps 3 and 6."""
+    train(CPU, recipe_of(data, "dp1"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def cut(path: Path) -> None:
+    shard = path / "shard-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def flip(path: Path, name: str = "shard-00001-of-00001.safetensors") -> None:
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+
+
+def without_shard(path: Path) -> None:
+    (path / "shard-00001-of-00001.safetensors").unlink()
+
+
+def outside(path: Path) -> None:
+    index = storage.read_index(path)
+    index.tensors["model.head.fc.bias"].parts[0].file = "../../../secret"
+    index.crc32 = index.checksum
+    (path / "index.json").write_text(index.model_dump_json())
+
+
+def nonsense(path: Path) -> None:
+    (path / "index.json").write_text("[" * 10_000)
+
+
+def other_state(path: Path) -> None:
+    (path / "state.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, "has .* bytes where .* were written"),
+        (flip, "is not what was written"),
+        (lambda path: flip(path, "index.json"), "index.json"),
+        (lambda path: flip(path, "state.json"), "state.json"),
+        (without_shard, "No such file"),
+        (outside, "cannot be in it"),
+        (nonsense, "cannot be read"),
+        (other_state, "state.json"),
+    ],
+)
+def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
+    spoil: Callable[[Path], None], words: str, run: Path
+) -> None:
+    newest = run / "checkpoints" / f"step_{2 * STEPS}"
+    warnings: list[str] = []
+    found = find(run, warnings.append)
+    assert found and found.step == 2 * STEPS and not warnings
+    spoil(newest)
+    found = find(run, warnings.append)
+    assert found and found.step == STEPS
+    (warning,) = warnings
+    assert str(newest) in warning and "an older checkpoint is used" in warning
+    with pytest.raises(CheckpointError, match=words) as caught:
+        find(newest, warnings.append)  # one that is named is used or refused
+    assert "\n" not in str(caught.value)
+
+
+def test_leftovers_of_a_killed_run_are_no_checkpoints(run: Path, data: Path) -> None:
+    there = run / "checkpoints"
+    (there / f"step_{2 * STEPS}").rename(there / f"step_{2 * STEPS}.partial")
+    shutil.copytree(there / f"step_{STEPS}", there / "step_1.removed")
+    found = find(run, pytest.fail)
+    assert found and found.step == STEPS
+    train(CPU, recipe_of(data, "dp1"), run, resume=run)
+    assert sorted(path.name for path in there.iterdir()) == [f"step_{STEPS}", f"step_{2 * STEPS}"]
+
+
+def test_a_run_without_checkpoints_begins(data: Path, tmp_path: Path, alone: None) -> None:
+    recipe = recipe_of(data, "dp1", **{"checkpoint.every_steps": 0})
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(RecipeError, match="has no checkpoint, leave it out"):
+        train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run", allow_change=["train.seed"])
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 2 * STEPS + 1))
+
+
+def test_two_processes_cannot_write_one_run(run: Path, data: Path) -> None:
+    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    with pytest.raises(RecipeError, match="still going on"):
+        trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    trainer.run()
+
+
+def test_which_checkpoints_are_kept(data: Path, tmp_path: Path, alone: None) -> None:
+    kept = {"checkpoint.every_steps": 1, "checkpoint.keep": 2, "checkpoint.keep_every_steps": 3, "train.steps": 8}
+    train(CPU, recipe_of(data, "dp1", **kept), tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [({}, [2, 3]), ({"every_samples": 50}, [2, 3]), ({"every_epochs": 2}, [3]), ({"every_epochs": 0}, [])],
+)
+def test_when_checkpoints_are_written(
+    every: dict[str, Any], steps: list[int], data: Path, tmp_path: Path, alone: None
+) -> None:
+    values = {f"checkpoint.{key}": value for key, value in every.items()} | {"train.steps": 3, "train.batch_size": 20}
+    recipe = recipe_of(data, "dp1", **values)
+    if not every:  # every epoch, of 35 images
+        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None})})
+    train(CPU, recipe, tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == steps
+
+
+# another training
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "words"),
+    [
+        ({"train.seed": 1}, "train.seed", "train.seed was 0 and is 1"),
+        ({"train.ema_decay": None}, "train.ema_decay", "train.ema_decay was 0.9 and is not set"),
+        ({"optimizer.lr": 0.1}, "optimizer.lr", "optimizer.lr was"),
+        ({"train.batch_size": 12}, "train.batch_size", "train.batch_size was 24 and is 12"),
+    ],
+)
+def test_another_training_needs_to_be_allowed(
+    changed: dict[str, Any], key: str, words: str, run: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(data, "dp1", **{"train.steps": 14, **changed})
+    if changed.get("train.ema_decay", 0) is None:
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})
+    with pytest.raises(CheckpointError, match=words):
+        train(CPU, recipe, tmp_path / "other", resume=run)
+    train(CPU, recipe, tmp_path / "other", resume=run, allow_change=[key, "train.steps"])
+    first = rows(tmp_path / "other")[0]
+    batch = changed.get("train.batch_size", 24)
+    assert first["samples"] == 2 * STEPS * 24 + batch and first["step"] == 2 * STEPS * 24 // batch + 1
+    with pytest.raises(RecipeError, match="allows nothing"):
+        train(CPU, recipe, tmp_path / "third", resume=run, allow_change=[key, "train.steps", "model.name"])
+
+
+def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "packed"
+    shutil.copytree(data, other)  # the same data elsewhere
+    train(CPU, recipe_of(other, "dp1"), tmp_path / "same", resume=run)
+    found = Checkpoint.open(run / "checkpoints" / f"step_{STEPS}")
+    state = {**found.facts, "data": "another"}
+    (found.path / "state.json").write_text(json.dumps(state))
+    index = found.index
+    index.files["state.json"] = storage._synced(found.path / "state.json")
+    index.crc32 = index.checksum
+    (found.path / "index.json").write_text(index.model_dump_json())
+    with pytest.raises(CheckpointError, match="the training set is another"):
+        train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path)
+    train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path, allow_change=["data"])
+
+
+# what cannot be written
+
+
+def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) -> str:
+    """What a training says whose rank `rank` has no room for its second checkpoint; on every rank."""
+    real = storage._written
+    if dist.get_rank() == rank:
+
+        def fails(path: Path, tensors: dict[str, Tensor]) -> storage.StoredFile:
+            if "step_3" in str(path):
+                return real(path, tensors)
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        storage._written = fails
+    try:
+        trainer_of(recipe, run_dir).run()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        storage._written = real
+    return "trained"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
+    rank: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    answers = ranks(2).run(full_disk, recipe_of(data, "fsdp2"), tmp_path / "run", rank)
+    for answer in answers:
+        assert f"step_6' cannot be written (rank {rank}: No space left on device)" in answer
+    there = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in there.iterdir()] == ["step_3"]

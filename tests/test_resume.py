@@ -1,0 +1,183 @@
+"""`vitpar train --resume`: runs that are killed at any step and go on under other plans, and what it refuses."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import refusal, run, started
+from small_data import pack_small
+
+STEPS = 40
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 4
+heads = 4
+drop_path = 0.1
+dropout = 0.1
+
+[data]
+path = "data"
+
+[augment]
+policy = "3a"
+mixup = 0.8
+
+[optimizer]
+lr = 1e-3
+
+[train]
+steps = 40
+batch_size = 8
+log_every = 1
+eval_every = 10
+ema_decay = 0.9
+
+[checkpoint]
+every_steps = 6
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed data, a recipe, and the run `through` that never stopped."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    done = run(folder, ["train", "--recipe", "recipe.toml", "--run-dir", "through"])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Those of metrics.jsonl by kind and step; each once."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    by_key = {(row["kind"], row["step"]): row for row in found}
+    assert len(by_key) == len(found), "a step stands twice"
+    return by_key
+
+
+def lines(folder: Path) -> int:
+    try:
+        return (folder / "metrics.jsonl").read_text().count("\n")
+    except FileNotFoundError:
+        return 0
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a session that run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random) -> None:
+    """Start training and kill -9 one of its processes, or all, once metrics.jsonl has `after` lines more; the others
+    end by themselves."""
+    begin = lines(place / "run")
+    process = started(place, words)
+    end = time.monotonic() + 120
+    # A resumed run first drops the lines of steps that it does again.
+    while lines(place / "run") < begin + after and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()[1]
+    there = processes_of(process.pid)
+    victims = there if whom == "all" else [draw.choice([pid for pid in there if pid != process.pid] or there)]
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0, errors
+    gone = time.monotonic() + 10
+    while processes_of(process.pid) and time.monotonic() < gone:
+        time.sleep(0.1)
+    assert processes_of(process.pid) == [], "processes are left"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) -> None:
+    draw = random.Random(seed)
+    whom = ["one rank", "all"]
+    (place / "run").rename(place / f"run-{seed}") if (place / "run").exists() else None
+    begin = ["train", "--recipe", "recipe.toml", "--run-dir", "run", "--resume", "auto"]
+    killed(place, [*begin, "--mesh", "pp2xtp2", "--microbatches", "2"], draw.randrange(2, 16), whom[seed], draw)
+    first = rows(place / "run")
+    more = ["--mesh", "fsdp2", "--set", "data.workers=0"]
+    killed(place, ["train", "--resume", "run", *more], draw.randrange(2, 10), whom[1 - seed], draw)
+    done = run(place, ["train", "--resume", "run", "--mesh", "dp1", "--set", "data.workers=3"])
+    assert done.returncode == 0, done.stderr
+    through, ours = rows(place / "through"), rows(place / "run")
+    assert ours.keys() == through.keys()
+    for key, row in through.items():
+        assert ours[key]["loss"] == pytest.approx(row["loss"], rel=1e-4), key
+        assert ours[key]["samples"] == row["samples"]
+        if key in first:
+            assert first[key]["loss"] == pytest.approx(row["loss"], rel=1e-4)
+    assert not list((place / "run" / "checkpoints").glob("*.partial"))
+
+
+def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:
+    words = ["train", "--recipe", "recipe.toml", "--steps", "12", "--run-dir", "auto", "--resume", "auto"]
+    for again in (False, True):
+        done = run(place, words)
+        assert done.returncode == 0, done.stderr
+        assert ("going on from auto/checkpoints/step_12" in done.stdout + done.stderr) is again
+    assert len(rows(place / "auto")) == 12 + 2
+
+
+def test_a_checkpoint_is_evaluated_like_weights(place: Path) -> None:
+    answers = []
+    for folder in ("weights", f"checkpoints/step_{STEPS}"):
+        done = run(place, ["eval", "--checkpoint", f"through/{folder}", "--json", "--mesh", "tp2"])
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0] == pytest.approx(answers[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume", "auto"], "--resume auto needs to know which run: name its folder with --run-dir"),
+        (["--resume", "gone"], "--resume 'gone' is neither the folder of a run nor a checkpoint"),
+        (["--resume", "data"], "--resume 'data' is neither the folder of a run nor a checkpoint"),
+        (
+            ["--resume", "never", "--recipe", "recipe.toml", "--run-dir", "through"],
+            "the run folder 'through' exists and is not empty",
+        ),
+        (["--resume", "through", "--run-dir", "data"], "the run folder 'data' exists and is not empty"),
+        (["--allow-change", "train.seed"], "--allow-change train.seed has no use without --resume"),
+        (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
+        (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_anything_starts(
+    words: list[str],
+    message: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    assert message in refusal(["train", *words], monkeypatch, capsys)
+
+
+def test_another_training_is_refused_in_a_sentence(place: Path) -> None:
+    done = run(place, ["train", "--resume", "through", "--set", "train.seed=3", "--mesh", "dp2"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "train.seed was 0 and is 3" in done.stderr and "--allow-change train.seed" in done.stderr

@@ -5,6 +5,8 @@
 
 - loaders: images a second that one core reads, decodes, crops to 224 and batches: vitpar, webdataset with Pillow in
   torch's DataLoader, an image folder with the same. They take turns; a ratio is of the medians of rounds.
+- workers: images a second of all cores: vitpar's threads beside as many processes, also while the main thread computes
+  in Python all the time, as one does that hands work to a GPU.
 - container: samples a second without decoding: vitpar's reads in shuffled order, webdataset's stream.
 - start: seconds to the first batch, memory of the process that decodes.
 - scale: an index of as many samples as ImageNet-1k and -21k have, without shards: seconds to open it and to have the
@@ -19,8 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,24 @@ import numpy as np
 import simplejpeg
 import torch
 import webdataset
+from bench.big_index import own_memory, probe_index, write_index
 from bench.header import header
-from bench.loaders import BATCH, image_folder, photographs, plain_webdataset, random_resized_crop, vitpar
+from bench.loaders import (
+    BATCH,
+    image_folder,
+    photographs,
+    plain_webdataset,
+    processes,
+    random_resized_crop,
+    threads,
+    vitpar,
+)
 from PIL import Image
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from vitpar.data import Order, ShardSet, index, pack
-from vitpar.data.shards.manifest import ROW, Manifest, ShardEntry, write_manifest, write_split
 
 LOADERS = {
     "vitpar": vitpar,
@@ -127,6 +139,43 @@ def loaders(folder: Path) -> tuple[Table, Any]:
     return table, {"images_per_second": rates, "median": ours}
 
 
+def workers(folder: Path) -> tuple[Table, Any]:
+    """Threads beside processes."""
+    kinds = {"threads": threads, "processes": processes}
+    rates: dict[str, list[float]] = {f"{kind}{busy}": [] for busy in ("", ", main thread busy") for kind in kinds}
+    for _ in range(ROUNDS):
+        for name, values in rates.items():
+            batches = kinds[name.partition(",")[0]](folder / "packed")
+            for _ in range(WARM_UP):
+                next(batches)
+            values.append(_rate_beside_python(batches) if "busy" in name else _rate(lambda b=batches: len(next(b))))
+            batches.close()
+    table = Table("", "images/s on all cores", "spread", box=box.MARKDOWN)
+    for name, values in rates.items():
+        table.add_row(name, f"{statistics.median(values):.0f}", f"{min(values):.0f} to {max(values):.0f}")
+    return table, rates
+
+
+def _rate_beside_python(batches: Iterator[torch.Tensor]) -> float:
+    """How many images come in a second to a thread that waits for none of them."""
+    done, over = 0, threading.Event()
+
+    def take() -> None:
+        nonlocal done
+        while not over.is_set():
+            done += len(next(batches))
+
+    taking = threading.Thread(target=take)
+    begun = time.perf_counter()
+    taking.start()
+    while time.perf_counter() - begun < SECONDS:
+        sum(range(100))
+    seconds, images = time.perf_counter() - begun, done
+    over.set()
+    taking.join()
+    return images / seconds
+
+
 def _rate(work: Callable[[], int]) -> float:
     """How much `work` gets done in a second."""
     begun, done = time.perf_counter(), 0
@@ -182,41 +231,28 @@ def _probed(name: str, source: Path) -> str:
 def probe(name: str, source: str) -> int:
     """Time to the first batch, and memory after ten; or of an index alone."""
     if name == "index":
-        return _probe_index(Path(source))
+        return probe_index(Path(source))
     begun = time.perf_counter()
     batches = LOADERS[name](Path(source))
     next(batches)
     seconds = time.perf_counter() - begun
     for _ in range(10):
         next(batches)
-    print(json.dumps({"seconds": seconds, "memory": _own_memory()}))
+    print(json.dumps({"seconds": seconds, "memory": own_memory()}))
     sys.stdout.flush()
     os._exit(0)  # workers of a DataLoader that is stopped in the middle may hang
 
 
-def _own_memory() -> int:
-    """Bytes of this process and its children that are nobody else's."""
-    total = 0
-    for pid in [os.getpid(), *_children()]:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += 1024 * sum(
-            int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))
-        )
-    return total
-
-
-def _children() -> list[int]:
-    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-
-
 def scale(folder: Path) -> tuple[Table, Any]:
     """Indices of the size of ImageNet-1k and -21k."""
-    table = Table("samples", "index MB", "seconds to open", "to the batch at 1,000,000", "MB more", box=box.MARKDOWN)
+    table = Table(
+        "samples", "index MB", "seconds to open", "to the batch at 1,000,000", "MB more, not mapped", box=box.MARKDOWN
+    )
     found = []
     for samples in (1_281_167, 14_197_122):
         place = folder / f"index-{samples}"
         place.mkdir()
-        _write_index(place, samples)
+        write_index(place, samples)
         run = json.loads(_probed("index", place))
         found.append({"samples": samples, **run})
         size = (place / "train.index.npy").stat().st_size / 1e6
@@ -240,40 +276,9 @@ def scale(folder: Path) -> tuple[Table, Any]:
     return table, found
 
 
-def _write_index(folder: Path, samples: int) -> None:
-    """An index, and files as long as its shards, which take no room."""
-    rng, each = np.random.default_rng(0), 5000
-    rows = np.zeros(samples, ROW)
-    rows["label"], rows["size"] = rng.integers(0, 1000, samples), 110_000
-    rows["offset"] = np.arange(samples) % each * 112_000 + 1536
-    tables, shards = [], []
-    for number, first in enumerate(range(0, samples, each)):
-        tables.append(rows[first : first + each])
-        path = folder / f"train-{number:06d}.tar"
-        with path.open("wb") as file:
-            file.truncate(each * 112_000 + 10_240)
-        shards.append(ShardEntry(file=path.name, samples=len(tables[-1]), bytes=path.stat().st_size))
-    split = write_split(folder, "train", shards, tables, 1000)
-    write_manifest(folder, Manifest(classes=[str(i) for i in range(1000)], splits={"train": split}))
-
-
-def _probe_index(folder: Path) -> int:
-    before = _own_memory()
-    begun = time.perf_counter()
-    shards = ShardSet.open(folder, "train")
-    opened = time.perf_counter() - begun
-    begun = time.perf_counter()
-    samples = Order(0, len(shards)).batch(1_000_000, 1024)[1]
-    labels = shards.labels[samples]
-    batch = time.perf_counter() - begun
-    assert len(labels) == 1024
-    memory = _own_memory() - before
-    print(json.dumps({"open": opened, "batch": batch, "memory": memory}))
-    return 0
-
-
 TABLES: dict[str, Callable[[Path], tuple[Table, Any]]] = {
     "loaders": loaders,
+    "workers": workers,
     "container": container,
     "start": start,
     "scale": scale,

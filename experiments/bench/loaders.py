@@ -12,20 +12,47 @@ import torch
 import webdataset
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from vitpar.data import Order, ShardSet, TrainLoader, TrainTransform
+from vitpar.launch.cores import cpu_cores
 
 SIZE, BATCH = 224, 64
 
 
 def vitpar(folder: Path) -> Generator[Tensor]:
     """vitpar, with one decoding thread."""
+    yield from _ours(folder, workers=1)
+
+
+def _ours(folder: Path, workers: int, start: int = 0) -> Generator[Tensor]:
     shards = ShardSet.open(folder, "train")
-    loader = TrainLoader(shards, TrainTransform(SIZE), order=Order(0, len(shards)), batch_size=BATCH, workers=1)
+    order = Order(0, len(shards))
+    loader = TrainLoader(shards, TrainTransform(SIZE), order=order, batch_size=BATCH, workers=workers, start=start)
     for batch in loader:
         assert batch.images is not None
         yield batch.images
+
+
+def threads(folder: Path) -> Generator[Tensor]:
+    """vitpar, with a thread a core."""
+    yield from _ours(folder, workers=cpu_cores())
+
+
+def processes(folder: Path) -> Iterator[Tensor]:
+    """The same in processes: one a core, each with batches of its own, in torch's DataLoader."""
+    yield from DataLoader(_InProcesses(folder), batch_size=None, num_workers=cpu_cores())
+
+
+class _InProcesses(IterableDataset):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        torch.set_num_threads(1)
+        return _ours(self._folder, workers=0, start=info.id * 10**6)
 
 
 def plain_webdataset(folder: Path) -> Generator[Tensor]:

@@ -133,9 +133,7 @@ def index_command(
     """
     from vitpar.data import Labels, index, survey
 
-    kind, _, field = label.partition(":")
-    if kind not in ("cls", "json", "folder") or (field and kind != "json"):
-        raise DataError(f"unknown place of labels '{label}': use cls, json:FIELD or folder")
+    labels = Labels.parse(label)
     pairs = [text.partition("=") for text in split or ()]
     wrong = next(
         (text for text, (name, _, pattern) in zip(split or (), pairs, strict=True) if not (name and pattern)), None
@@ -146,7 +144,7 @@ def index_command(
         index(
             folder,
             splits={name: pattern for name, _, pattern in pairs} or None,
-            labels=Labels(kind, field or "label"),
+            labels=labels,
             classes=None if classes is None else _lines(classes),
             workers=workers or cpu_cores(),
             progress=progress,

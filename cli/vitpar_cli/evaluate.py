@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 USED = (
     *(f"data.{key}" for key in ("path", "crop_pct", "interpolation", "mean", "std", "workers", "bad_sample")),
+    *(f"stream.{key}" for key in ("train", "val", "samples", "val_samples", "classes", "label", "allow_pipe")),
     *(f"train.{key}" for key in ("batch_size", "precision", "compile")),
 )
 """Settings that matter to an evaluation."""
@@ -38,9 +39,8 @@ def evaluate(
 
     Example: vitpar eval --checkpoint runs/20260102-…/weights --data data_shards/digits
     """
-    from vitpar.data import ShardSet
     from vitpar.errors import DataError
-    from vitpar.train.input import transforms
+    from vitpar.train.input import open_split, transforms
     from vitpar.train.recipe import ParallelSection, read_recipe
     from vitpar.train.weights import RECIPE, read_config
 
@@ -49,10 +49,13 @@ def evaluate(
     o.refuse_idle(assignments, "an evaluation", USED)
     saved = read_recipe(checkpoint / RECIPE, options, assignments or ())
     recipe = saved.model_copy(update={"parallel": ParallelSection(mesh=mesh)})
-    shards = ShardSet.open(Path(recipe.data.path), split)
-    if len(shards.classes) != config.num_classes:
+    if recipe.stream.allow_pipe and not any(text.startswith("stream.allow_pipe") for text in assignments or ()):
+        # Who was given the weights has not read the commands that came with them.
+        recipe = recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
+    images = open_split(recipe, split)
+    if images.num_classes != config.num_classes:
         raise DataError(
-            f"'{recipe.data.path}' has {len(shards.classes)} classes but the weights in '{checkpoint}' "
+            f"'{images.place}' has {images.num_classes} classes but the weights in '{checkpoint}' "
             f"know {config.num_classes}: name the data they were trained on with --data"
         )
     kind = choose_device(device)
@@ -77,7 +80,7 @@ def evaluate(
             compile_blocks=train.compile,
         )
         load_weights(model, checkpoint)
-        result = evaluate(model, Input(recipe, model), shards)
+        result = evaluate(model, Input(recipe, model), images)
         if dist.get_rank() == 0:
             if result.warning:
                 typer.echo(f"warning: {result.warning}", err=True)

@@ -84,7 +84,10 @@ class ConsoleReporter:
             atexit.unregister(self._live.stop)
         rate = summary["images_per_second"]
         average = f", {_rate(rate)} on average" if rate else ""
-        arguments = ["--checkpoint", summary["weights"], "--data", self._header.recipe.data.path]
+        recipe = self._header.recipe
+        arguments = ["--checkpoint", summary["weights"]]
+        arguments += [] if recipe.data.path is None else ["--data", recipe.data.path]
+        arguments += ["--set", "stream.allow_pipe=true"] if recipe.stream.allow_pipe else []
         self._print(f"done       {_duration(self._clock() - self._begun)}{average}", style="bold green")
         self._print(f"result     {_result(summary)}", style="bold green")
         self._print(f"weights    {summary['weights']}")
@@ -148,7 +151,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
     yield "memory", f"{decimal(header.state_bytes)} a rank for {state_words(recipe)}"
-    yield "data", f"{recipe.data.path}: {header.train_samples:,} to train on, {header.val_samples:,} to validate with"
+    yield "data", f"{recipe.data_name}: {header.train_samples:,} to train on, {header.val_samples:,} to validate with"
     yield "batch", batch_words(batch)
     yield "steps", f"{header.steps:,}, that is {epochs:,.1f} epochs"
     yield "precision", recipe.train.precision

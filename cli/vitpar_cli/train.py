@@ -94,7 +94,7 @@ def train(
 
     kind = choose_device(device)
     train_set, _ = open_data(merged)
-    config = merged.config(len(train_set.classes))
+    config = merged.config(train_set.num_classes)
     plan = merged.plan(config, lambda plan: resolve(plan, kind))
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     if run_dir is None or run_dir != went.run:

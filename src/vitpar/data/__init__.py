@@ -11,6 +11,7 @@ from vitpar.data.decoding import Skipped
 from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
 from vitpar.data.order import Order
 from vitpar.data.shards import Labels, Reencode, ShardSet, index, pack, scan, verify
+from vitpar.data.stream import Part, StreamEvalLoader, StreamLoader, StreamSet
 from vitpar.data.survey import survey
 from vitpar.data.transforms import EvalTransform, Mix, Mixed, Normalize, TrainTransform, parse_policy
 
@@ -24,9 +25,13 @@ __all__ = [
     "Mixed",
     "Normalize",
     "Order",
+    "Part",
     "Reencode",
     "ShardSet",
     "Skipped",
+    "StreamEvalLoader",
+    "StreamLoader",
+    "StreamSet",
     "TrainLoader",
     "TrainTransform",
     "index",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.images import BadImage, decode
-from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 
@@ -28,36 +27,51 @@ _TASK = 16  # rows a thread takes at a time: enough to hide the hand-over of tin
 _NAMED = 3  # bad samples that are named; the others are only counted
 
 
+class Encoded(Protocol):
+    """Where the bytes of samples are, by number."""
+
+    def read(self, i: int) -> bytes:
+        """The encoded image of sample `i`. Raises DataError."""
+
+    def complaint(self, i: int, data: bytes, error: BadImage) -> str:
+        """Which sample `i` is, and why `data`, its bytes, cannot be decoded."""
+
+
 @dataclass
 class Job:
     """One batch to fill.
 
-    samples: int64 [batch], IGNORED for padding. keys, labels: int64 [batch]. rows: int64, which of them to decode.
-    images: uint8 [rows, 3, size, size]. skipped: what was wrong with each sample that was skipped.
+    source: has the samples. samples: int64 [batch], IGNORED for padding. keys, labels: int64 [batch]. rows: int64,
+    which of them to decode. images: uint8 [rows, 3, size, size]. skipped: what was wrong with each sample that was
+    skipped. broken: what was wrong with each shard, of which what had not come was skipped.
     """
 
+    source: Encoded
     samples: NDArray[np.int64]
     keys: NDArray[np.int64]
     labels: NDArray[np.int64]
     rows: NDArray[np.int64]
     images: Tensor | None = None
     skipped: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Bad samples that were passed over. times: how often. problems: which ones and what is wrong, the first few."""
+    """What was bad and passed over. times: how often a sample was. problems: which ones and what is wrong, the first
+    few. shards: how often a streamed shard, or what was left of one, was."""
 
     times: int = 0
     problems: tuple[str, ...] = ()
+    shards: int = 0
 
     def __add__(self, other: "Skipped") -> "Skipped":
         problems = sorted({*self.problems, *other.problems})
-        return Skipped(self.times + other.times, tuple(problems[:_NAMED]))
+        return Skipped(self.times + other.times, tuple(problems[:_NAMED]), self.shards + other.shards)
 
 
 class Decoder:
-    """Fills jobs from `shards`.
+    """Fills jobs.
 
     apply: from the decoded uint8 [height, width, 3] and the sample's key to uint8 [3, size, size]. workers: threads,
     0 to decode in the caller's own. bad_sample: what an image that cannot be decoded does: "fail" raises DataError,
@@ -66,7 +80,6 @@ class Decoder:
 
     def __init__(
         self,
-        shards: ShardSet,
         apply: Callable[[NDArray[np.uint8], int], Tensor],
         size: int,
         *,
@@ -77,7 +90,6 @@ class Decoder:
             raise RecipeError(f"{workers} decoding workers: give 0 to decode in the main thread, or a positive number")
         if bad_sample not in ("fail", "skip"):
             raise RecipeError(f"unknown way '{bad_sample}' to treat a bad sample: use fail or skip")
-        self.shards = shards
         self.apply = apply
         self.size = size
         self.workers = workers
@@ -88,7 +100,8 @@ class Decoder:
         """The jobs in order, filled; a skipped row has label IGNORED. Closing the iterator ends the threads."""
         with closing(self._threaded(jobs) if self.workers else self._inline(jobs)) as filled:
             for job in filled:
-                self.skipped = self.skipped + Skipped(len(job.skipped), tuple(job.skipped))
+                problems = tuple(job.skipped + job.broken)
+                self.skipped = self.skipped + Skipped(len(job.skipped), problems, len(job.broken))
                 yield job
 
     def _inline(self, jobs: Iterable[Job]) -> Generator[Job]:
@@ -127,12 +140,11 @@ class Decoder:
             sample = int(job.samples[row])
             if sample == IGNORED:
                 continue
-            data = self.shards.read(sample)
+            data = job.source.read(sample)
             try:
                 pixels[place] = self.apply(decode(data), int(job.keys[row])).numpy()
             except BadImage as error:
-                changed = "" if self.shards.intact(sample, data) else ", and its bytes are not those that were indexed"
-                problem = f"sample '{self.shards.name(sample)}' of '{self.shards.folder}': {error}{changed}"
+                problem = job.source.complaint(sample, data, error)
                 if self.bad_sample == "fail":
                     raise DataError(f"{problem}; replace it, or skip such with data.bad_sample") from error
                 job.labels[row] = IGNORED

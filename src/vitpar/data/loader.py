@@ -32,7 +32,8 @@ class Batch:
     skipped here. keys: int64 [batch], the random key of every (epoch, sample, repeat), which all randomness in the
     model follows.
     samples: global samples seen when this batch is done, where the next one begins; epoch: the same in multiples of the
-    data set's size.
+    data set's size. whole: whether labels and keys are those of the whole batch; from a stream a rank has only those of
+    its own rows, which elsewhere are IGNORED and 0.
     """
 
     images: Tensor | None
@@ -40,6 +41,7 @@ class Batch:
     keys: Tensor
     epoch: float
     samples: int
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class EvalBatch:
     """A validation batch, with one rank's part of the images.
 
     images: uint8 [rows, 3, size, size], None without rows. labels: int64 [batch], IGNORED (-1) for padding and for
-    samples skipped here.
+    samples skipped here. whole: as in `Batch`. ended: the stream of this rank has given all it had; such batches follow
+    without end, for the ranks whose streams are longer.
     """
 
     images: Tensor | None
     labels: Tensor
+    whole: bool = True
+    ended: bool = False
 
 
 class TrainLoader:
@@ -83,13 +88,9 @@ class TrainLoader:
         self.order = order
         self.batch_size = batch_size
         self.start = start
-        self._rows = _rows(batch_size, rows)
+        self._rows = chosen_rows(batch_size, rows)
         self._decoder = Decoder(
-            shards,
-            lambda image, key: transform(image, Draws(key)),
-            transform.size,
-            workers=workers,
-            bad_sample=bad_sample,
+            lambda image, key: transform(image, Draws(key)), transform.size, workers=workers, bad_sample=bad_sample
         )
 
     @property
@@ -117,7 +118,7 @@ class TrainLoader:
                 self.shards.refuse_changed()
                 checked = int(epochs[-1])
             keys = sample_keys(self.order.seed, epochs, samples, repeats)
-            yield Job(samples, keys, self.shards.labels[samples].astype(np.int64), self._rows)
+            yield Job(self.shards, samples, keys, self.shards.labels[samples].astype(np.int64), self._rows)
 
 
 class EvalLoader:
@@ -140,9 +141,9 @@ class EvalLoader:
     ) -> None:
         self.shards = shards
         self.batch_size = batch_size
-        self._rows = _rows(batch_size, rows)
+        self._rows = chosen_rows(batch_size, rows)
         self._decoder = Decoder(
-            shards, lambda image, key: transform(image), transform.size, workers=workers, bad_sample=bad_sample
+            lambda image, key: transform(image), transform.size, workers=workers, bad_sample=bad_sample
         )
 
     @property
@@ -163,10 +164,11 @@ class EvalLoader:
             real = samples < len(self.shards)
             labels = np.full(len(samples), IGNORED, dtype=np.int64)
             labels[real] = self.shards.labels[samples[real]]
-            yield Job(np.where(real, samples, IGNORED), np.zeros_like(samples), labels, self._rows)
+            yield Job(self.shards, np.where(real, samples, IGNORED), np.zeros_like(samples), labels, self._rows)
 
 
-def _rows(batch_size: int, rows: Sequence[int] | None) -> NDArray[np.int64]:
+def chosen_rows(batch_size: int, rows: Sequence[int] | None) -> NDArray[np.int64]:
+    """`rows` of a batch, all where None: int64 [rows]. Raises DataError for a batch of no images."""
     if batch_size < 1:
         raise DataError(f"the batch size is {batch_size}: use 1 or more")
     chosen = np.arange(batch_size) if rows is None else np.asarray(rows, dtype=np.int64)

@@ -1,5 +1,6 @@
 """Evaluation over a whole data set: exact under any plan and with an uneven tail."""
 
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -7,24 +8,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitpar.data import ShardSet, Skipped
+from vitpar.data import Skipped, StreamSet
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count
-from vitpar.train.input import Input
+from vitpar.train.input import ImageSet, Input
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Result over `samples` images: mean cross-entropy (no label smoothing) and the fractions right at rank 1 and
-    within 5. skipped: bad images that are not among them."""
+    within 5. skipped: bad images that are not among them. promised: images that a stream was said to have."""
 
     samples: int
     loss: float
     top1: float
     top5: float
     skipped: Skipped
+    promised: int | None = None
 
     @property
     def figures(self) -> dict[str, float]:
@@ -33,34 +35,40 @@ class Evaluation:
 
     @property
     def warning(self) -> str | None:
-        """What to tell the user about skipped images, if there are any."""
-        if not self.skipped.times:
-            return None
-        return f"{count(self.skipped.times, 'image')} skipped: {'; '.join(self.skipped.problems)}"
+        """What to tell the user about images that were skipped, or that a stream did not have or had besides."""
+        times, shards = self.skipped.times, self.skipped.shards
+        words = [count(times, "image")] * bool(times) + [count(shards, "shard")] * bool(shards)
+        told = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)
+        if self.promised is not None and self.promised != self.samples + times:
+            told.append(f"the stream gave {self.samples + times} images, but the recipe says {self.promised}")
+        return "; ".join(told) or None
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, source: Input, shards: ShardSet) -> Evaluation:
-    """Run `model` over all of `shards` and count. Collective; equal results on every rank.
+def evaluate(model: ParallelModel, source: Input, images: ImageSet) -> Evaluation:
+    """Run `model` over all of `images` and count. Collective; equal results on every rank.
 
     Raises DataError when bad samples are skipped and all of them are bad.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
     rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
-    loader = source.eval_batches(shards)
-    for batch in loader:
-        labels = source.labels(batch)
-        logits = model.predict(source.images(batch), len(labels))
-        if model.first_of_logits:
-            assert logits is not None
-            sums += _count(logits, labels[rows])
+    loader = source.eval_batches(images)
+    with closing(iter(loader)) as batches:
+        for batch in batches:
+            if (labels := source.evaluated(batch)) is None:
+                break
+            logits = model.predict(source.images(batch), len(labels))
+            if model.first_of_logits:
+                assert logits is not None
+                sums += _count(logits, labels[rows])
     model.parameters_changed()
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
     samples, loss, top1, top5 = sums.tolist()
     if not samples:
-        raise DataError(f"none of the {len(shards)} images of '{shards.folder}' could be read: pack the data set again")
-    return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples, source.skipped(loader))
+        raise DataError(f"none of the {len(images)} images of '{images.place}' could be read: pack the data set again")
+    promised = len(images) if isinstance(images, StreamSet) else None
+    return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples, source.skipped(loader), promised)
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:

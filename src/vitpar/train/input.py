@@ -1,5 +1,5 @@
-"""From packed images to what a step takes: this rank's batches, its normalised images and its labels, as the recipe
-says."""
+"""From images, packed or streamed, to what a step takes: this rank's batches, its normalised images and its labels, as
+the recipe says."""
 
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,47 @@ from vitpar.data import (
     EvalBatch,
     EvalLoader,
     EvalTransform,
+    Labels,
     Mix,
     Normalize,
     Order,
+    Part,
     ShardSet,
     Skipped,
+    StreamEvalLoader,
+    StreamLoader,
+    StreamSet,
     TrainLoader,
     TrainTransform,
     parse_policy,
 )
+from vitpar.data.stream.urls import expand
+from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.train.recipe import Recipe
 
+ImageSet = ShardSet | StreamSet
+"""Has `len()`, `num_classes`, and `place` for messages."""
 
-def open_data(recipe: Recipe) -> tuple[ShardSet, ShardSet]:
+
+def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet]:
     """The training and validation sets of a recipe. Raises DataError."""
-    path = Path(recipe.data.path)
-    return ShardSet.open(path, "train"), ShardSet.open(path, "val")
+    return open_split(recipe, "train"), open_split(recipe, "val")
+
+
+def open_split(recipe: Recipe, split: str) -> ImageSet:
+    """One split of a recipe's data; a stream has `train` and `val`. Raises DataError."""
+    if recipe.data.path is not None:
+        return ShardSet.open(Path(recipe.data.path), split)
+    s = recipe.stream
+    sides = {"train": (s.train, s.samples), "val": (s.val, s.val_samples)}
+    if split not in sides:
+        raise DataError(f"no split '{split}' in a stream: it has train and val")
+    patterns, samples = sides[split]
+    assert patterns is not None and samples is not None and s.classes is not None, "the recipe has checked it"
+    labels = Labels.parse(s.label)
+    return StreamSet(expand(patterns), samples, s.classes, labels, s.shuffle_buffer, s.allow_pipe)
 
 
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
@@ -67,7 +90,7 @@ class Input:
     """Input of one rank of `model`. All ranks make it together.
 
     Only ranks that hold the stem decode images; those that take the same images share the work. All ranks read the
-    batch's labels from the index.
+    batch's labels from the index; of a stream, those that decode tell all.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
@@ -80,17 +103,25 @@ class Input:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
 
-    def train_batches(self, shards: ShardSet, start: int = 0) -> TrainLoader:
-        """Every global batch after `start` samples, with this rank's share of the images, without end."""
-        order = order_of(self._recipe, len(shards))
-        return TrainLoader(shards, self._train, order=order, start=start, **self._settings(self._needed()))
+    def train_batches(self, images: ImageSet, start: int = 0) -> TrainLoader | StreamLoader:
+        """Every global batch after `start` samples, with this rank's share of the images, without end. Raises DataError
+        for a stream of fewer shards than ranks that decode."""
+        if isinstance(images, StreamSet):
+            part, parts = self._part()
+            images.refuse_few(parts)
+            settings = self._settings(self._rows) | {"start": start}
+            return StreamLoader(images, self._train, seed=self._recipe.train.seed, part=part, **settings)
+        order = order_of(self._recipe, len(images))
+        return TrainLoader(images, self._train, order=order, start=start, **self._settings(self._needed()))
 
-    def eval_batches(self, shards: ShardSet) -> EvalLoader:
+    def eval_batches(self, images: ImageSet) -> EvalLoader | StreamEvalLoader:
         """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with
-        IGNORED labels."""
-        return EvalLoader(shards, self._eval, **self._settings(self._rows))
+        IGNORED labels. Those of a stream go on until `evaluated` says that all have ended."""
+        if isinstance(images, StreamSet):
+            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
+        return EvalLoader(images, self._eval, **self._settings(self._rows))
 
-    def skipped(self, loader: TrainLoader | EvalLoader) -> Skipped:
+    def skipped(self, loader: TrainLoader | EvalLoader | StreamLoader | StreamEvalLoader) -> Skipped:
         """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
@@ -101,7 +132,7 @@ class Input:
     def train_step(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor]:
         """What ``ParallelModel.forward_backward`` takes: images, which are normalised, augmented and mixed, labels and
         keys, all on the device."""
-        labels, keys = self.labels(batch), self.to_device(batch.keys)
+        labels, keys = self._labels_and_keys(batch)
         mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
         if mixed is not None:
             labels = mixed.labels(labels, IGNORED)
@@ -126,9 +157,19 @@ class Input:
         Which images are unusable is known where they are decoded; all ranks are told.
         """
         labels = self.to_device(batch.labels)
+        if not batch.whole:
+            return self._together(labels)
         if self._recipe.data.bad_sample == "skip" and dist.get_world_size() > 1:
             dist.all_reduce(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
+
+    def evaluated(self, batch: EvalBatch) -> Tensor | None:
+        """`labels` of a batch, or None when no rank has any images left."""
+        if batch.whole:
+            return self.labels(batch)
+        goes_on = torch.tensor([0 if batch.ended else 1])
+        told = self._together(self.to_device(torch.cat([batch.labels, goes_on])))
+        return told[:-1] if told[-1].item() else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device, without waiting for a GPU to finish its work."""
@@ -136,9 +177,32 @@ class Input:
             return tensor
         return tensor.pin_memory().to(self._model.device, non_blocking=True)
 
+    def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Those of the whole batch, on the device."""
+        if batch.whole:
+            return self.labels(batch), self.to_device(batch.keys)
+        labels, keys = self._together(self.to_device(torch.stack([batch.labels, batch.keys])))
+        return labels, keys
+
+    def _together(self, numbers: Tensor) -> Tensor:
+        """What the rank that has a row knows of it, on all: others have less than any label or key, IGNORED or 0."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers
+
     def _needed(self) -> list[int]:
         """Which rows of a training batch this rank and its peers decode: theirs, and those that are mixed into them."""
         return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
+
+    def _part(self) -> tuple[Part | None, int]:
+        """Which of the ranks that decode the rows of a batch this is, None for none of them; how many there are."""
+        groups, rank = self._model.image_groups, dist.get_rank()
+        count = self._model.batch_size // len(groups)  # rows that a group takes
+        share = -(-count // len(groups[0]))
+        decoding = -(-count // share)  # of a group; in a large one the last may have nothing to do
+        assert not self._rows or len(self._rows) == count, "groups take equally many rows"
+        readers = [reader for group in groups for reader in group[:decoding]]
+        return (Part(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
     def _settings(self, rows: list[int]) -> dict[str, Any]:
         """Of a loader that gives this rank's share of `rows`."""

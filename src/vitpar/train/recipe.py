@@ -32,6 +32,7 @@ from vitpar.train.recipe_sections import (
     ModelSection,
     ParallelSection,
     Section,
+    StreamSection,
     TrainSection,
 )
 
@@ -40,8 +41,9 @@ class Recipe(Section):
     """One experiment, all settings in place."""
 
     model: ModelSection = ModelSection()
-    data: DataSection
+    data: DataSection = DataSection()
     augment: AugmentSection = AugmentSection()
+    stream: StreamSection = StreamSection()
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
     train: TrainSection = TrainSection()
@@ -49,6 +51,34 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
     communication: CommunicationSection = CommunicationSection()
+
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if self.data.path is None and not self.stream:
+            raise ValueError(
+                "the recipe lacks 'data.path': name a folder made by 'vitpar data pack' with --data DIR, or shards to "
+                "stream in [stream]"
+            )
+        if not self.stream:
+            return self
+        if self.data.path is not None:
+            raise ValueError(f"both data.path '{self.data.path}' and [stream] are given: keep one")
+        for name, value, plain in (
+            ("augment.repeats", self.augment.repeats, 1),
+            ("augment.mixup", self.augment.mixup, 0),
+            ("augment.cutmix", self.augment.cutmix, 0),
+            ("data.shuffle_window", self.data.shuffle_window, 0),
+        ):
+            if value != plain:
+                raise ValueError(f"{name} is {value}, which a stream cannot do: leave it out, or index the shards")
+        return self
+
+    @property
+    def data_name(self) -> str:
+        """Where training data comes from, for people."""
+        train = self.stream.train if self.data.path is None else self.data.path
+        assert train is not None
+        return train if isinstance(train, str) else ", ".join(train)
 
     @model_validator(mode="after")
     def _rate_falls(self) -> Self:
@@ -114,6 +144,8 @@ class Recipe(Section):
         values = self.model_dump(exclude_none=True, mode="json")
         if self.train.precision != "fp16":
             del values["loss_scale"]
+        if not self.stream:
+            del values["stream"]
         if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which nothing else may stand
             values["parallel"] = {"mesh": self.parallel.mesh}
         return tomli_w.dumps(values)
@@ -166,6 +198,10 @@ def read_recipe(
         for group, *ways in _ALTERNATIVES:
             if section == group and name in ways:
                 values[section] = {k: v for k, v in values[section].items() if k not in ways}
+        if key == "data.path":
+            values.pop("stream", None)
+        if section == "stream":
+            values.get("data", {}).pop("path", None)
         if key == "model.name" and value != values["model"].get("name"):
             # Another model brings its own sizes; how it is built (pooling, positions, drop-path, …) stays.
             values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
@@ -201,6 +237,8 @@ def _check_alternatives(keys: Collection[str]) -> None:
         given = [f"{group}.{way}" for way in ways if f"{group}.{way}" in keys]
         if len(given) > 1:
             raise RecipeError(f"both {given[0]} and {given[1]} are given: keep one")
+    if "data.path" in keys and (streamed := next((key for key in keys if key.startswith("stream.")), None)):
+        raise RecipeError(f"both data.path and {streamed} are given: keep one")
 
 
 def _parse_value(text: str) -> Any:
@@ -219,9 +257,6 @@ def _sentence(error: ValidationError) -> str:
         return str(first["ctx"]["error"])
     if first["type"] == "extra_forbidden":
         return f"unknown recipe key '{key}'{_nearest_key(key)}"
-    if first["type"] == "missing":
-        hint = ": name a folder made by 'vitpar data pack' with --data DIR" if key.startswith("data") else ""
-        return f"the recipe lacks '{'data.path' if key == 'data' else key}'{hint}"
     return f"recipe key '{key}' is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 

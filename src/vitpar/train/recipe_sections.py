@@ -39,13 +39,13 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which data (a folder that ``vitpar data pack`` made) and how images are prepared.
+    """Which data (a folder that ``vitpar data pack`` made; None: a stream) and how images are prepared.
 
     shuffle_window, shuffle_block: for disks that turn and mounts over a network, how many samples are mixed at a time,
     and in runs of how many they are stored (0: all are mixed).
     """
 
-    path: str
+    path: str | None = None
     crop_scale: tuple[float, float] = (0.08, 1.0)
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = Field(0.5, ge=0, le=1)
@@ -65,6 +65,35 @@ class DataSection(Section):
                 f"data.shuffle_window is {self.shuffle_window}, which is no multiple of data.shuffle_block "
                 f"{self.shuffle_block}: make it one"
             )
+        return self
+
+
+class StreamSection(Section):
+    """Shards that are read by URL from begin to end, instead of data.path (all None: no stream).
+
+    train, val: patterns with braces, such as ``https://host/train-{000000..001023}.tar``; also s3://, gs://, paths, and
+    ``pipe:COMMAND``. samples, val_samples: images in them. classes: how many there are. label: where labels are, cls or
+    json:FIELD. shuffle_buffer: samples that every rank mixes at a time. allow_pipe: whether URLs may run commands,
+    which s3:// and gs:// do too.
+    """
+
+    train: str | tuple[str, ...] | None = None
+    val: str | tuple[str, ...] | None = None
+    samples: int | None = Field(None, ge=1)
+    val_samples: int | None = Field(None, ge=1)
+    classes: int | None = Field(None, ge=1)
+    label: str = "cls"
+    shuffle_buffer: int = Field(1000, ge=0)
+    allow_pipe: bool = False
+
+    def __bool__(self) -> bool:
+        return any(value != type(self).model_fields[name].default for name, value in self)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        missing = [name for name, value in self if value is None]
+        if missing and self:
+            raise ValueError(f"the recipe lacks 'stream.{missing[0]}', without which nothing can be streamed: give it")
         return self
 
 

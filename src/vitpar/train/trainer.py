@@ -61,7 +61,7 @@ class Trainer:
         self.recipe, self.plan, self.device = recipe, plan, device
         train = recipe.train
         self.train_set, self.val_set = open_data(recipe)
-        self.config = recipe.config(len(self.train_set.classes))
+        self.config = recipe.config(self.train_set.num_classes)
         self.model = parallelize(
             self.config,
             plan,
@@ -138,10 +138,11 @@ class Trainer:
                     log.resume_clock()
         last = last or self._evaluated()  # of a run that was done
         skipped = self.input.skipped(loader)
-        if self.folder and skipped.times:
-            self.reporter.note(
-                f"training: images skipped {count(skipped.times, 'time')}: {'; '.join(skipped.problems)}"
-            )
+        times, shards = skipped.times, skipped.shards
+        if self.folder and times + shards:
+            words = [f"images skipped {count(times, 'time')}"] * bool(times)
+            words += [f"shards skipped {count(shards, 'time')}"] * bool(shards)
+            self.reporter.note(f"training: {', '.join(words)}: {'; '.join(skipped.problems)}")
         return self._finish(last, log)
 
     def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float, dict[str, Any]]:

@@ -16,7 +16,7 @@ from vitpar.data.shards.manifest import ROW
 from vitpar.errors import DataError
 
 LARGEST = 1 << 31  # bytes of an image; more is a mistake
-_EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
+EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
 _LABEL_BYTES = 1 << 20
 
 
@@ -32,6 +32,14 @@ class Labels:
     def extension(self) -> str | None:
         """Of the member that holds the label."""
         return None if self.kind == "folder" else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> Labels:
+        """From ``cls``, ``json``, ``json:FIELD`` or ``folder``. Raises DataError for anything else."""
+        kind, _, field = text.partition(":")
+        if kind not in ("cls", "json", "folder") or (field and kind != "json"):
+            raise DataError(f"unknown place of labels '{text}': use cls, json:FIELD or folder")
+        return cls(kind, field or "label")
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,14 @@ def scan(shard: Path, labels: Labels = Labels()) -> Scan:
                 folder, slash, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
                 key, extension = folder + slash + stem, extension.lower()
-                wanted = extension in _EXTENSIONS or extension == labels.extension
+                wanted = extension in EXTENSIONS or extension == labels.extension
                 if not member.isreg() or stem == "" or not wanted:
                     continue
                 where = f"'{shard.name}/{member.name}'"
-                if key in (samples if extension in _EXTENSIONS else found):
+                if key in (samples if extension in EXTENSIONS else found):
                     raise DataError(f"{where} has the key of another sample before it: give every sample its own")
                 if extension == labels.extension:
-                    found[key] = _label(_read(file.fileno(), member, min(member.size, _LABEL_BYTES)), labels, where)
+                    found[key] = label_of(_read(file.fileno(), member, min(member.size, _LABEL_BYTES)), labels, where)
                     continue
                 if not 0 < member.size < LARGEST:
                     raise DataError(f"image {where} has {member.size} bytes: remove it or replace it")
@@ -105,13 +113,14 @@ def _read(descriptor: int, member: tarfile.TarInfo, size: int) -> bytes:
     return data
 
 
-def _label(data: bytes, labels: Labels, where: str) -> int:
+def label_of(data: bytes, labels: Labels, where: str) -> int:
+    """The label in `data`, the bytes of the member `where`. Raises DataError where there is none."""
     value: object = data
     if labels.kind == "json":
         try:
             value = json.loads(data)[labels.field]
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{where} has no field '{labels.field}': name another with --label json:FIELD") from None
+            raise DataError(f"{where} has no field '{labels.field}': name another as in json:FIELD") from None
     try:
         if not isinstance(value, bytes | int | str) or isinstance(value, bool):
             raise ValueError

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
 from vitpar.errors import DataError, nearest
 
@@ -61,6 +62,16 @@ class ShardSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def num_classes(self) -> int:
+        """How many there are, also of those without a sample."""
+        return len(self.classes)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return str(self.folder)
+
     def read(self, i: int) -> bytes:
         """The encoded image of sample `i`. Raises DataError when its shard is gone, too short, or another file than
         when the data set was opened."""
@@ -76,6 +87,11 @@ class ShardSet:
     def intact(self, i: int, data: bytes) -> bool:
         """Whether `data` is what sample `i` was when it was indexed."""
         return zlib.crc32(data) == int(self._crc[i])
+
+    def complaint(self, i: int, data: bytes, error: BadImage) -> str:
+        """Which sample `i` is, and why `data`, its bytes, cannot be decoded."""
+        changed = "" if self.intact(i, data) else ", and its bytes are not those that were indexed"
+        return f"sample '{self.name(i)}' of '{self.folder}': {error}{changed}"
 
     def refuse_changed(self) -> None:
         """Raise DataError when a shard is not the file that it was when the data set was opened."""

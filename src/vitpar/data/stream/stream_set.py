@@ -1,0 +1,197 @@
+"""The shards of a stream, and the samples that one part of its readers takes from them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitpar.data.decoding import BadSample
+from vitpar.data.images import BadImage
+from vitpar.data.order import shuffled
+from vitpar.data.randomness import hash_numbers, sample_keys
+from vitpar.data.shards.scan import EXTENSIONS, Labels, label_of
+from vitpar.data.stream import urls
+from vitpar.errors import DataError
+
+_BUFFER = 0x57E4  # sets the buffer's shuffle apart from what else hashes seed and pass
+
+
+class Part(NamedTuple):
+    """The `number`-th of `parts` that read a stream, from 0."""
+
+    number: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class StreamSet:
+    """Shards that are read from begin to end, by URL.
+
+    samples: images in all of them, as the user says: only reading them could tell. labels: where they are, as numbers
+    below `num_classes`. shuffle_buffer: samples that are mixed at a time in training. allow_pipe: whether URLs may run
+    commands. Raises DataError for a URL that cannot be read or is not allowed, and labels that are names.
+    """
+
+    shards: tuple[str, ...]
+    samples: int
+    num_classes: int
+    labels: Labels
+    shuffle_buffer: int = 1000
+    allow_pipe: bool = False
+
+    def __post_init__(self) -> None:
+        urls.check(self.shards, self.allow_pipe)
+        if self.labels.kind == "folder":
+            raise DataError(
+                "a stream has no list of classes, so stream.label cannot be 'folder': use cls or json:FIELD"
+            )
+
+    def __len__(self) -> int:
+        return self.samples
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return self.shards[0] if len(self.shards) == 1 else f"{self.shards[0]} … {self.shards[-1]}"
+
+    def refuse_few(self, parts: int) -> None:
+        """Raise DataError for fewer shards than parts that train on them."""
+        if len(self.shards) < parts:
+            raise DataError(
+                f"'{self.place}' has {len(self.shards)} shards for the {parts} ranks that decode images, of which each "
+                "reads its own: write more and smaller shards, or decode on fewer ranks (tp and pp instead of dp)"
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """image: encoded. key: its random key in this pass. name: key and shard, for messages."""
+
+    image: bytes
+    label: int
+    key: int
+    name: str
+
+
+class Fetched:
+    """The samples of a batch, where a Decoder finds them."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def read(self, i: int) -> bytes:
+        """The encoded image of sample `i`."""
+        return self._samples[i].image
+
+    def complaint(self, i: int, data: bytes, error: BadImage) -> str:
+        """Which sample `i` is, and why it cannot be decoded."""
+        return f"{self._samples[i].name}: {error}"
+
+
+class Reader:
+    """Reads the shards of one part. bad_sample: what a sample without image or label does, and a shard that cannot be
+    read, or not to its end: "fail" raises DataError; "skip" goes on behind it and puts a sentence into `skipped` or
+    `broken`. stopping: when set, reading ends.
+    """
+
+    def __init__(
+        self, data: StreamSet, part: Part, seed: int, *, bad_sample: BadSample, stopping: threading.Event
+    ) -> None:
+        self.data, self.part, self.seed, self.bad_sample, self.stopping = data, part, seed, bad_sample, stopping
+        self.skipped: list[str] = []
+        self.broken: list[str] = []
+
+    def endless(self, first: int) -> Generator[Sample]:
+        """Pass after pass, from pass `first` on. Raises DataError, also for a pass that gives nothing."""
+        from webdataset.filters import shuffle
+
+        size, (part, parts) = self.data.shuffle_buffer, self.part
+        for number in itertools.count(first):
+            shards = self.pass_shards(number)
+            draws = random.Random(int(hash_numbers(_BUFFER, self.seed, number, part)[0]))
+            found = 0
+            with closing(self._samples(shards, number)) as samples:
+                for sample in shuffle(size, initial=size, rng=draws)(samples):
+                    found += 1
+                    yield sample
+            if not found:
+                raise DataError(
+                    f"none of the {len(shards)} shards that rank {part} of {parts} read of '{self.data.place}' gave an "
+                    f"image ({'; '.join((self.broken + self.skipped)[:3]) or 'they are empty'}): mend them"
+                )
+
+    def once(self) -> Generator[Sample]:
+        """Every sample, in the order in which they are stored."""
+        return self._samples(range(self.part.number, len(self.data.shards), self.part.parts), 0)
+
+    def pass_shards(self, number: int) -> list[int]:
+        """Which shards this part reads in pass `number`, in order."""
+        count = len(self.data.shards)
+        return shuffled(np.arange(count), count, self.seed, number)[self.part.number :: self.part.parts].tolist()
+
+    def _samples(self, shards: Iterable[int], number: int) -> Generator[Sample]:
+        for shard in shards:
+            yield from self._shard(shard, number)
+
+    def _shard(self, shard: int, number: int) -> Generator[Sample]:
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+
+        url = self.data.shards[shard]
+
+        def members(stream: urls.ShardStream) -> Generator[dict[str, Any]]:
+            source = [{"url": url, "stream": stream}]
+            yield from tar_file_expander(source, select_files=self._wanted, eof_value=None)
+            stream.finish()  # before the last sample is made of what may be half of it
+
+        try:
+            stream = urls.ShardStream(url, self.stopping)
+        except (OSError, ValueError) as error:
+            return self._bad(f"shard '{url}' cannot be opened: {urls.words(error)}", self.broken, "restore it")
+        with closing(stream):
+            try:
+                for sample in group_by_keys(members(stream)):
+                    if (made := self._sample(sample, shard, number)) is not None:
+                        yield made
+            except (DataError, urls.Stopped):
+                raise
+            except Exception as error:  # whatever tarfile and webdataset make of half a file
+                self._bad(f"shard '{url}' cannot be read to its end: {stream.reason(error)}", self.broken, "restore it")
+
+    def _wanted(self, name: str) -> bool:
+        extension = name.rpartition("/")[2].partition(".")[2].lower()
+        return extension in EXTENSIONS or extension == self.data.labels.extension
+
+    def _sample(self, found: dict[str, Any], shard: int, number: int) -> Sample | None:
+        url, key, extension = self.data.shards[shard], found["__key__"], self.data.labels.extension
+        name = f"sample '{key}' of '{url}'"
+        images = [found[kind] for kind in EXTENSIONS if kind in found]
+        if extension not in found or len(images) != 1:
+            has = f"{len(images)} images" if len(images) != 1 else f"no label (.{extension})"
+            self._bad(f"{name} has {has} in a row", self.skipped, "mend it")
+            return None
+        try:
+            label = label_of(found[extension], self.data.labels, f"'{key}.{extension}' of '{url}'")
+        except DataError as error:
+            self._bad(str(error), self.skipped, "mend it")
+            return None
+        if label >= self.data.num_classes:
+            raise DataError(
+                f"label {label} of {name} is beyond the {self.data.num_classes} classes that stream.classes says: "
+                f"raise that, or name another place with stream.label"
+            )
+        code = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+        random_key = sample_keys(self.seed, *(np.array([x], np.int64) for x in (number, shard, code)))
+        return Sample(images[0], label, int(random_key[0]), name)
+
+    def _bad(self, problem: str, counted: list[str], fix: str) -> None:
+        if self.bad_sample == "fail":
+            raise DataError(f"{problem}; {fix}, or skip such with data.bad_sample")
+        counted.append(problem)

@@ -1,0 +1,166 @@
+"""From URL patterns to open shards, and which of them may run commands.
+
+webdataset opens them; which of its ways belongs to which scheme is said here, because its own table can be changed by
+the environment (GOPEN_REWRITE, USE_AIS_FOR), and then opening a URL might run a command that nobody has allowed.
+"""
+
+import os
+import re
+import select
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from vitpar.errors import DataError
+
+_COMMANDS = {"pipe": "a shell command", "s3": "the command `aws s3 cp`", "gs": "the command `gsutil cat`"}
+_PLAIN = ("", "file", "http", "https")
+_CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")
+_SILENT_S = 300.0  # without a byte, after which a source is taken for dead
+_SLICE_MS = 200  # between looks whether anyone still waits
+_CURL = {6: "the host is unknown", 7: "nobody answers there", 18: "the transfer broke off", 28: "no answer in time"}
+_CURL |= {22: "the server does not give it", 56: "the transfer broke off"}
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+_END = bytes(512)  # with a block of zeros, at least, ends a tar file
+
+
+class Stopped(Exception):
+    """Nobody waits for the stream any more."""
+
+
+def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """The URLs that patterns with braces stand for, such as ``https://host/train-{000..127}.tar``. Raises DataError."""
+    from braceexpand import braceexpand  # webdataset's own
+
+    urls: list[str] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            urls += braceexpand(pattern, escape=False)
+        except ValueError:
+            raise DataError(
+                f"the braces of '{pattern}' do not close: write them as in train-{{000..127}}.tar"
+            ) from None
+    return tuple(urls)
+
+
+def check(urls: Sequence[str], allow_pipe: bool) -> None:
+    """Refuse what cannot be opened, and what runs a command where that is not allowed. Raises DataError."""
+    if not urls or not all(urls):
+        raise DataError("a stream has a shard without a name: give URLs such as https://host/train-{000..127}.tar")
+    twice = next((url for url, after in zip(sorted(urls), sorted(urls)[1:], strict=False) if url == after), None)
+    if twice is not None:
+        raise DataError(f"shard '{twice}' is in the stream twice: name every shard once")
+    for url in urls:
+        scheme = _scheme(url)
+        if scheme in _COMMANDS and not allow_pipe:
+            raise DataError(
+                f"'{url}' runs {_COMMANDS[scheme]}, which is off: set stream.allow_pipe=true if you trust all of it"
+            )
+        if scheme not in _COMMANDS and scheme not in _PLAIN:
+            raise DataError(
+                f"'{url}' cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND with a "
+                "command that writes the shard"
+            )
+    changed = next((name for name in _CHANGES if name in os.environ), None)
+    if changed is not None:
+        raise DataError(f"{changed} is set in the environment, and would change what a URL opens: unset it")
+
+
+def _scheme(url: str) -> str:
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", url)
+    return found.group(1) if found else ""
+
+
+def _opened(url: str) -> Any:
+    from webdataset.gopen import Pipe, gopen_curl, gopen_file, gopen_gsutil, gopen_pipe
+
+    match _scheme(url):
+        case "http" | "https":
+            return gopen_curl(url, bufsize=0)
+        case "gs":
+            return gopen_gsutil(url, bufsize=0)
+        case "s3":  # webdataset has no way of its own
+            return Pipe(["aws", "s3", "cp", url, "-"], mode="rb", bufsize=0)
+        case "pipe":
+            return gopen_pipe(url, bufsize=0)
+        case _:
+            return gopen_file(url)
+
+
+def words(error: Exception) -> str:
+    """What `error` says, on one line; of a program that is missing, its name."""
+    if isinstance(error, OSError) and error.strerror:
+        program = error.filename if error.filename in ("aws", "curl", "gsutil") else None
+        return f"{error.strerror}{f' ({program})' if program else ''}"
+    return " ".join(str(error.args[0] if error.args else error).split())
+
+
+class ShardStream:
+    """An open shard, read from its beginning to its end. Raises OSError where it cannot be opened.
+
+    url: has passed `check`. stopping: when set, a read that waits ends with Stopped.
+    """
+
+    def __init__(self, url: str, stopping: threading.Event) -> None:
+        self._url, self._stopping = url, stopping
+        self._source = _opened(url)
+        self._process: subprocess.Popen[bytes] | None = getattr(self._source, "proc", None)
+        # webdataset's reader asks whether the command failed before it gives out what had arrived: we ask at the end.
+        self._file = self._source.stream if self._process else self._source
+        self._poll = select.poll()
+        if self._process:
+            self._poll.register(self._file, select.POLLIN)
+        self._head = self._tail = b""
+        self._ended = False
+
+    def read(self, size: int) -> bytes:
+        """`size` bytes or fewer, none at the end. Raises OSError for a source that is silent for too long, Stopped."""
+        waited = 0
+        while self._process and not self._poll.poll(_SLICE_MS):
+            waited += _SLICE_MS
+            if waited > _SILENT_S * 1000:
+                raise OSError(f"nothing came for {_SILENT_S:.0f} s")
+            if self._stopping.is_set():
+                raise Stopped
+        data: bytes = self._file.read(size)
+        self._head = self._head or data[:8]
+        self._tail = (self._tail + data[-len(_END) :])[-len(_END) :]
+        self._ended = not data
+        return data
+
+    def finish(self) -> None:
+        """Read what follows the last sample. Raises OSError unless that is the end of a whole tar file, and the command
+        ended well."""
+        while rest := self.read(1 << 16):
+            if rest.strip(b"\0"):
+                raise OSError("it goes on behind its end")
+        if reason := self._command_failed():
+            raise OSError(reason)
+        if self._tail != _END:
+            raise OSError("it ends too early")
+
+    def reason(self, error: Exception) -> str:
+        """Why reading came to `error`, in a few words: what the command says, if it failed."""
+        if self._head.startswith(_COMPRESSED):
+            return "it is compressed; unpack it, as pipe:curl URL | gunzip does"
+        return (self._command_failed() if self._ended else None) or words(error)
+
+    def _command_failed(self) -> str | None:
+        """Of a command that has closed its output."""
+        if self._process is None:
+            return None
+        try:
+            status = self._process.wait(_SILENT_S)
+        except subprocess.TimeoutExpired:
+            return f"its command does not end within {_SILENT_S:.0f} s"
+        program = "curl" if self._url.startswith("http") else "its command"
+        meaning = f" ({_CURL[status]})" if program == "curl" and status in _CURL else ""
+        return f"{program} ended with exit code {status}{meaning}" if status else None
+
+    def close(self) -> None:
+        """End the command too."""
+        self._file.close()
+        if self._process:
+            self._process.kill()
+            self._process.wait()

@@ -20,6 +20,7 @@ from vitpar.data.randomness import hash_numbers, sample_keys
 from vitpar.data.shards.scan import EXTENSIONS, Labels, label_of
 from vitpar.data.stream import urls
 from vitpar.errors import DataError
+from vitpar.strategy.words import count
 
 _BUFFER = 0x57E4  # sets the buffer's shuffle apart from what else hashes seed and pass
 
@@ -66,8 +67,8 @@ class StreamSet:
         """Raise DataError for fewer shards than parts that train on them."""
         if len(self.shards) < parts:
             raise DataError(
-                f"'{self.place}' has {len(self.shards)} shards for the {parts} ranks that decode images, of which each "
-                "reads its own: write more and smaller shards, or decode on fewer ranks (tp and pp instead of dp)"
+                f"'{self.place}' has {count(len(self.shards), 'shard')} for the {parts} ranks that decode images, of "
+                "which each reads its own: write more and smaller shards, or decode on fewer ranks with pp"
             )
 
 
@@ -123,9 +124,10 @@ class Reader:
                     found += 1
                     yield sample
             if not found:
+                why = "; ".join((self.broken + self.skipped)[:3]) or "they are empty"
                 raise DataError(
-                    f"none of the {len(shards)} shards that rank {part} of {parts} read of '{self.data.place}' gave an "
-                    f"image ({'; '.join((self.broken + self.skipped)[:3]) or 'they are empty'}): mend them"
+                    f"none of the {count(len(shards), 'shard')} that part {part} of {parts} read of "
+                    f"'{self.data.place}' gave an image ({why}): mend them"
                 )
 
     def once(self) -> Generator[Sample]:
@@ -174,8 +176,8 @@ class Reader:
         name = f"sample '{key}' of '{url}'"
         images = [found[kind] for kind in EXTENSIONS if kind in found]
         if extension not in found or len(images) != 1:
-            has = f"{len(images)} images" if len(images) != 1 else f"no label (.{extension})"
-            self._bad(f"{name} has {has} in a row", self.skipped, "mend it")
+            has = f"no label (.{extension}) beside its image" if extension not in found else f"{len(images)} images"
+            self._bad(f"{name} has {has}", self.skipped, "mend it")
             return None
         try:
             label = label_of(found[extension], self.data.labels, f"'{key}.{extension}' of '{url}'")

@@ -1,0 +1,77 @@
+"""Small tar shards of known samples, and a web server that gives them out."""
+
+import functools
+import io
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from webdataset import TarWriter
+
+SIDE = 10
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_shards(folder: Path, split: str, sizes: Sequence[int], classes: int | None = None) -> int:
+    """`folder`/`split`-<i>.tar with `sizes[i]` images; returns how many there are in all.
+
+    classes: None for images of noise, each with a label of its own, its number; else how many, numbered round and
+    round, of plain images whose brightness is `brightness(label, classes)`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    for shard, size in enumerate(sizes):
+        with TarWriter(str(folder / f"{split}-{shard}.tar")) as writer:
+            for _ in range(size):
+                label = number if classes is None else number % classes
+                draws = np.random.default_rng(number)
+                pixels = draws.integers(0, 256, (SIDE, SIDE, 3)) if classes is None else np.zeros((SIDE, SIDE, 3))
+                if classes is not None:
+                    pixels += brightness(label, classes)
+                writer.write({"__key__": f"{number:04d}", "png": png(pixels), "cls": str(label).encode()})
+                number += 1
+    return number
+
+
+def brightness(label: int, classes: int) -> int:
+    """Of the plain images of a class, 0 to 255."""
+    return round(255 * (label + 0.5) / classes)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        """`/cut/FILE`: says the length of FILE, and gives half of it."""
+        if not self.path.startswith("/cut/"):
+            return super().do_GET()
+        data = (Path(self.directory) / self.path.removeprefix("/cut/")).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2])
+        self.close_connection = True
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address under which the files of `folder` are given out."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -127,8 +127,8 @@ class StreamLoader(_Streamed):
                 yield Batch(job.images, labels, keys, samples / len(self.data), samples, whole=False)
 
     def _others(self) -> Generator[Job]:
-        labels, keys = self._nothing()
         while True:
+            labels, keys = self._nothing()
             yield Job(Fetched(()), labels, keys, labels, self._rows)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import refusal
 from ranks import RankPool
 from streamed_shards import brightness, served, write_shards
-from test_train_cli import Command, losses_of, nobody_launched_us, refusal, rows_of, vitpar  # noqa: F401
+from test_train_cli import Command, losses_of, nobody_launched_us, rows_of, vitpar  # noqa: F401
 from vitpar import model_config, parse, validate
 from vitpar.data import Labels, index
 from vitpar.errors import DataError, RecipeError

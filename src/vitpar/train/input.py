@@ -109,8 +109,8 @@ class Input:
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
-            settings = self._settings(self._rows) | {"start": start}
-            return StreamLoader(images, self._train, seed=self._recipe.train.seed, part=part, **settings)
+            seed, settings = self._recipe.train.seed, self._settings(self._rows)
+            return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
         return TrainLoader(images, self._train, order=order, start=start, **self._settings(self._needed()))
 

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from vitpar.data.decoding import BadSample, Decoder, Job, Skipped
 from vitpar.data.loader import Batch, EvalBatch, chosen_rows
-from vitpar.data.randomness import Draws
+from vitpar.data.randomness import Draws, hash_numbers
 from vitpar.data.stream.stream_set import Fetched, Part, Reader, Sample, StreamSet
 from vitpar.data.transforms import EvalTransform, TrainTransform
 from vitpar.models import IGNORED
 
 _AHEAD = 2  # batches that are fetched beyond those that are being decoded
+_GOES_ON = 0x60E5  # sets the seeds of runs that go on apart from other hashes of their seed
 T = TypeVar("T")
 
 
@@ -92,8 +93,9 @@ class StreamLoader(_Streamed):
     their number does not depend on how many images a shard has.
 
     start: global samples seen before, by a run that goes on: reading begins with the pass after that which they end in,
-    because where every part was in it is not known. seed: of the order of shards and samples and of all augmentation.
-    part: see `Part`; None for a rank without rows. The other settings are those of `TrainLoader`.
+    because where every part was in it is not known, and in an order of its own, so that a run that is stopped often
+    does not see the beginning of one pass again and again. seed: of the order of shards and samples and of all
+    augmentation. part: see `Part`; None for a rank without rows. The other settings are those of `TrainLoader`.
 
     Raises DataError for a batch of no images, RecipeError for a wrong setting.
     """
@@ -114,7 +116,8 @@ class StreamLoader(_Streamed):
         decoder = Decoder(
             lambda image, key: transform(image, Draws(key)), transform.size, workers=workers, bad_sample=bad_sample
         )
-        super().__init__(data, decoder, batch_size=batch_size, rows=rows, part=part, seed=seed)
+        own = int(hash_numbers(_GOES_ON, seed, start)[0] >> np.uint64(1)) if start else seed
+        super().__init__(data, decoder, batch_size=batch_size, rows=rows, part=part, seed=own)
         self.start = start
 
     def __iter__(self) -> Generator[Batch]:

@@ -59,6 +59,11 @@ class StreamSet:
         return self.samples
 
     @property
+    def fingerprint(self) -> str:
+        """Equal for streams that are said to be as large; what is in them only reading could tell."""
+        return f"stream of {len(self.shards)} shards, {self.samples} images, {self.num_classes} classes"
+
+    @property
     def place(self) -> str:
         """Where it is, for messages."""
         return self.shards[0] if len(self.shards) == 1 else f"{self.shards[0]} … {self.shards[-1]}"

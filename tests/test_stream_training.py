@@ -209,7 +209,7 @@ def run(place: Path, vitpar: Command) -> Path:  # noqa: F811
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "tp2xdp2", "--run-dir", "streamed")
     assert done.returncode == 0, done.stderr
     assert "train-{0..3}.tar: 32 to train on, 17 to validate with" in " ".join(done.stdout.split())
-    assert "vitpar eval --checkpoint streamed/checkpoints/step_24\n" in done.stdout
+    assert "vitpar eval --checkpoint streamed/weights\n" in done.stdout
     return place / "streamed"
 
 
@@ -227,7 +227,7 @@ def test_eval_repeats_the_last_evaluation_but_runs_no_command_that_came_with_the
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    checkpoint = run / "checkpoints" / "step_24"
+    checkpoint = run / "weights"
     recipe = checkpoint / "recipe.toml"
     text = recipe.read_text()
     command = f"pipe:touch {place}/pwned; cat {place}/val-{{0..1}}.tar"
@@ -235,6 +235,8 @@ def test_eval_repeats_the_last_evaluation_but_runs_no_command_that_came_with_the
     recipe.write_text(read_recipe(recipe, settings).to_toml())
     words = ["eval", "--checkpoint", str(checkpoint)]
     assert "runs a shell command, which is off" in refusal(words, monkeypatch, capsys)
+    resume = ["train", "--resume", str(checkpoint)]
+    assert "runs a shell command, which is off" in refusal(resume, monkeypatch, capsys)
     assert not (place / "pwned").exists()
     monkeypatch.undo()
     done = vitpar(*words, "--set", "stream.allow_pipe=true")

@@ -49,9 +49,7 @@ def evaluate(
     o.refuse_idle(assignments, "an evaluation", USED)
     saved = read_recipe(checkpoint / RECIPE, options, assignments or ())
     recipe = saved.model_copy(update={"parallel": ParallelSection(mesh=mesh)})
-    if recipe.stream.allow_pipe and not any(text.startswith("stream.allow_pipe") for text in assignments or ()):
-        # Who was given the weights has not read the commands that came with them.
-        recipe = recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
+    recipe = o.without_commands(recipe, assignments)
     images = open_split(recipe, split)
     if images.num_classes != config.num_classes:
         raise DataError(

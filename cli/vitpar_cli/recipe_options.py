@@ -77,6 +77,15 @@ def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]
             raise RecipeError(f"--set {key} changes nothing in {doing}, which uses {', '.join(used)}: leave it out")
 
 
+def without_commands(recipe: Recipe, assignments: list[str] | None) -> Recipe:
+    """A recipe that came with weights or a checkpoint: its stream runs commands only where --set allows it anew, since
+    who was given them may not have read it."""
+    said = any(text.partition("=")[0].strip() == "stream.allow_pipe" for text in assignments or ())
+    if said or not recipe.stream.allow_pipe:
+        return recipe
+    return recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
+
+
 def merged_recipe(
     path: Path | None,
     data: Path | None,

@@ -89,6 +89,7 @@ def train(
         train__precision=precision,
         train__compile=compile_blocks or None,
     )
+    merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.train.input import open_data, transforms
     from vitpar.train.run_folder import check_run_folder
 

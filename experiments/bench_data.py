@@ -5,8 +5,8 @@
 
 - loaders: images a second that one core reads, decodes, crops to 224 and batches: vitpar, webdataset with Pillow in
   torch's DataLoader, an image folder with the same. They take turns; a ratio is of the medians of rounds.
-- workers: images a second of all cores: vitpar's threads beside as many processes, also while the main thread computes
-  in Python all the time, as one does that hands work to a GPU.
+- workers: images a second of all cores: vitpar's threads beside as many processes, while the main thread waits, and
+  while it does one small operation of torch after another, as one that hands work to a GPU.
 - container: samples a second without decoding: vitpar's reads in shuffled order, webdataset's stream.
 - start: seconds to the first batch, memory of the process that decodes.
 - scale: an index of as many samples as ImageNet-1k and -21k have, without shards: seconds to open it and to have the
@@ -140,25 +140,33 @@ def loaders(folder: Path) -> tuple[Table, Any]:
 
 
 def workers(folder: Path) -> tuple[Table, Any]:
-    """Threads beside processes."""
+    """Threads beside processes, and what they leave to the main thread."""
     kinds = {"threads": threads, "processes": processes}
-    rates: dict[str, list[float]] = {f"{kind}{busy}": [] for busy in ("", ", main thread busy") for kind in kinds}
+    x = torch.randn(64, 64)
+    mains: dict[str, Callable[[], object]] = {"waits": lambda: time.sleep(0.01), "computes": lambda: torch.add(x, x)}
+    alone = {name: _rate(lambda main=main: bool([main()])) for name, main in mains.items()}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {name: {kind: [] for kind in kinds} for name in mains}
     for _ in range(ROUNDS):
-        for name, values in rates.items():
-            batches = kinds[name.partition(",")[0]](folder / "packed")
-            for _ in range(WARM_UP):
-                next(batches)
-            values.append(_rate_beside_python(batches) if "busy" in name else _rate(lambda b=batches: len(next(b))))
-            batches.close()
-    table = Table("", "images/s on all cores", "spread", box=box.MARKDOWN)
-    for name, values in rates.items():
-        table.add_row(name, f"{statistics.median(values):.0f}", f"{min(values):.0f} to {max(values):.0f}")
-    return table, rates
+        for name, main in mains.items():
+            for kind, loader in kinds.items():
+                batches = loader(folder / "packed")
+                for _ in range(WARM_UP):
+                    next(batches)
+                images, steps = _rates_beside(main, batches)
+                found[name][kind].append((images, steps / alone[name]))
+                batches.close()
+    table = Table("", "main thread", "images/s on all cores", "spread", "main thread's pace", box=box.MARKDOWN)
+    for name, by_kind in found.items():
+        for kind, values in by_kind.items():
+            rates, paces = zip(*values, strict=True)
+            spread = f"{min(rates):.0f} to {max(rates):.0f}"
+            table.add_row(kind, name, f"{statistics.median(rates):.0f}", spread, f"{statistics.median(paces):.2f}")
+    return table, found
 
 
-def _rate_beside_python(batches: Iterator[torch.Tensor]) -> float:
-    """How many images come in a second to a thread that waits for none of them."""
-    done, over = 0, threading.Event()
+def _rates_beside(main: Callable[[], object], batches: Iterator[torch.Tensor]) -> tuple[float, float]:
+    """How many images come in a second while `main` is called again and again, and how often that is in a second."""
+    done, calls, over = 0, 0, threading.Event()
 
     def take() -> None:
         nonlocal done
@@ -169,11 +177,12 @@ def _rate_beside_python(batches: Iterator[torch.Tensor]) -> float:
     begun = time.perf_counter()
     taking.start()
     while time.perf_counter() - begun < SECONDS:
-        sum(range(100))
+        main()
+        calls += 1
     seconds, images = time.perf_counter() - begun, done
     over.set()
     taking.join()
-    return images / seconds
+    return images / seconds, calls / seconds
 
 
 def _rate(work: Callable[[], int]) -> float:

@@ -2,8 +2,11 @@
 or hostile is taken for a checkpoint."""
 
 import json
+import resource
 import shutil
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,16 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ranks import RankPool
 from small_data import pack_small
-from vitpar.checkpoint import Checkpoint, Checkpoints, storage
+from vitpar.checkpoint import Checkpoint, Checkpoints, sharded_as, storage
+from vitpar.checkpoint.index import Index, read_index
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.strategy import parse
+from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Silent
 from vitpar.train.recipe import Recipe, read_recipe
 from vitpar.train.resume import find
@@ -89,8 +95,9 @@ def assembled(checkpoint: Path) -> dict[str, Tensor]:
     for name, stored in index["tensors"].items():
         whole = torch.full(stored["shape"], torch.nan, dtype=getattr(torch, stored["dtype"]))
         for part in stored["parts"]:
-            box = tuple(slice(o, o + s) for o, s in zip(part["offsets"], part["sizes"], strict=True))
-            with safe_open(checkpoint / part["file"], framework="pt") as file:
+            shard, offsets, sizes = part
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            with safe_open(checkpoint / index["shards"][shard], framework="pt") as file:
                 whole[box] = file.get_tensor(name)
         wholes[name] = whole
     return wholes
@@ -118,7 +125,7 @@ def written(device: torch.device, recipe: Recipe, run_dir: Path) -> tuple[list[s
     trainer = trainer_of(recipe, run_dir)
     trainer.total_steps = STEPS
     trainer.run()
-    return compared(trainer, trainer.checkpoints.path(STEPS))
+    return compared(trainer, trainer.saver.checkpoints.path(STEPS))
 
 
 def moved(device: torch.device, recipe: Recipe, run_dir: Path, checkpoint: Path) -> tuple[list[str], list[str]]:
@@ -221,19 +228,34 @@ def without_shard(path: Path) -> None:
     (path / "shard-00001-of-00001.safetensors").unlink()
 
 
-def outside(path: Path) -> None:
-    index = storage.read_index(path)
-    index.tensors["model.head.fc.bias"].parts[0].file = "../../../secret"
+def changed(path: Path, change: Callable[[Index], None]) -> None:
+    """Write the index anew, with a checksum that fits."""
+    index = read_index(path)
+    change(index)
     index.crc32 = index.checksum
     (path / "index.json").write_text(index.model_dump_json())
 
 
+def outside(path: Path) -> None:
+    changed(path, lambda index: index.shards.__setitem__(0, "../../../secret"))
+
+
+def hollow(path: Path) -> None:
+    changed(path, lambda index: index.tensors["model.head.fc.bias"].parts.clear())
+
+
+def beside(path: Path) -> None:
+    changed(path, lambda index: index.tensors["model.head.fc.bias"].parts.__setitem__(0, (0, (3,), (7,))))
+
+
+def stated(path: Path, text: str) -> None:
+    """Another state.json, with checksums that fit."""
+    (path / "state.json").write_text(text)
+    changed(path, lambda index: index.files.__setitem__("state.json", storage._synced(path / "state.json")))
+
+
 def nonsense(path: Path) -> None:
     (path / "index.json").write_text("[" * 10_000)
-
-
-def other_state(path: Path) -> None:
-    (path / "state.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +268,12 @@ def other_state(path: Path) -> None:
         (without_shard, "No such file"),
         (outside, "cannot be in it"),
         (nonsense, "cannot be read"),
-        (other_state, "state.json"),
+        (hollow, "do not make it up"),
+        (beside, "do not make it up"),
+        (lambda path: stated(path, "{}"), "state.json"),
+        (lambda path: stated(path, '{"step": NaN, "samples": 1, "data": ""}'), "state.json"),
+        (lambda path: stated(path, '{"step": -1, "samples": 1, "data": ""}'), "state.json"),
+        (lambda path: stated(path, "[" * 100_000), "state.json"),
     ],
 )
 def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
@@ -255,10 +282,10 @@ def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
     newest = run / "checkpoints" / f"step_{2 * STEPS}"
     warnings: list[str] = []
     found = find(run, warnings.append)
-    assert found and found.step == 2 * STEPS and not warnings
+    assert found and found.facts.step == 2 * STEPS and not warnings
     spoil(newest)
     found = find(run, warnings.append)
-    assert found and found.step == STEPS
+    assert found and found.facts.step == STEPS
     (warning,) = warnings
     assert str(newest) in warning and "an older checkpoint is used" in warning
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -271,17 +298,15 @@ def test_leftovers_of_a_killed_run_are_no_checkpoints(run: Path, data: Path) -> 
     (there / f"step_{2 * STEPS}").rename(there / f"step_{2 * STEPS}.partial")
     shutil.copytree(there / f"step_{STEPS}", there / "step_1.removed")
     found = find(run, pytest.fail)
-    assert found and found.step == STEPS
+    assert found and found.facts.step == STEPS
     train(CPU, recipe_of(data, "dp1"), run, resume=run)
     assert sorted(path.name for path in there.iterdir()) == [f"step_{STEPS}", f"step_{2 * STEPS}"]
 
 
 def test_a_run_without_checkpoints_begins(data: Path, tmp_path: Path, alone: None) -> None:
     recipe = recipe_of(data, "dp1", **{"checkpoint.every_steps": 0})
-    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run", allow_change=["train.seed"])
     assert not (tmp_path / "run" / "checkpoints").exists()
-    with pytest.raises(RecipeError, match="has no checkpoint, leave it out"):
-        train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run", allow_change=["train.seed"])
     train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 2 * STEPS + 1))
 
@@ -301,7 +326,16 @@ def test_which_checkpoints_are_kept(data: Path, tmp_path: Path, alone: None) -> 
 
 @pytest.mark.parametrize(
     ("every", "steps"),
-    [({}, [2, 3]), ({"every_samples": 50}, [2, 3]), ({"every_epochs": 2}, [3]), ({"every_epochs": 0}, [])],
+    [
+        ({}, [2, 3]),
+        ({"every_samples": 50}, [2, 3]),
+        ({"every_epochs": 2}, [3]),
+        ({"every_epochs": 0}, []),
+        ({"every_minutes": 1e-9}, [1, 2, 3]),
+        ({"every_minutes": 60}, [3]),
+        ({"every_minutes": 60, "first": True}, [1, 3]),
+        ({"every_minutes": 0}, []),
+    ],
 )
 def test_when_checkpoints_are_written(
     every: dict[str, Any], steps: list[int], data: Path, tmp_path: Path, alone: None
@@ -314,6 +348,76 @@ def test_when_checkpoints_are_written(
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == steps
 
 
+def test_the_best_is_kept(data: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([0.1, 0.5, 0.5, 0.3, 0.4, 0.2])
+
+    def rated(*args: Any) -> Evaluation:
+        return replace(evaluate(*args), top1=next(rates))
+
+    monkeypatch.setattr("vitpar.train.trainer.evaluate", rated)
+    best = {"checkpoint.every_steps": 4, "checkpoint.keep": 1, "checkpoint.keep_best": True, "train.eval_every": 1}
+    recipe = recipe_of(data, "dp1", **best)
+    trainer = trainer_of(recipe, tmp_path / "run")
+    trainer.total_steps = 4
+    trainer.run()
+    there = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert there.steps() == [2, 4]
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")  # what was best is still known
+    assert there.steps() == [2, 6]
+
+
+def test_newer_checkpoints_stay_until_there_is_one_of_the_new_course(run: Path, data: Path) -> None:
+    there = Checkpoints(run / "checkpoints")
+    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=there.path(STEPS))
+    assert there.steps() == [STEPS, 2 * STEPS]
+    trainer.saver.save(STEPS + 1, (STEPS + 1) * 24)
+    assert there.steps() == [STEPS, STEPS + 1]
+    trainer.run()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path, data: Path) -> None:
+    before = rows(run)
+    for path in (run / "checkpoints").iterdir():
+        cut(path)
+    with pytest.raises(CheckpointError, match=f"step_{STEPS}' is damaged"):
+        trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    assert rows(run) == before and len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_a_checkpoint_that_was_replaced_half_way_is_there(run: Path) -> None:
+    there = Checkpoints(run / "checkpoints")
+    there.path(STEPS).rename(storage.removed(there.path(STEPS)))
+    there.path(2 * STEPS).rename(storage.partial(there.path(STEPS)))
+    there.clear()
+    assert [path.name for path in there.folder.iterdir()] == [f"step_{STEPS}"]
+    assert Checkpoint.open(there.path(STEPS)).facts.step == 2 * STEPS
+
+
+def test_another_batch_size_needs_another_folder(run: Path, data: Path) -> None:
+    recipe = recipe_of(data, "dp1", **{"train.batch_size": 12, "train.steps": 14})
+    with pytest.raises(CheckpointError, match="name another folder with --run-dir"):
+        trainer_of(recipe, run, resume=run, allow_change=["train.batch_size", "train.steps"])
+
+
+def test_another_model_is_refused_without_advice(run: Path, data: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.width was 24 and is 48: change it back$"):
+        train(CPU, recipe_of(data, "dp1", **{"model.width": 48}), run, resume=run, allow_change=["model.width"])
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether a shard in a layout is still the shard."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    shard = torch.zeros_like(parameter.to_local())
+    laid = sharded_as(parameter, shard)
+    assert isinstance(laid, DTensor) and laid.shape == parameter.shape
+    return laid.to_local().data_ptr() == shard.data_ptr()
+
+
+def test_a_shard_in_a_layout_is_no_copy(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(shares_memory) == [True, True]
+
+
 # another training
 
 
@@ -324,6 +428,8 @@ def test_when_checkpoints_are_written(
         ({"train.ema_decay": None}, "train.ema_decay", "train.ema_decay was 0.9 and is not set"),
         ({"optimizer.lr": 0.1}, "optimizer.lr", "optimizer.lr was"),
         ({"train.batch_size": 12}, "train.batch_size", "train.batch_size was 24 and is 12"),
+        ({"optimizer.name": "lamb"}, "optimizer.name", "optimizer.name was adamw and is lamb"),
+        ({"optimizer.name": "muon"}, "optimizer.name", "optimizer.name was adamw and is muon"),
     ],
 )
 def test_another_training_needs_to_be_allowed(
@@ -338,8 +444,6 @@ def test_another_training_needs_to_be_allowed(
     first = rows(tmp_path / "other")[0]
     batch = changed.get("train.batch_size", 24)
     assert first["samples"] == 2 * STEPS * 24 + batch and first["step"] == 2 * STEPS * 24 // batch + 1
-    with pytest.raises(RecipeError, match="allows nothing"):
-        train(CPU, recipe, tmp_path / "third", resume=run, allow_change=[key, "train.steps", "model.name"])
 
 
 def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) -> None:
@@ -347,12 +451,7 @@ def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) ->
     shutil.copytree(data, other)  # the same data elsewhere
     train(CPU, recipe_of(other, "dp1"), tmp_path / "same", resume=run)
     found = Checkpoint.open(run / "checkpoints" / f"step_{STEPS}")
-    state = {**found.facts, "data": "another"}
-    (found.path / "state.json").write_text(json.dumps(state))
-    index = found.index
-    index.files["state.json"] = storage._synced(found.path / "state.json")
-    index.crc32 = index.checksum
-    (found.path / "index.json").write_text(index.model_dump_json())
+    stated(found.path, found.facts.model_copy(update={"data": "another"}).model_dump_json())
     with pytest.raises(CheckpointError, match="the training set is another"):
         train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path)
     train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path, allow_change=["data"])
@@ -362,23 +461,23 @@ def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) ->
 
 
 def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) -> str:
-    """What a training says whose rank `rank` has no room for its second checkpoint; on every rank."""
-    real = storage._written
-    if dist.get_rank() == rank:
+    """What a training says whose rank `rank` can write no large file after its first checkpoint; on every rank."""
+    trainer = trainer_of(recipe, run_dir)
+    save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def fails(path: Path, tensors: dict[str, Tensor]) -> storage.StoredFile:
-            if "step_3" in str(path):
-                return real(path, tensors)
-            path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
+    def saved(step: int, samples: int) -> float | None:
+        if step > STEPS and dist.get_rank() == rank:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        return save(step, samples)
 
-        storage._written = fails
+    trainer.saver.save = saved  # type: ignore[method-assign]
     try:
-        trainer_of(recipe, run_dir).run()
+        trainer.run()
     except CheckpointError as error:
         return str(error)
     finally:
-        storage._written = real
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return "trained"
 
 
@@ -388,6 +487,6 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 ) -> None:
     answers = ranks(2).run(full_disk, recipe_of(data, "fsdp2"), tmp_path / "run", rank)
     for answer in answers:
-        assert f"step_6' cannot be written (rank {rank}: No space left on device)" in answer
+        assert f"step_6' cannot be written (rank {rank}: " in answer and "File too large" in answer
     there = tmp_path / "run" / "checkpoints"
     assert [path.name for path in there.iterdir()] == ["step_3"]

@@ -4,7 +4,9 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +75,32 @@ def lines(folder: Path) -> int:
         return 0
 
 
-def processes_of(session: int) -> list[int]:
-    """The processes of a session that run."""
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started."""
+    pids: list[int] = []
+    for path in Path(f"/proc/{launcher}/task").glob("*/children"):
+        pids += [int(pid) for pid in path.read_text().split()]
+    return pids
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found += [pid] * (state != "Z")
     return found
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", ended: bool = False) -> None:
+    """Until `condition`, while `process` runs; or after it, if it has `ended`."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end and (ended or process.poll() is None), process.communicate()[1]
+        time.sleep(0.01)
 
 
 def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random) -> None:
@@ -92,21 +108,16 @@ def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Ra
     end by themselves."""
     begin = lines(place / "run")
     process = started(place, words)
-    end = time.monotonic() + 120
     # A resumed run first drops the lines of steps that it does again.
-    while lines(place / "run") < begin + after and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    assert process.poll() is None, process.communicate()[1]
-    there = processes_of(process.pid)
-    victims = there if whom == "all" else [draw.choice([pid for pid in there if pid != process.pid] or there)]
-    for victim in victims:
+    wait_for(lambda: lines(place / "run") >= begin + after, process)
+    there = ranks_of(process.pid)
+    for victim in [process.pid, *there] if whom == "all" else [draw.choice(there)]:
         os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0, errors
-    gone = time.monotonic() + 10
-    while processes_of(process.pid) and time.monotonic() < gone:
-        time.sleep(0.1)
-    assert processes_of(process.pid) == [], "processes are left"
+    if whom != "all":
+        assert "was killed by SIGKILL" in errors
+    wait_for(lambda: not alive(there), process, ended=True)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -129,6 +140,43 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
         if key in first:
             assert first[key]["loss"] == pytest.approx(row["loss"], rel=1e-4)
     assert not list((place / "run" / "checkpoints").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "number", "to"),
+    [
+        ("dp2", signal.SIGTERM, "launcher"),
+        ("dp2", signal.SIGUSR1, "a rank"),
+        pytest.param("dp2", signal.SIGINT, "launcher", marks=pytest.mark.slow),
+        pytest.param("dp1", signal.SIGTERM, "launcher", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signals, to: str, place: Path) -> None:
+    run_dir = place / f"asked-{mesh}-{number.name}-{to[0]}"
+    words = ["train", "--recipe", "recipe.toml", "--mesh", mesh, "--steps", "20000", "--run-dir", run_dir.name]
+    process = started(place, [*words, "--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"])
+    wait_for(lambda: lines(run_dir) > 5, process)
+    target = process.pid if to == "launcher" else max(ranks_of(process.pid))
+    os.kill(target, number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert saved.name == f"step_{max(step for _, step in rows(run_dir))}"
+    assert f"after step {saved.name[5:]}: vitpar train --resume {run_dir.name}" in " ".join((out + errors).split())
+
+
+def test_a_second_signal_ends_it_at_once(place: Path) -> None:
+    words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--steps", "20000", "--run-dir", "twice"]
+    process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every_steps=10000"])
+    wait_for(lambda: lines(place / "twice") > 0, process)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[0], signal.SIGSTOP)  # so that no step ends any more
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.3)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors.endswith("stopped by Ctrl-C\n")
+    wait_for(lambda: not alive(ranks), process, ended=True)
 
 
 def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:

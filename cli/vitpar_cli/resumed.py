@@ -9,7 +9,7 @@ from vitpar.errors import RecipeError
 @dataclass(frozen=True)
 class Resumed:
     """source: a run's folder or one of its checkpoints, None to begin. recipe: the file that the run goes on with, if
-    none is named. plan: the file of its plan, where the recipe's mesh was a file."""
+    none is named."""
 
     source: Path | None = None
     recipe: Path | None = None
@@ -32,6 +32,9 @@ class Resumed:
 
 def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
     """What ``--resume`` means. Raises RecipeError."""
+    from vitpar.checkpoint import Checkpoints
+    from vitpar.train.resume import checkpoints_of, is_checkpoint, run_of
+
     if resume is None or resume == "never":
         return Resumed()
     if resume == "auto":
@@ -45,5 +48,11 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
                 f"--resume '{resume}' is neither the folder of a run nor a checkpoint (recipe.toml is missing): name "
                 "one such as runs/… or runs/…/checkpoints/step_450"
             )
+        if not is_checkpoint(source) and not Checkpoints(checkpoints_of(source)).steps():
+            raise RecipeError(
+                f"--resume '{resume}' has no checkpoint to go on from: to begin, use --resume auto --run-dir {resume}"
+            )
+        if run_dir is None and run_of(source) is None:
+            raise RecipeError(f"--resume '{resume}' does not lie in a run: name the folder of a new one with --run-dir")
     recipe = source / "recipe.toml"
     return Resumed(source, recipe if recipe.is_file() else None)

@@ -91,6 +91,7 @@ def train(
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.train.input import open_data, transforms
+    from vitpar.train.resume import same_run
     from vitpar.train.run_folder import check_run_folder
 
     kind = choose_device(device)
@@ -98,11 +99,12 @@ def train(
     config = merged.config(train_set.num_classes)
     plan = merged.plan(config, lambda plan: resolve(plan, kind))
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
-    if run_dir is None or run_dir != went.run:
-        check_run_folder(run_dir)
+    goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)
+    check_run_folder(run_dir, goes_on)
 
     def work(device: "torch.device") -> int:
         from vitpar.train.events import Silent
+        from vitpar.train.stop_request import SAVED
         from vitpar.train.trainer import Trainer
         from vitpar_cli.progress import ConsoleReporter
 
@@ -120,6 +122,6 @@ def train(
         summary = trainer.run()
         if as_json and trainer.rank == 0:
             typer.echo(json.dumps(summary))
-        return 0
+        return SAVED if "stopped" in summary else 0
 
-    run_in_world(plan, kind, work)
+    run_in_world(plan, kind, work, saves=True)

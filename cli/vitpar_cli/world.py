@@ -65,8 +65,10 @@ def resolve(plan: Plan, device: Device) -> Plan:
     return plan
 
 
-def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int]) -> None:
+def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
     """Run `work` on every rank of `plan` and exit with its code (the same on all ranks).
+
+    saves: whether ranks that are asked to end save first, and so are waited for.
 
     Without a launcher and with more than one rank, this process starts the ranks, each running the same command line,
     and waits.
@@ -77,7 +79,8 @@ def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], in
     if world is None and plan.world_size > 1:
         # -P: no file of the folder we are in takes the place of a module.
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
-        raise typer.Exit(spawn(plan.world_size, argv, device=device, debug=bool(os.environ.get("VITPAR_DEBUG"))))
+        debug = bool(os.environ.get("VITPAR_DEBUG"))
+        raise typer.Exit(spawn(plan.world_size, argv, device=device, debug=debug, patient=saves))
     code = work(join(world or ALONE, device))
     leave()
     if code:

@@ -6,45 +6,92 @@ checkpoints/step_350.partial, step_250.removed       left by a run that was kill
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from vitpar.checkpoint.storage import INDEX, Index, damage, read_index, remove
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
+
+from vitpar.checkpoint.index import INDEX, Index, damage, read_index
+from vitpar.checkpoint.storage import remove
 from vitpar.errors import CheckpointError
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
+class Scale(BaseModel):
+    """Of a loss that is scaled."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    scale: PositiveFloat
+    good_steps: NonNegativeInt
+    hysteresis_left: NonNegativeInt
+
+
+class Best(BaseModel):
+    """The best evaluation so far."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    step: NonNegativeInt
+    top1: float
+
+
+class Facts(BaseModel):
+    """What a run knows besides its tensors. step: updates made. samples: of the training set, seen so far. data: the
+    fingerprint of the training set."""
+
+    model_config = ConfigDict(extra="forbid")
+    step: NonNegativeInt
+    samples: NonNegativeInt
+    data: str
+    loss_scale: Scale | None = None
+    best: Best | None = None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint. facts: the numbers and words of its state, as the run gave them."""
+    """One checkpoint."""
 
     path: Path
     index: Index
-    facts: dict[str, Any]
+    facts: Facts
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Raises CheckpointError where `path` is none."""
         index = read_index(path)
         try:
-            facts = json.loads((path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{STATE} of '{path}' cannot be read: {error}") from None
-        if not isinstance(facts, dict):
-            raise CheckpointError(f"{STATE} of '{path}' is no object: use another checkpoint")
+            facts = Facts.model_validate_json((path / STATE).read_bytes())
+        except (OSError, ValidationError) as error:
+            first = str(error).splitlines()[0]
+            raise CheckpointError(f"{STATE} of '{path}' cannot be read: {first}: use another checkpoint") from None
         return cls(path, index, facts)
 
-    @property
-    def step(self) -> int:
-        """Updates that were made before it."""
-        return int(self.facts["step"])
+    @classmethod
+    def open_whole(cls, path: Path) -> Checkpoint:
+        """The checkpoint, with files as they were written; all ranks of the world look at a part of them. Collective.
+
+        Raises CheckpointError on all of them.
+        """
+        found, wrong = None, None
+        try:
+            found = cls.open(path)
+            wrong = found.damage(dist.get_rank(), dist.get_world_size())
+            wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
+        except CheckpointError as error:
+            wrong = str(error)
+        everyone: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, wrong)
+        for wrong in everyone:
+            if wrong:
+                raise CheckpointError(wrong)
+        assert found is not None
+        return found
 
     def damage(self, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with its files, None if nothing is; of `parts` that look at some of them each, for `part`."""
@@ -68,11 +115,16 @@ class Checkpoints:
         return sorted(int(name[1]) for name in names if name and (self.folder / name[0] / INDEX).exists())
 
     def clear(self) -> None:
-        """Remove what killed runs left."""
+        """Remove what killed runs left; one that was written in full, but has not got its name, gets it."""
+        for path in self.folder.glob("step_*.partial"):
+            whole = path.with_suffix("")
+            if (path / INDEX).exists() and not whole.exists():
+                path.rename(whole)
         for path in [*self.folder.glob("step_*.partial"), *self.folder.glob("step_*.removed")]:
             shutil.rmtree(path, ignore_errors=True)
 
     def keep(self, steps: Iterable[int]) -> None:
-        """Remove all but these."""
+        """Remove all but these. What cannot be removed is left for the next time."""
         for step in set(self.steps()) - set(steps):
-            remove(self.path(step))
+            with suppress(OSError):
+                remove(self.path(step))

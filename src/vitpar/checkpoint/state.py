@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from vitpar.checkpoint.storage import Index, Reader, Writer, partial, read_index
+from vitpar.checkpoint.index import Index, read_index
+from vitpar.checkpoint.storage import Reader, Writer, partial
 from vitpar.errors import CheckpointError
 
 
@@ -21,8 +22,8 @@ def sharded_as(parameter: Tensor, shard: Tensor) -> Tensor:
     """The tensor whose part on this rank is `shard`, in the layout of `parameter`, sharing its memory."""
     if not isinstance(parameter, DTensor):
         return shard
-    layout = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(shard, *layout, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    # Not DTensor.from_local: that copies an offloaded shard to the mesh's device.
+    return DTensor(shard, parameter._spec, requires_grad=False)
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> int:
@@ -38,11 +39,11 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str
     try:
         dcp.save(here, storage_writer=writer, planner=planner)
     except dcp.api.CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         if dist.get_rank() == 0:
             shutil.rmtree(partial(folder), ignore_errors=True)
         if not isinstance(cause, OSError):
-            raise
+            raise cause from None
         raise CheckpointError(
             f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause.strerror or cause}): make room or name "
             "another place with --run-dir"

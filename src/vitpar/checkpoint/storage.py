@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -39,80 +38,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, crc32, first_line
 from vitpar.errors import CheckpointError
-
-INDEX = "index.json"
-_CHUNK = 1 << 24
-
-
-class Part(BaseModel):
-    """A box of a tensor: where it begins, its shape, and the file that has it under the tensor's name."""
-
-    model_config = ConfigDict(extra="forbid")
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-
-
-class StoredTensor(BaseModel):
-    """dtype: as torch names it."""
-
-    model_config = ConfigDict(extra="forbid")
-    dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
-    shape: tuple[int, ...]
-    parts: list[Part]
-
-
-class StoredFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    bytes: int
-    crc32: int
-
-
-class Index(BaseModel):
-    """What is in a folder. files: those of tensors and those of text, by name. crc32: of all the rest."""
-
-    model_config = ConfigDict(extra="forbid")
-    version: Literal[1] = 1
-    tensors: dict[str, StoredTensor]
-    files: dict[str, StoredFile]
-    crc32: int = 0
-
-    @property
-    def checksum(self) -> int:
-        return zlib.crc32(self.model_dump_json(exclude={"crc32"}).encode())
-
-
-def read_index(folder: Path) -> Index:
-    """Raises CheckpointError where there is none, or one that names files outside the folder or says nonsense."""
-    try:
-        index = Index.model_validate_json((folder / INDEX).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"'{folder}' is no checkpoint ({INDEX} is missing): name a folder that has it") from None
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{INDEX} of '{folder}' cannot be read: {_first_line(error)}") from None
-    if index.crc32 != index.checksum:
-        raise CheckpointError(f"{INDEX} of '{folder}' is not what was written: use another checkpoint")
-    for name in {*index.files, *(part.file for tensor in index.tensors.values() for part in tensor.parts)}:
-        if Path(name).name != name or name not in index.files:
-            raise CheckpointError(
-                f"{INDEX} of '{folder}' names the file '{name}', which cannot be in it: do not use it"
-            )
-    return index
-
-
-def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
-    """The first of `files` that is not as it was written, with what is wrong; None where all are."""
-    for name, known in files.items():
-        try:
-            size = (folder / name).stat().st_size
-            if size != known.bytes:
-                return f"{name} has {size:,} bytes where {known.bytes:,} were written"
-            if _crc32(folder / name) != known.crc32:
-                return f"{name} is not what was written"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-    return None
 
 
 class Writer(StorageWriter):
@@ -167,11 +94,13 @@ class Writer(StorageWriter):
         for result in (result for rank in results for result in rank):
             name, stored = result.storage_data
             held[result.index], files[name] = name, stored
+        shards = sorted(files)
+        numbers = {name: number for number, name in enumerate(shards)}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             parts = [
-                Part(offsets=chunk.offsets, sizes=chunk.sizes, file=held[MetadataIndex(name, chunk.offsets)])
+                (numbers[held[MetadataIndex(name, chunk.offsets)]], tuple(chunk.offsets), tuple(chunk.sizes))
                 for chunk in tensor.chunks
             ]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
@@ -179,15 +108,19 @@ class Writer(StorageWriter):
         for name, text in self._texts.items():
             (self._partial / name).write_text(text, encoding="utf-8")
             files[name] = _synced(self._partial / name)
-        index = Index(tensors=tensors, files=files)
+        index = Index(shards=shards, tensors=tensors, files=files)
         index.crc32 = index.checksum
         (self._partial / INDEX).write_text(index.model_dump_json(), encoding="utf-8")
         _synced(self._partial / INDEX)
         _sync_folder(self._partial)
+        gone = removed(self._folder)
+        shutil.rmtree(gone, ignore_errors=True)
         if self._folder.exists():
-            remove(self._folder)
+            os.replace(self._folder, gone)
         os.replace(self._partial, self._folder)
         _sync_folder(self._folder.parent)
+        shutil.rmtree(gone, ignore_errors=True)
+        metadata.state_dict_metadata.clear()  # DCP would send it to all ranks, which do not need it
 
 
 class Reader(StorageReader):
@@ -206,13 +139,13 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors, held = {}, dict[MetadataIndex, str]()
         for name, stored in self._index.tensors.items():
-            parts = [(torch.Size(part.offsets), torch.Size(part.sizes), part.file) for part in stored.parts]
+            parts = [(torch.Size(offsets), torch.Size(sizes), shard) for shard, offsets, sizes in stored.parts]
             tensors[name] = TensorStorageMetadata(
                 TensorProperties(getattr(torch, stored.dtype)),
                 torch.Size(stored.shape),
                 [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in parts],
             )
-            held |= {MetadataIndex(name, offsets): file for offsets, _, file in parts}
+            held |= {MetadataIndex(name, offsets): self._index.shards[shard] for offsets, _, shard in parts}
         return Metadata(tensors, storage_data=held)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +172,7 @@ class Reader(StorageReader):
                         target.copy_(stored[box] if box else file.get_tensor(item.storage_index.fqn))
                         planner.commit_tensor(item, target)
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"'{self._folder / name}' cannot be read: {_first_line(error)}") from None
+                raise CheckpointError(f"'{self._folder / name}' cannot be read: {first_line(error)}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -250,17 +183,26 @@ def partial(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
+def removed(folder: Path) -> Path:
+    """The name of `folder` while it is removed."""
+    return folder.with_name(folder.name + ".removed")
+
+
 def remove(folder: Path) -> None:
     """Remove a checkpoint, which at no time looks whole while parts of it are gone."""
-    gone = folder.with_name(folder.name + ".removed")
+    gone = removed(folder)
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def _written(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
-    save_file(tensors, path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # what it makes of a full disk, too
+        raise OSError(first_line(error)) from None
+    with suppress(OSError):  # some mounts have no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it
     return _synced(path)
 
 
@@ -268,24 +210,13 @@ def _synced(path: Path) -> StoredFile:
     """What `path` holds, once it is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return StoredFile(bytes=path.stat().st_size, crc32=_crc32(path))
+    return StoredFile(bytes=path.stat().st_size, crc32=crc32(path))
 
 
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with suppress(OSError):  # some mounts cannot
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -35,6 +35,7 @@ POLL = 0.02  # seconds between two looks at the workers
 CONFIRM = 0.1  # seconds after a failure in which an earlier one may still come to light
 SETTLE = 1.0  # the same, as long as all we know are symptoms: peers that lost a connection, exit codes without a report
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TAIL = 20  # lines of a dead rank's log to show
 
 
@@ -76,16 +77,19 @@ def spawn(
     device: Literal["cpu", "cuda"],
     env: Mapping[str, str] | None = None,
     debug: bool = False,
+    patient: bool = False,
 ) -> int:
     """Runs `python <argv>` as `num_workers` ranks on this machine, and returns the exit code once all have ended.
 
     argv: what follows the interpreter, for example `["-m", "package.module", "train"]`. env: variables to add to ours.
     The program has to enter its `main` through `reporting()` and to `join` the world it finds.
     0 = all went well; 2 = a UserError in a rank, shown as one sentence (debug: after its traceback); 1 = a rank crashed
-    or was killed; 130 and 143 = stopped by Ctrl-C and SIGTERM; else the exit code of the rank that ended with one.
+    or was killed; 130, 143 and 138 = stopped by Ctrl-C, SIGTERM and SIGUSR1; else the exit code of the rank that ended
+    with one. patient: at the first such signal the ranks are asked to end with SIGTERM, and waited for; at a second one
+    they are ended.
     Raises LaunchError when this machine cannot hold the ranks.
     """
-    outcome = run_world(num_workers, argv, device=device, env=env, debug=debug)
+    outcome = run_world(num_workers, argv, device=device, env=env, debug=debug, patient=patient)
     if outcome.message:
         if sys.stdout.isatty():
             print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
@@ -100,6 +104,7 @@ def run_world(
     device: Literal["cpu", "cuda"],
     env: Mapping[str, str] | None = None,
     debug: bool = False,
+    patient: bool = False,
 ) -> Outcome:
     """As `spawn`, but returns the message instead of printing it."""
     _check_room(num_workers, device)
@@ -116,7 +121,7 @@ def run_world(
                 timeout=timedelta(minutes=10),
                 master_listen_fd=listener.detach(),
             )
-            outcome = _supervise(workers, stop, debug)
+            outcome = _supervise(workers, stop, debug, patient)
         del store  # only now: without it the workers would fail too, noisily
     return outcome
 
@@ -210,6 +215,11 @@ class _Workers:
                 found.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
         return found
 
+    def ask(self) -> None:
+        """Asks the ranks to end."""
+        for process in self.processes:
+            process.terminate()
+
     def end(self) -> None:
         """Ends all workers and their children: first politely, after GRACE seconds by force."""
         self._signal(signal.SIGTERM)
@@ -231,13 +241,15 @@ class _Workers:
 
 
 class _StopSignals:
-    """While the block runs, Ctrl-C and SIGTERM are noted in `received` instead of ending this process."""
+    """While the block runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of ending this process: the first in
+    `received`, whether more came in `again`."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.again = False
 
     def __enter__(self) -> _StopSignals:
-        self.former = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.former = {number: signal.signal(number, self._note) for number in _STOPPING}
         return self
 
     def __exit__(
@@ -247,23 +259,31 @@ class _StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self.again = self.received is not None
         self.received = self.received or signal.Signals(number)
 
 
-def _supervise(workers: _Workers, stop: _StopSignals, debug: bool) -> Outcome:
+def _supervise(workers: _Workers, stop: _StopSignals, debug: bool, patient: bool) -> Outcome:
     """Waits until all workers are done, one has failed or the user wants to stop. Workers may still run on return."""
     noticed: float | None = None
-    while stop.received is None:
+    asked = False
+    while not (stop.again if patient else stop.received):
+        if stop.received and not asked:
+            workers.ask()
+            asked = True
         running = workers.running()  # before the failures: once nobody runs, they are all there
         failures = sorted(workers.failures(), key=lambda failure: failure.order)
         if failures:
             noticed = noticed or time.monotonic()
             certain = not failures[0].is_symptom and (failures[0].report or (failures[0].code or 0) < 0)
             if not running or time.monotonic() - noticed > (CONFIRM if certain else SETTLE):
+                if asked and failures[0].code == -signal.SIGTERM:  # as we wanted it
+                    break
                 return _explain(failures, workers, debug)
         elif not running:
             return Outcome(0)
         time.sleep(POLL)
+    assert stop.received is not None
     name = "Ctrl-C" if stop.received == signal.SIGINT else stop.received.name
     return Outcome(128 + stop.received, f"stopped by {name}")
 

@@ -22,6 +22,11 @@ class EMA:
         self.average = {name: shard.clone() for name, shard in self._shards.items()}
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin with the parameters as they are."""
+        torch._foreach_copy_(list(self.average.values()), list(self._shards.values()))
+
+    @torch.no_grad()
     def update(self) -> None:
         """Take the present parameters into the average."""
         torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self._decay)

@@ -8,16 +8,16 @@ SHARE = 0.15  # of the time, above which it is worth a word
 
 
 class InputWatch:
-    """workers: decoding threads of a rank. cores: how many a rank has."""
+    """workers: decoding threads of a rank. cores: how many a rank has. first: the first step."""
 
-    def __init__(self, workers: int, cores: int) -> None:
-        self._workers, self._cores = workers, cores
+    def __init__(self, workers: int, cores: int, first: int = 1) -> None:
+        self._workers, self._cores, self._first = workers, cores, first
         self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
 
     def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
         """What to tell the user after these rows of metrics.jsonl; once in a run."""
         for row in rows:
-            if row["step"] > 1:
+            if row["step"] > self._first:
                 self._steps, self._waited = self._steps + 1, self._waited + row["data_ms"]
                 self._taken += row["step_ms"]
         if self._said or self._steps < STEPS or self._waited < SHARE * self._taken:

@@ -82,20 +82,20 @@ class StepLog:
             self._step_done.record()
         self._waiting = time.perf_counter()
 
-    def flush(self) -> list[dict[str, Any]]:
-        """The rows since the last flush, with the losses of the global batches. Collective.
+    def flush(self, *mine: float) -> tuple[list[dict[str, Any]], list[float]]:
+        """The rows since the last flush, with the losses of the global batches; and of each of `mine` the largest that
+        any rank has. Collective, after one step at least.
 
         Of a skipped step, a loss or norm that is not finite is None.
         """
-        if not self._pending:
-            return []
         losses = torch.stack([step.loss for step in self._pending]).double() / self._model.sample_replicas
         if dist.get_world_size() > 1:
             dist.all_reduce(losses)
-        waits = torch.tensor([step.data_seconds for step in self._pending], device=losses.device)
+        waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(waits, dist.ReduceOp.MAX)  # who waits longest is waited for
         norms = torch.stack([step.norm for step in self._pending]).tolist()
+        told: list[float] = waits.tolist()
         totals = losses.tolist()  # waits for the device, so the clock below is honest
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
@@ -119,10 +119,10 @@ class StepLog:
                 "memory_bytes": memory_bytes(self._model.device),
                 **step.scaling,
             }
-            for step, loss, norm, wait in zip(self._pending, totals, norms, waits.tolist(), strict=True)
+            for step, loss, norm, wait in zip(self._pending, totals, norms, told[len(mine) :], strict=True)
         ]
         self._pending.clear()
-        return rows
+        return rows, told[: len(mine)]
 
     @property
     def mean_rate(self) -> float | None:

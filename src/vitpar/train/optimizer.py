@@ -83,6 +83,10 @@ class ShardedOptimizer:
             shard.grad = torch.zeros_like(shard)
         self._update(lr=0.0)
 
+    def forget(self) -> None:
+        """As before the first step."""
+        self.torch_optimizer.state.clear()
+
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`, then forget the gradients. Collective for LAMB, LARS and Muon."""
         for parameter, shard in self._pairs.values():

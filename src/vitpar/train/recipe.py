@@ -156,7 +156,7 @@ _ALTERNATIVES = (
     ("train", "epochs", "steps"),
     ("lr_schedule", "warmup_epochs", "warmup_steps"),
     ("parallel", "microbatches", "microbatch_size"),
-    ("checkpoint", "every_steps", "every_epochs", "every_samples"),
+    ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
 )
 _SIZES = ("image_size", "patch_size", "width", "depth", "heads", "hidden")
 DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")

@@ -174,28 +174,42 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     """When the state of the run is saved, and how many such checkpoints are kept.
 
-    every_steps, every_epochs, every_samples: one of them, 0 for never (None at all: every epoch). keep: the newest so
-    many (0: all). keep_every_steps: besides them, those of a step that is a multiple.
+    every_steps, every_epochs, every_samples, every_minutes: one of them, 0 for never (None at all: every epoch). first:
+    also after step 1, so that what is wrong with the place shows early. keep: the newest so many (0: all).
+    keep_every_steps: besides them, those of a step that is a multiple. keep_best: besides them, the one of the
+    evaluation with the best top-1, which is then saved wherever it is.
     """
 
     every_steps: int | None = Field(None, ge=0)
     every_epochs: float | None = Field(None, ge=0)
     every_samples: int | None = Field(None, ge=0)
+    every_minutes: float | None = Field(None, ge=0)
+    first: bool = False
     keep: int = Field(2, ge=0)
     keep_every_steps: int | None = Field(None, ge=1)
+    keep_best: bool = False
 
     def interval(self, samples: int, batch_size: int) -> int:
-        """Steps between checkpoints, for a training set of `samples`; 0 for no checkpoints."""
+        """Steps between checkpoints, for a training set of `samples`; 0 for none that are due by their step."""
         if self.every_steps is not None:
             return self.every_steps
+        if self.every_minutes is not None:
+            return 0
         epochs = 1.0 if self.every_epochs is None else self.every_epochs
         images = epochs * samples if self.every_samples is None else self.every_samples
         return max(1, round(images / batch_size)) if images else 0
 
-    def kept(self, steps: Sequence[int]) -> set[int]:
-        """Of the checkpoints that there are, oldest first, those to keep."""
+    @property
+    def never(self) -> bool:
+        """Whether no checkpoints are wanted."""
+        ways = (self.every_steps, self.every_epochs, self.every_samples, self.every_minutes)
+        return 0 in ways and not self.keep_best and not self.first
+
+    def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
+        """Of the checkpoints that there are, oldest first, those to keep. best: the step of the best evaluation."""
+        steps = [step for step in steps if step != best]
         multiples = {step for step in steps if self.keep_every_steps and step % self.keep_every_steps == 0}
-        return multiples | set(steps[-self.keep :])
+        return multiples | set(steps[-self.keep :]) | ({best} if best is not None else set())
 
 
 class ParallelSection(Section):

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
-from vitpar.errors import CheckpointError, RecipeError
+from vitpar.checkpoint.index import INDEX
+from vitpar.errors import CheckpointError
 from vitpar.train.recipe import Recipe, read_recipe
 from vitpar.train.training_state import RECIPE
 
@@ -19,76 +20,79 @@ FREE = (
     *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…"),
 )
 """Settings that do not change what is trained (data are compared by what they hold), ``section.…`` for all of one."""
+_CHECKPOINTS = "checkpoints"
 DATA = "data"
 """Stands for the training set itself where changes are allowed by name."""
 
 
 def checkpoints_of(run: Path) -> Path:
     """Where the checkpoints of the run in folder `run` are."""
-    return run / "checkpoints"
+    return run / _CHECKPOINTS
 
 
-def run_of(path: Path) -> Path:
-    """The run that `path` belongs to: its folder, or one of its checkpoints."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is meant as a checkpoint, whole or not, and not as a run."""
+    return (path / INDEX).exists() or path.parent.name == _CHECKPOINTS
+
+
+def run_of(path: Path) -> Path | None:
+    """The folder of the run that `path` is or belongs to; None for a checkpoint that lies elsewhere."""
+    if not is_checkpoint(path):
+        return path
+    parent = path.parent if path.parent.name == _CHECKPOINTS else path.resolve().parent
+    return parent.parent if parent.name == _CHECKPOINTS else None
+
+
+def same_run(run: Path, path: Path) -> bool:
+    """Whether `path` is, or belongs to, the run in `run`."""
+    other = run_of(path)
+    return other is not None and run.resolve() == other.resolve()
 
 
 def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint `path`, or the newest whole one of the run in it, None where it has none. Collective.
 
-    warn: told, on rank 0, of each that is damaged. Raises CheckpointError where the one that was named is.
+    warn: told, on rank 0, of each that is damaged. Raises CheckpointError where the one that was named is, or all are.
     """
-    if path.parent.name == "checkpoints":
-        found = _opened(path)
-        if isinstance(found, str):
-            raise CheckpointError(found)
-        return found
+    if is_checkpoint(path):
+        return Checkpoint.open_whole(path)
     there = Checkpoints(checkpoints_of(path))
     steps = [there.steps() if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(steps, 0)
     for step in reversed(steps[0]):
-        found = _opened(there.path(step))
-        if not isinstance(found, str):
-            return found
-        if dist.get_rank() == 0:
-            warn(f"{found}: an older checkpoint is used")
+        try:
+            return Checkpoint.open_whole(there.path(step))
+        except CheckpointError as error:
+            if step == steps[0][0]:
+                raise
+            if dist.get_rank() == 0:
+                warn(f"{error}: an older checkpoint is used")
     return None
 
 
-def _opened(path: Path) -> Checkpoint | str:
-    """A whole checkpoint, or what is wrong with it; the same on all ranks, which share the reading."""
-    found, wrong = None, None
-    try:
-        found = Checkpoint.open(path)
-        wrong = found.damage(dist.get_rank(), dist.get_world_size())
-        wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
-    except CheckpointError as error:
-        wrong = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wrong)
-    first = next((wrong for wrong in everyone if wrong), None)
-    assert first is not None or found is not None
-    return first or found  # type: ignore[return-value]
+def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, allowed: Collection[str]) -> set[str]:
+    """The settings, and perhaps `data`, in which `recipe` trains otherwise than `checkpoint` was trained.
 
-
-def refuse_other(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, allowed: Collection[str]) -> None:
-    """Raise CheckpointError where going on from `checkpoint` with `recipe` would be another training.
-
-    fingerprint: of the training set. allowed: keys of settings that may differ, and `data`.
+    fingerprint: of the training set. Raises CheckpointError for any that is not in `allowed`.
     """
     changed = changes(read_recipe(checkpoint.path / RECIPE), recipe)
-    if checkpoint.facts["data"] != fingerprint:
+    if checkpoint.facts.data != fingerprint:
         changed[DATA] = "the training set is another"
-    for key in allowed:
-        if key not in changed:
-            raise RecipeError(f"--allow-change {key} allows nothing, since it did not change: leave it out")
-    refused = {key: words for key, words in changed.items() if key not in allowed}
+    # Another optimizer brings its own settings.
+    free = {*allowed, *(key for key in changed if key.startswith("optimizer.") and "optimizer.name" in allowed)}
+    refused = {key: words for key, words in changed.items() if key not in free or _is_shape(key)}
     if refused:
         keys = " ".join(f"--allow-change {key}" for key in refused)
+        instead = "" if any(map(_is_shape, refused)) else f", or go on with {keys}"
         raise CheckpointError(
-            f"'{checkpoint.path}' is of another training: {'; '.join(refused.values())}: change it back, or go on with "
-            f"{keys}"
+            f"'{checkpoint.path}' is of another training: {'; '.join(refused.values())}: change it back{instead}"
         )
+    return set(changed)
+
+
+def _is_shape(key: str) -> bool:
+    """Whether a setting says which parameters there are: with others there is nothing to go on from."""
+    return key.startswith("model.") and key not in ("model.dropout", "model.drop_path", "model.name")
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:

@@ -9,9 +9,11 @@ runs/<date>-<model>-<strategy>/
 """
 
 import fcntl
+import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -31,9 +33,11 @@ RUNS = Path("runs")
 """Where runs go whose folder is not named."""
 
 
-def check_run_folder(path: Path | None) -> None:
-    """Refuse a folder that another run used or that cannot be made. None: the default place. Raises RecipeError."""
-    if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+def check_run_folder(path: Path | None, goes_on: bool = False) -> None:
+    """Refuse a folder that another run used or that cannot be made. None: the default place. goes_on: a run may be in
+    it, but nothing else. Raises RecipeError."""
+    used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if path is not None and used and not (goes_on and (path / "log.txt").is_file()):
         raise RecipeError(
             f"the run folder '{path}' exists and is not empty: name another one with --run-dir, or remove it"
         )
@@ -50,29 +54,37 @@ def check_run_folder(path: Path | None) -> None:
 class RunFolder:
     """Writes the files of one run; only the rank that owns it (rank 0) has one.
 
-    after: the step after which a run goes on that began earlier, None for a new one. What it did after that step is
-    dropped from metrics.jsonl, since it does that again. Raises RecipeError where another process writes to the folder.
+    path: None for a new one under `RUNS`. goes_on: whether its run began earlier. Raises RecipeError where another
+    process writes to the folder.
     """
 
-    def __init__(
-        self, path: Path | None, recipe: Recipe, plan: Plan, command: Sequence[str], after: int | None = None
-    ) -> None:
-        if after is None:
-            check_run_folder(path)
+    def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, goes_on: bool = False) -> None:
+        check_run_folder(path, goes_on)
         self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
         self.path.mkdir(parents=True, exist_ok=True)
         self._log = (self.path / "log.txt").open("a")
         try:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise RecipeError(f"the run in '{self.path}' is still going on: wait for it, or end it") from None
+        except OSError:  # a mount without locks
+            pass
+
+    def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int) -> None:
+        """What is to be trained now. after: the step after which a run goes on that began earlier; what it did after
+        that is dropped from metrics.jsonl, since it does that again."""
         write_text(self.path / "recipe.toml", recipe.to_toml())
         write_plan(self.path / "plan.json", plan)
         write_text(self.path / "env.json", json.dumps(_environment(command), indent=1))
         metrics = self.path / "metrics.jsonl"
-        if after is not None and metrics.exists():
+        if metrics.exists():
             write_text(metrics, "".join(_rows_until(metrics, after)))
         self._metrics = metrics.open("a")
+
+    def discard(self) -> None:
+        """Remove the folder of a run that did not begin."""
+        self._log.close()
+        shutil.rmtree(self.path)
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl."""
@@ -93,17 +105,20 @@ class RunFolder:
 def _rows_until(metrics: Path, step: int) -> Iterator[str]:
     """Lines of `metrics` up to that of `step`. What was being written when the run was killed is no JSON."""
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        with suppress(ValueError):
+        with suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
-                yield line
+                yield line.rstrip("\n") + "\n"
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    """``parent/name``, with a number behind it if that exists."""
-    path, number = parent / name, 2
-    while path.exists():
-        path, number = parent / f"{name}-{number}", number + 1
-    return path
+    """Make ``parent/name``, with a number behind it if that exists."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("there is no last number")
 
 
 def _short(plan: Plan) -> str:

@@ -1,6 +1,10 @@
 """What a rank keeps for every element of its parameters, besides activations."""
 
-from vitpar.parallel import PRECISIONS
+import torch
+import torch.distributed as dist
+
+from vitpar.parallel import PRECISIONS, ParallelModel
+from vitpar.train.optimizer import local
 from vitpar.train.recipe import Recipe
 
 
@@ -10,6 +14,18 @@ def state_bytes(recipe: Recipe) -> int:
     Muon keeps less for some elements than for others: this is what it keeps at most.
     """
     return (2 + moments(recipe)) * PRECISIONS[recipe.train.precision].parameters.itemsize
+
+
+def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
+    """Parameters of the whole model, and the bytes that the fullest rank keeps for its share (`state_bytes`)."""
+    named = [p for _, p in model.named_parameters()]
+    whole = torch.tensor(
+        [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
+    )
+    fullest = torch.tensor([float(sum(local(p).numel() for p in named))], dtype=torch.float64, device=model.device)
+    dist.all_reduce(whole)
+    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    return round(whole.item()), int(fullest.item()) * state_bytes(recipe)
 
 
 def moments(recipe: Recipe) -> int:

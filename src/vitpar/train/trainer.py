@@ -1,21 +1,21 @@
 """The training loop: the same for every plan."""
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
+from signal import Signals
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.checkpoint import Checkpoint, Checkpoints, save_tensors
+from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
-from vitpar.errors import RecipeError
-from vitpar.parallel import ParallelModel, parallelize
+from vitpar.errors import CheckpointError, RecipeError
+from vitpar.parallel import parallelize
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.ema import EMA
@@ -28,13 +28,18 @@ from vitpar.train.log_file import Logged
 from vitpar.train.loss_scale import LossScaler
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
-from vitpar.train.optimizer import ShardedOptimizer, local
+from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.recipe import Recipe
-from vitpar.train.resume import checkpoints_of, find, refuse_other, run_of
+from vitpar.train.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.train.run_folder import RunFolder
-from vitpar.train.state import state_bytes
-from vitpar.train.training_state import TrainingState
+from vitpar.train.saver import Saver
+from vitpar.train.state import state_size
+from vitpar.train.stop_request import StopRequest
+from vitpar.train.training_state import TrainingState, texts
 from vitpar.train.weights import save_weights
+
+LOOK_S = 5.0
+"""Seconds in which ranks ask each other whether to go on, where steps are not longer."""
 
 
 class Trainer:
@@ -83,48 +88,66 @@ class Trainer:
             recipe.optimizer.lr, self.total_steps, recipe.warmup_steps(len(self.train_set)), recipe.lr_schedule.min_lr
         )
         self.input = Input(recipe, self.model)
-        self.watch = InputWatch(recipe.data.workers, torch.get_num_threads())
         self.rank = dist.get_rank()
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
         self.done, self.samples = 0, 0
-        found = self._resumed(resume, allow_change, reporter) if resume else None
-        goes_on = resume is not None and run_dir == run_of(resume)
-        after = self.done if goes_on else None
-        self.folder = RunFolder(run_dir, recipe, plan, command, after) if self.rank == 0 else None
+        goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
+        self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
         self.reporter = Logged(self.folder, reporter) if self.folder else reporter
         path = [self.folder.path if self.folder else None]
         dist.broadcast_object_list(path, 0)
         assert path[0] is not None
         self.path = path[0]
-        self.checkpoints = Checkpoints(checkpoints_of(self.path))
+        self.saver = Saver(
+            Checkpoints(checkpoints_of(self.path)),
+            self.state,
+            recipe.checkpoint,
+            interval=recipe.checkpoint.interval(len(self.train_set), train.batch_size),
+            last=self.total_steps,
+            texts=self._texts,
+        )
         if self.folder:
-            self.checkpoints.clear()
-            if goes_on and found:  # what came after it is another course of the training
-                self.checkpoints.keep(step for step in self.checkpoints.steps() if step <= found.step)
-            if found:
-                self.reporter.note(f"going on from {found.path}: {count(self.done, 'step')} done")
+            self.saver.checkpoints.clear()
+        try:
+            if resume and (found := find(resume, self.reporter.note)):
+                self._go_on(found, allow_change, goes_on)
+        except CheckpointError:
+            if self.folder and not goes_on:
+                self.folder.discard()
+            raise
+        if self.folder:
+            self.folder.begin(recipe, plan, command, self.done)
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank)."""
+        """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank).
+
+        At SIGTERM, SIGUSR1 or Ctrl-C to any rank all write a checkpoint and end; the summary then says `stopped`.
+        """
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
+        self.watch = InputWatch(self.recipe.data.workers, torch.get_num_threads(), first=self.done + 1)
         log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()
-        interval = self.recipe.checkpoint.interval(len(self.train_set), train.batch_size)
         loader = self.input.train_batches(self.train_set, start=self.samples)
-        with closing(iter(loader)) as batches:
-            first = self.done + 1
+        with StopRequest() as stop, closing(iter(loader)) as batches:
+            first = look_at = self.done + 1
+            pace = 0.0
             for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
                 log.data_ready()
                 log.add(number, batch, *self.step(number, batch))
                 due = number == self.total_steps or number % eval_every == 0
                 stuck = self.scaler and self.scaler.exhausted
                 self.done, self.samples = number, batch.samples
-                save = interval and (number % interval == 0 or number == self.total_steps)
-                if due or stuck or save or number % train.log_every == 0 or number == first:
-                    self._record(log.flush())
+                save, stopped = self.saver.due(number), False
+                logged = due or stuck or save or number % train.log_every == 0 or number == first
+                if logged or number >= look_at:
+                    rows, told = log.flush(stop.asked is not None, pace, self.saver.minutes)
+                    stopped, save = bool(told[0]), save or self.saver.late(told[2])
+                    pace, slowest = rows[-1]["step_ms"] / 1e3, told[1]
+                    look_at = number + (max(1, int(LOOK_S / slowest)) if slowest else 1)
+                    self._record(rows, shown=logged)
                 if self.scaler and stuck:
                     self._fail(
                         f"float16 overflows still at step {number} under {self.scaler.floor}, so the loss scale cannot "
@@ -132,8 +155,11 @@ class Trainer:
                     )
                 if due:
                     last = self.evaluate(number)
-                if save:
+                    save = self.saver.best(number, last.top1) or save
+                if save or stopped:
                     self.save()
+                if stopped and number < self.total_steps:
+                    return self._stopped(stop.asked)
                 if due or save:
                     log.resume_clock()
         last = last or self._evaluated()  # of a run that was done
@@ -191,30 +217,33 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the run as it is now, and remove those that the recipe does not keep. Collective."""
-        texts = self.state.texts(
-            self.done, self.samples, self.train_set.fingerprint, self.recipe, self.config, self.plan
-        )
-        begun = time.perf_counter()
-        save_tensors(self.checkpoints.path(self.done), self.state.tensors(), texts)
-        if self.folder:
-            self.folder.log(f"saved step {self.done:,} in {time.perf_counter() - begun:.2f} s")
-            self.checkpoints.keep(self.recipe.checkpoint.kept(self.checkpoints.steps()))
+        seconds = self.saver.save(self.done, self.samples)
+        if self.folder and seconds is not None:
+            self.folder.log(f"saved step {self.done:,} in {seconds:.2f} s")
 
-    def _resumed(self, path: Path, allow_change: Sequence[str], reporter: Reporter) -> Checkpoint | None:
-        """The checkpoint that `path` names, loaded, or None."""
-        found = find(path, reporter.note)
-        if found is None:
-            if allow_change:
-                raise RecipeError(
-                    f"--allow-change {allow_change[0]} has no use: '{path}' has no checkpoint, leave it out"
-                )
-            return None
-        refuse_other(found, self.recipe, self.train_set.fingerprint, allow_change)
-        self.state.load(found)
-        self.samples = int(found.facts["samples"])
+    def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
+        scale, data = self.state.loss_scale, self.train_set.fingerprint
+        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best)
+        return texts(facts, self.recipe, self.config, self.plan)
+
+    def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
+        """Be as the run was in `found`."""
+        changed = allowed_changes(found, self.recipe, self.train_set.fingerprint, allow_change)
+        self.samples = found.facts.samples
         # With another batch size, where the schedule has the learning rate of so many samples.
-        self.done = self.samples // self.recipe.train.batch_size
-        return found
+        self.done = found.facts.step
+        if "train.batch_size" in changed:
+            self.done = self.samples // self.recipe.train.batch_size
+        if same_folder and self.done != found.facts.step:
+            raise CheckpointError(
+                f"with train.batch_size {self.recipe.train.batch_size} the run in '{self.path}' would count its steps "
+                "anew: name another folder with --run-dir"
+            )
+        self.state.load(found, changed)
+        if same_folder:
+            self.saver.go_on(found)
+        if self.folder:
+            self.reporter.note(f"going on from {found.path}: {count(self.done, 'step')} done")
 
     def _start(self) -> None:
         parameters, state = state_size(self.model, self.recipe)
@@ -227,7 +256,7 @@ class Trainer:
                     f"learning rate never falls"
                 )
 
-    def _record(self, rows: list[dict[str, Any]]) -> None:
+    def _record(self, rows: list[dict[str, Any]], shown: bool) -> None:
         for row in rows:
             skipped = row.get("skipped", False)
             if not skipped and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
@@ -241,7 +270,7 @@ class Trainer:
                     self.folder.log(
                         f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}"
                     )
-        if self.folder and rows:
+        if self.folder and shown:
             self.reporter.stepped(rows[-1])
             if waiting := self.watch.look(rows):
                 self.reporter.note(waiting)
@@ -252,6 +281,16 @@ class Trainer:
             self.folder.log(f"error: {sentence}")
         raise RecipeError(sentence)
 
+    def _stopped(self, signal: Signals | None) -> dict[str, Any]:
+        """What a run says that was asked to end, by a signal to this rank or to another."""
+        path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
+        if self.folder:
+            by = signal.name if signal else "a signal to another rank"
+            further = f"vitpar train --resume {self.path}" if path else "nothing was saved, as the recipe says"
+            self.reporter.note(f"stopped by {by} after step {self.done:,}: {further}")
+            self.folder.close()
+        return {"steps": self.done, "stopped": True, "checkpoint": path}
+
     def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
         weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
@@ -261,15 +300,3 @@ class Trainer:
             self.reporter.finished(summary)
             self.folder.close()
         return summary
-
-
-def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
-    """Parameters of the whole model, and the bytes that the fullest rank keeps for its share (`state_bytes`)."""
-    named = [p for _, p in model.named_parameters()]
-    whole = torch.tensor(
-        [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
-    )
-    fullest = torch.tensor([float(sum(local(p).numel() for p in named))], dtype=torch.float64, device=model.device)
-    dist.all_reduce(whole)
-    dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    return round(whole.item()), int(fullest.item()) * state_bytes(recipe)

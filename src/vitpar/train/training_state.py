@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any
 
 from torch import Tensor
 
-from vitpar.checkpoint import Checkpoint, load_tensors, sharded_as
+from vitpar.checkpoint import Checkpoint, Facts, Scale, load_tensors, sharded_as
 from vitpar.checkpoint.folder import STATE
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel
@@ -46,24 +46,41 @@ class TrainingState:
         means = averages(self._model, self._ema) if self._ema else {}
         return parameters | moments | {f"{AVERAGES}{name}": tensor for name, tensor in means.items()}
 
-    def texts(
-        self, step: int, samples: int, fingerprint: str, recipe: Recipe, config: ViTConfig, plan: Plan
-    ) -> dict[str, str]:
-        """The files beside them. samples: of the training set, seen so far. fingerprint: of the training set."""
-        facts: dict[str, Any] = {"step": step, "samples": samples, "data": fingerprint}
-        facts["loss_scale"] = self._scaler.state() if self._scaler else None
-        return {
-            STATE: json.dumps(facts, indent=1),
-            RECIPE: recipe.to_toml(),
-            CONFIG: json.dumps(asdict(config), indent=1),
-            PLAN: plan_text(plan),
-        }
+    @property
+    def loss_scale(self) -> Scale | None:
+        """Of a loss that is scaled."""
+        return Scale(**self._scaler.state()) if self._scaler else None
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from `checkpoint`. Collective. Raises CheckpointError."""
-        if any(name.startswith(MOMENTS) for name in checkpoint.index.tensors):  # else no step was made yet
+    def load(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
+        """Go on from `checkpoint`. Collective. Raises CheckpointError.
+
+        changed: settings that are others than its, and may be. An optimizer that needs what the former one did not
+        remember begins anew; averages that were not kept begin as the parameters.
+        """
+        there = checkpoint.index.tensors
+        if any(name.startswith(MOMENTS) for name in there):  # else no step was made yet
             self._optimizer.allocate()
-        load_tensors(checkpoint.path, self.tensors(), checkpoint.index)
+        wanted = self.tensors()
+        other = any(key.startswith("optimizer.") for key in changed)
+        if other and any(name not in there for name in wanted if name.startswith(MOMENTS)):
+            self._optimizer.forget()
+            wanted = self.tensors()
+        no_averages = not any(name.startswith(AVERAGES) for name in there)
+        if no_averages and "train.ema_decay" in changed:
+            wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(AVERAGES)}
+        load_tensors(checkpoint.path, wanted, checkpoint.index)
+        if self._ema and no_averages:
+            self._ema.restart()
         self._model.parameters_changed()
-        if self._scaler and checkpoint.facts["loss_scale"]:
-            self._scaler.load_state(checkpoint.facts["loss_scale"])
+        if self._scaler and checkpoint.facts.loss_scale:
+            self._scaler.load_state(checkpoint.facts.loss_scale.model_dump())
+
+
+def texts(facts: Facts, recipe: Recipe, config: ViTConfig, plan: Plan) -> dict[str, str]:
+    """The files beside the tensors."""
+    return {
+        STATE: facts.model_dump_json(indent=1),
+        RECIPE: recipe.to_toml(),
+        CONFIG: json.dumps(asdict(config), indent=1),
+        PLAN: plan_text(plan),
+    }

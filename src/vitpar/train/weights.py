@@ -25,9 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from vitpar.checkpoint import load_tensors
-from vitpar.checkpoint.storage import INDEX as CHECKPOINT_INDEX
-from vitpar.checkpoint.storage import read_index
+from vitpar.checkpoint import Checkpoint, load_tensors
+from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
@@ -88,12 +87,13 @@ def read_config(folder: Path) -> ViTConfig:
 
 @torch.no_grad()
 def load_weights(model: ParallelModel, folder: Path) -> None:
-    """Fill `model` from `folder`, whatever plan wrote it; of a checkpoint with running averages it takes these.
+    """Fill `model` from `folder`, whatever plan wrote it; of a checkpoint with running averages it takes these, and
+    compares its files with their checksums. Collective.
 
     Raises DataError or CheckpointError for missing files, names or other shapes.
     """
     if (folder / CHECKPOINT_INDEX).exists():
-        index = read_index(folder)
+        index = Checkpoint.open_whole(folder).index
         prefix = AVERAGES if any(name.startswith(AVERAGES) for name in index.tensors) else PARAMETERS
         named = {f"{prefix}{name}": parameter.detach() for name, parameter in model.named_parameters()}
         load_tensors(folder, named, index)

@@ -1,0 +1,108 @@
+"""The index of a checkpoint: where the parts of each tensor are, and what every file was when it was written."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from vitpar.errors import CheckpointError
+
+INDEX = "index.json"
+_CHUNK = 1 << 24
+
+
+Box = tuple[int, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
+"""A part of a tensor: the number of the shard that has it under the tensor's name, where it begins, and its shape."""
+
+
+class StoredTensor(BaseModel):
+    """dtype: as torch names it. parts: boxes that fill it."""
+
+    model_config = ConfigDict(extra="forbid")
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
+    shape: tuple[NonNegativeInt, ...]
+    parts: list[Box]
+
+    def is_filled(self, shards: int) -> bool:
+        """Whether the boxes are inside, of as many elements as the tensor, and in one of so many shards."""
+        for shard, offsets, sizes in self.parts:
+            if not (0 <= shard < shards and len(offsets) == len(sizes) == len(self.shape)):
+                return False
+            if any(begin + size > end for begin, size, end in zip(offsets, sizes, self.shape, strict=True)):
+                return False
+        return sum(math.prod(sizes) for _, _, sizes in self.parts) == math.prod(self.shape)
+
+
+class StoredFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    bytes: int
+    crc32: int
+
+
+class Index(BaseModel):
+    """What is in a folder. shards: the files of tensors. files: these and those of text, by name. crc32: of all the
+    rest."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Literal[1] = 1
+    shards: list[str]
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+    crc32: int = 0
+
+    @property
+    def checksum(self) -> int:
+        # Without defaults, so that settings to come do not change it.
+        return zlib.crc32(self.model_dump_json(exclude={"crc32"}, exclude_defaults=True).encode())
+
+
+def read_index(folder: Path) -> Index:
+    """Raises CheckpointError where there is none, or one that names files outside the folder or says nonsense."""
+    try:
+        index = Index.model_validate_json((folder / INDEX).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"'{folder}' is no checkpoint ({INDEX} is missing): name a folder that has it") from None
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{INDEX} of '{folder}' cannot be read: {first_line(error)}") from None
+    if index.crc32 != index.checksum:
+        raise CheckpointError(f"{INDEX} of '{folder}' is not what was written: use another checkpoint")
+    for name in {*index.files, *index.shards}:
+        if Path(name).name != name or name in ("", "..") or "\0" in name or name not in index.files:
+            raise CheckpointError(f"{INDEX} of '{folder}' names {name!r}, which cannot be in it: do not use it")
+    for name, tensor in index.tensors.items():
+        if not tensor.is_filled(len(index.shards)):
+            raise CheckpointError(f"{INDEX} of '{folder}' has parts of {name} that do not make it up: do not use it")
+    return index
+
+
+def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
+    """The first of `files` that is not as it was written, with what is wrong; None where all are."""
+    for name, known in files.items():
+        try:
+            size = (folder / name).stat().st_size
+            if size != known.bytes:
+                return f"{name} has {size:,} bytes where {known.bytes:,} were written"
+            if crc32(folder / name) != known.crc32:
+                return f"{name} is not what was written"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+def crc32(path: Path) -> int:
+    """Of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says."""
+    return str(error).splitlines()[0]

@@ -1,0 +1,80 @@
+"""When a run's state is written, and which checkpoints are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from vitpar.checkpoint import Best, Checkpoint, Checkpoints, save_tensors
+from vitpar.train.recipe_sections import CheckpointSection
+from vitpar.train.training_state import TrainingState
+
+
+class Saver:
+    """Writes the checkpoints of one run. All ranks have one and call it together.
+
+    interval, last: steps between checkpoints (0: none by step), and the last of the run. texts: the files beside the
+    tensors, of step, samples and the best evaluation.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        state: TrainingState,
+        settings: CheckpointSection,
+        *,
+        interval: int,
+        last: int,
+        texts: Callable[[int, int, Best | None], dict[str, str]],
+    ) -> None:
+        self.checkpoints, self._state, self._settings = checkpoints, state, settings
+        self._interval, self._last, self._texts = interval, last, texts
+        self._best: Best | None = None
+        self._earlier: set[int] = set()
+        self._saved: set[int] = set()
+        self._since = time.monotonic()
+
+    @property
+    def minutes(self) -> float:
+        """Since the last checkpoint, or the start."""
+        return (time.monotonic() - self._since) / 60
+
+    def go_on(self, found: Checkpoint) -> None:
+        """The run goes on from `found`. What other checkpoints came after it are of another course, but stay until
+        there is one of this."""
+        self._best = found.facts.best
+        self._earlier = {step for step in self.checkpoints.steps() if step <= found.facts.step}
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`, as far as that tells."""
+        if self._settings.never:
+            return False
+        by_step = self._interval and step % self._interval == 0
+        return bool(by_step or step == self._last or (self._settings.first and step == 1))
+
+    def late(self, minutes: float) -> bool:
+        """Whether one is due when the last was `minutes` ago, which all ranks have to agree on."""
+        return bool(self._settings.every_minutes) and minutes >= (self._settings.every_minutes or 0)
+
+    def best(self, step: int, top1: float) -> bool:
+        """Take in an evaluation. Whether it is the best so far, and so to be kept."""
+        if not self._settings.keep_best or (self._best is not None and top1 <= self._best.top1):
+            return False
+        self._best = Best(step=step, top1=top1)
+        return True
+
+    def save(self, step: int, samples: int) -> float | None:
+        """Write the run as it is after `step`, and remove what is not kept. Returns the seconds it took; None where it
+        is there already or no checkpoints are wanted. Collective. Raises CheckpointError."""
+        if self._settings.never or step in self._saved:
+            return None
+        begun = time.monotonic()
+        save_tensors(self.checkpoints.path(step), self._state.tensors(), self._texts(step, samples, self._best))
+        self._saved.add(step)
+        if dist.get_rank() == 0:
+            ours = sorted(self._earlier | self._saved)
+            self.checkpoints.keep(self._settings.kept(ours, self._best.step if self._best else None))
+        self._since = time.monotonic()
+        return self._since - begun

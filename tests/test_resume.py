@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -120,7 +121,7 @@ def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Ra
     wait_for(lambda: not alive(there), process, ended=True)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) -> None:
     draw = random.Random(seed)
     whom = ["one rank", "all"]
@@ -129,7 +130,7 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
     killed(place, [*begin, "--mesh", "pp2xtp2", "--microbatches", "2"], draw.randrange(2, 16), whom[seed], draw)
     first = rows(place / "run")
     more = ["--mesh", "fsdp2", "--set", "data.workers=0"]
-    killed(place, ["train", "--resume", "run", *more], draw.randrange(2, 10), whom[1 - seed], draw)
+    killed(place, ["train", "--resume", "auto", "--run-dir", "run", *more], draw.randrange(2, 10), whom[1 - seed], draw)
     done = run(place, ["train", "--resume", "run", "--mesh", "dp1", "--set", "data.workers=3"])
     assert done.returncode == 0, done.stderr
     through, ours = rows(place / "through"), rows(place / "run")
@@ -165,6 +166,7 @@ def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signal
     assert f"after step {saved.name[5:]}: vitpar train --resume {run_dir.name}" in " ".join((out + errors).split())
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(place: Path) -> None:
     words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--steps", "20000", "--run-dir", "twice"]
     process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every_steps=10000"])
@@ -211,6 +213,12 @@ def test_a_checkpoint_is_evaluated_like_weights(place: Path) -> None:
         (["--allow-change", "train.seed"], "--allow-change train.seed has no use without --resume"),
         (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
         (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
+        (["--resume", "begun"], "has no checkpoint to go on from: to begin, use --resume auto --run-dir begun"),
+        (["--resume", "away"], "does not lie in a run: name the folder of a new one with --run-dir"),
+        (
+            ["--recipe", "recipe.toml", "--resume", "auto", "--run-dir", "."],
+            "the run folder '.' exists and is not empty",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_refused_before_anything_starts(
@@ -220,6 +228,10 @@ def test_what_cannot_go_on_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if not (place / "away").exists():
+        shutil.copytree(place / "through" / "checkpoints" / f"step_{STEPS}", place / "away")
+        (place / "begun").mkdir()
+        shutil.copy(place / "recipe.toml", place / "begun")
     monkeypatch.chdir(place)
     assert message in refusal(["train", *words], monkeypatch, capsys)
 

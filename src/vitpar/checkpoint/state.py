@@ -18,14 +18,6 @@ from vitpar.checkpoint.storage import Reader, Writer, partial
 from vitpar.errors import CheckpointError
 
 
-def sharded_as(parameter: Tensor, shard: Tensor) -> Tensor:
-    """The tensor whose part on this rank is `shard`, in the layout of `parameter`, sharing its memory."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    # Not DTensor.from_local: that copies an offloaded shard to the mesh's device.
-    return DTensor(shard, parameter._spec, requires_grad=False)
-
-
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> int:
     """Write `tensors` and files of text to `folder`, replacing it; it is there whole or not at all. Collective.
 

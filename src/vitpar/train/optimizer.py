@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vitpar.checkpoint import sharded_as
 from vitpar.train.layerwise import LAMB, LARS
 from vitpar.train.muon import Matrix, Muon
 
@@ -35,6 +34,14 @@ def decays(name: str) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor as a plain tensor sharing its memory; a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_as(parameter: Tensor, shard: Tensor) -> Tensor:
+    """The tensor whose part on this rank is `shard`, in the layout of `parameter`, sharing its memory."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    # Not DTensor.from_local: that copies an offloaded shard to the mesh's device.
+    return DTensor(shard, parameter._spec, requires_grad=False)
 
 
 class ShardedOptimizer:

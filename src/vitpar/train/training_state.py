@@ -8,14 +8,14 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from vitpar.checkpoint import Checkpoint, Facts, Scale, load_tensors, sharded_as
+from vitpar.checkpoint import Checkpoint, Facts, Scale, load_tensors
 from vitpar.checkpoint.folder import STATE
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel
 from vitpar.strategy import Plan, plan_text
 from vitpar.train.ema import EMA
 from vitpar.train.loss_scale import LossScaler
-from vitpar.train.optimizer import ShardedOptimizer
+from vitpar.train.optimizer import ShardedOptimizer, sharded_as
 from vitpar.train.recipe import Recipe
 
 RECIPE, PLAN, CONFIG = "recipe.toml", "plan.json", "config.json"

@@ -77,6 +77,10 @@ class ConsoleReporter:
         """Print a warning."""
         self._print(f"warning: {text}", style="yellow")
 
+    def told(self, text: str) -> None:
+        """Print it."""
+        self._print(text, style="bold")
+
     def finished(self, summary: dict[str, Any]) -> None:
         """Print the result, where the weights are and how to evaluate them."""
         if self._live:

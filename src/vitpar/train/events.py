@@ -37,7 +37,10 @@ class Reporter(Protocol):
         """After every evaluation, with its row of metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """A warning."""
+
+    def told(self, text: str) -> None:
+        """What became of the run: that it goes on from a checkpoint, or was asked to end."""
 
     def finished(self, summary: dict[str, Any]) -> None:
         """After the last step, evaluation and save."""
@@ -56,6 +59,9 @@ class Silent:
         pass
 
     def note(self, text: str) -> None:
+        pass
+
+    def told(self, text: str) -> None:
         pass
 
     def finished(self, summary: dict[str, Any]) -> None:

@@ -41,6 +41,11 @@ class Logged:
         self._log(f"warning: {text}")
         self._shown.note(text)
 
+    def told(self, text: str) -> None:
+        """One line."""
+        self._log(text)
+        self._shown.told(text)
+
     def finished(self, summary: dict[str, Any]) -> None:
         """The result and where the weights are."""
         self._log(f"done  {_result(summary)}  weights {summary['weights']}")

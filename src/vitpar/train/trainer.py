@@ -243,7 +243,7 @@ class Trainer:
         if same_folder:
             self.saver.go_on(found)
         if self.folder:
-            self.reporter.note(f"going on from {found.path}: {count(self.done, 'step')} done")
+            self.reporter.told(f"going on from {found.path}: {count(self.done, 'step')} done")
 
     def _start(self) -> None:
         parameters, state = state_size(self.model, self.recipe)
@@ -287,7 +287,7 @@ class Trainer:
         if self.folder:
             by = signal.name if signal else "a signal to another rank"
             further = f"vitpar train --resume {self.path}" if path else "nothing was saved, as the recipe says"
-            self.reporter.note(f"stopped by {by} after step {self.done:,}: {further}")
+            self.reporter.told(f"stopped by {by} after step {self.done:,}: {further}")
             self.folder.close()
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 

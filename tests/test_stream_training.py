@@ -1,5 +1,6 @@
 """Training on a stream: recipes, what every rank gets, evaluation that is exact, and the commands."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,10 @@ def test_eval_repeats_the_last_evaluation_but_runs_no_command_that_came_with_the
     recipe.write_text(read_recipe(recipe, settings).to_toml())
     words = ["eval", "--checkpoint", str(checkpoint)]
     assert "runs a shell command, which is off" in refusal(words, monkeypatch, capsys)
-    resume = ["train", "--resume", str(checkpoint)]
+    saved = place / "saved" / "step_0"
+    shutil.copytree(sorted((run / "checkpoints").glob("step_*"))[-1], saved)
+    (saved / "recipe.toml").write_text(recipe.read_text())
+    resume = ["train", "--resume", str(saved), "--run-dir", str(place / "on")]
     assert "runs a shell command, which is off" in refusal(resume, monkeypatch, capsys)
     assert not (place / "pwned").exists()
     monkeypatch.undo()

@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import UserError
-from vitpar_cli import check, data, doctor, evaluate, galvatron, plan, profile, scaling, search, train, validate
+from vitpar_cli import (
+    check,
+    checkpoint,
+    data,
+    doctor,
+    evaluate,
+    galvatron,
+    plan,
+    profile,
+    scaling,
+    search,
+    train,
+    validate,
+)
 
 app = typer.Typer(
     name="vitpar",
@@ -25,6 +38,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.add_typer(data.app, name="data")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(profile.app, name="profile")
 app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)

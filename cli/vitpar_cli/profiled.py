@@ -55,11 +55,11 @@ def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None,
         raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
 
 
-def parse_size(text: str) -> float:
+def parse_size(text: str, option: str = "--memory") -> float:
     """Bytes of `24GB`, `1.5GiB`, `500MB`. Raises PlannerError."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", text.strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise PlannerError(f"--memory {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
+        raise PlannerError(f"{option} {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
     return float(match[1]) * UNITS[match[2].upper()]
 
 

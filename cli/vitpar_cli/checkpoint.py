@@ -1,0 +1,215 @@
+"""`vitpar checkpoint`: what a run has saved, whether it is whole, and weights out of it."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import track
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from vitpar.checkpoint import Checkpoint
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Show, verify, compare and export the checkpoints of runs.\n\nExample: vitpar checkpoint list runs/mine",
+    short_help="Show, verify, compare and export the checkpoints of runs.",
+)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+Path_ = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run, whose newest it is.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_GROUPS = ("model", "optimizer", "ema")
+_WORST = 10  # tensors that `diff` names
+
+
+def _opened(path: Path) -> "Checkpoint":
+    """A checkpoint, or the newest of a run. Raises CheckpointError."""
+    from vitpar.checkpoint import Checkpoint, Checkpoints
+    from vitpar.errors import CheckpointError
+    from vitpar.train.resume import checkpoints_of, is_checkpoint
+
+    if is_checkpoint(path):
+        return Checkpoint.open(path)
+    there = Checkpoints(checkpoints_of(path))
+    if not there.steps():
+        raise CheckpointError(f"'{path}' is neither a checkpoint nor a run that has one: name runs/… or one in it")
+    return Checkpoint.open(there.path(there.steps()[-1]))
+
+
+@app.command("list")
+def list_command(run: Run, as_json: AsJson = False) -> None:
+    """The checkpoints of a run, oldest first.
+
+    Example: vitpar checkpoint list runs/mine
+    """
+    from vitpar.checkpoint import Checkpoint, Checkpoints
+    from vitpar.errors import CheckpointError
+    from vitpar.train.resume import checkpoints_of
+
+    there = Checkpoints(checkpoints_of(run))
+    if not there.steps():
+        raise CheckpointError(f"'{run}' has no checkpoints: name the folder of a run that was trained with some")
+    found: list[dict[str, Any]] = []
+    for step in there.steps():
+        path = there.path(step)
+        row: dict[str, Any] = {"path": str(path), "step": step}
+        try:
+            checkpoint = Checkpoint.open(path)
+            sizes = [file.bytes for file in checkpoint.index.files.values()]
+            row |= {"samples": checkpoint.facts.samples, "bytes": sum(sizes), "ranks": len(checkpoint.index.shards)}
+            row |= {"best": checkpoint.facts.best is not None and checkpoint.facts.best.step == step, "problem": None}
+        except CheckpointError as error:
+            row["problem"] = str(error)
+        found.append({**row, "written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")})
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    table = Table("step", "samples", "written", "size", "files", "")
+    for row in found:
+        if row["problem"]:
+            table.add_row(f"{row['step']:,}", "", row["written"], "", "", f"[red]{row['problem']}")
+            continue
+        size, best = decimal(row["bytes"]), "best" if row["best"] else ""
+        table.add_row(
+            f"{row['step']:,}", f"{row['samples']:,}", row["written"].replace("T", " "), size, str(row["ranks"]), best
+        )
+    Console().print(table)
+
+
+@app.command("info")
+def info_command(path: Path_, as_json: AsJson = False) -> None:
+    """What a checkpoint holds.
+
+    Example: vitpar checkpoint info runs/mine/checkpoints/step_900
+    """
+    import torch
+
+    from vitpar.strategy import read_plan
+    from vitpar.train.training_state import PLAN
+
+    checkpoint = _opened(path)
+    groups = {}
+    for group in _GROUPS:
+        inside = [stored for name, stored in checkpoint.index.tensors.items() if name.partition(".")[0] == group]
+        elements = [torch.Size(stored.shape).numel() for stored in inside]
+        widths = [getattr(torch, stored.dtype).itemsize for stored in inside]
+        size = sum(number * width for number, width in zip(elements, widths, strict=True))
+        groups[group] = {"tensors": len(inside), "elements": sum(elements), "bytes": size}
+    plan = str(read_plan(checkpoint.path / PLAN))
+    found = {"path": str(checkpoint.path), **checkpoint.facts.model_dump(), "plan": plan, "tensors": groups}
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console, facts = Console(highlight=False), checkpoint.facts
+    console.print(found["path"], markup=False, soft_wrap=True)
+    console.print(f"after      step {facts.step:,}, {facts.samples:,} samples")
+    console.print(f"plan       {plan}", markup=False)
+    if facts.loss_scale:
+        console.print(f"loss scale {facts.loss_scale.scale:,.10g}")
+    if facts.best:
+        console.print(f"best       step {facts.best.step:,}, top-1 {facts.best.top1:.2%}")
+    table = Table("", "tensors", "elements", "size")
+    for group, sums in groups.items():
+        table.add_row(group, f"{sums['tensors']:,}", f"{sums['elements']:,}", decimal(sums["bytes"]))
+    console.print(table)
+
+
+@app.command("verify")
+def verify_command(path: Path_) -> None:
+    """Read a checkpoint and compare its files with their checksums. Exits with 1 if one is not as it was written.
+
+    Example: vitpar checkpoint verify runs/mine/checkpoints/step_900
+    """
+    from vitpar.checkpoint.index import damage
+
+    checkpoint = _opened(path)
+    files = checkpoint.index.files.items()
+    console = Console(stderr=True)
+    problems = [
+        problem
+        for name, stored in track(files, "reading", console=console, transient=True)
+        if (problem := damage(checkpoint.path, {name: stored}))
+    ]
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+    size = decimal(sum(stored.bytes for _, stored in files))
+    typer.echo(f"{checkpoint.path}: {len(files)} files, {size}, all as they were written")
+
+
+@app.command("diff")
+def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
+    """How far two checkpoints are apart, tensor by tensor. Exits with 1 if they differ at all.
+
+    Example: vitpar checkpoint diff runs/one runs/other
+    """
+    from vitpar.checkpoint.whole import differences
+    from vitpar.train.recipe import read_recipe
+    from vitpar.train.resume import changes
+    from vitpar.train.training_state import RECIPE
+
+    one, other = _opened(first), _opened(second)
+    changed = changes(*(read_recipe(checkpoint.path / RECIPE) for checkpoint in (one, other)))
+    total = len(one.index.tensors | other.index.tensors)
+    console = Console(stderr=True)
+    found = [*track(differences(one, other), "comparing", total=total, console=console, transient=True)]
+    apart = [d for d in found if d.largest is None or d.largest != 0]
+    if as_json:
+        rows = [{"name": d.name, "largest": d.largest, "magnitude": d.magnitude} for d in apart]
+        steps = [checkpoint.facts.step for checkpoint in (one, other)]
+        typer.echo(json.dumps({"steps": steps, "recipe": list(changed.values()), "tensors": len(found), "apart": rows}))
+    else:
+        for words in changed.values():
+            typer.echo(words)
+        typer.echo(f"{len(apart):,} of {len(found):,} tensors differ")
+        table = Table("tensor", "largest difference", "largest value")
+        for d in sorted(apart, key=lambda d: -(d.largest if d.largest is not None else float("inf")))[:_WORST]:
+            alone = d.largest is None or d.magnitude is None
+            table.add_row(d.name, *(("only in one, or of another shape", "") if alone else _numbers(d)))
+        if apart:
+            Console().print(table)
+    if apart or changed:
+        raise typer.Exit(1)
+
+
+def _numbers(difference: Any) -> tuple[str, str]:
+    return f"{difference.largest:.2e}", f"{difference.magnitude:.2e}"
+
+
+@app.command("export")
+def export_command(
+    path: Path_,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the weights go, a new folder.")],
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of a file, as in 500MB or 5GB.")
+    ] = "5GB",
+    plain: Annotated[
+        bool, typer.Option("--no-averages", help="The parameters themselves, where there are running averages too.")
+    ] = False,
+) -> None:
+    """The parameters of a checkpoint as safetensors, for `vitpar eval` and whoever reads Hugging Face's layout.
+
+    Example: vitpar checkpoint export runs/mine --out weights/mine
+    """
+    from rich.progress import Progress
+
+    from vitpar.train.export import export
+    from vitpar_cli.profiled import parse_size
+
+    checkpoint = _opened(path)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("writing", total=None)
+        files = export(
+            checkpoint,
+            out,
+            shard_bytes=int(parse_size(shard_size, "--shard-size")),
+            averages=False if plain else None,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    typer.echo(f"step {checkpoint.facts.step:,} is in {out}: {len(files)} file{'s' * (len(files) > 1)}")

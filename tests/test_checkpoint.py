@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ranks import RankPool
 from small_data import pack_small
-from vitpar.checkpoint import Checkpoint, Checkpoints, storage
+from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
 from vitpar.checkpoint.index import Index, read_index
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.strategy import parse
@@ -252,8 +252,8 @@ def beside(path: Path) -> None:
 
 def stated(path: Path, text: str) -> None:
     """Another state.json, with checksums that fit."""
-    (path / "state.json").write_text(text)
-    changed(path, lambda index: index.files.__setitem__("state.json", storage._synced(path / "state.json")))
+    stored = atomic.write(path / "state.json", text.encode())
+    changed(path, lambda index: index.files.__setitem__("state.json", stored))
 
 
 def nonsense(path: Path) -> None:
@@ -373,6 +373,7 @@ def test_newer_checkpoints_stay_until_there_is_one_of_the_new_course(run: Path, 
     trainer = trainer_of(recipe_of(data, "dp1"), run, resume=there.path(STEPS))
     assert there.steps() == [STEPS, 2 * STEPS]
     trainer.saver.save(STEPS + 1, (STEPS + 1) * 24)
+    trainer.saver.finish()
     assert there.steps() == [STEPS, STEPS + 1]
     trainer.run()
 
@@ -388,8 +389,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path, 
 
 def test_a_checkpoint_that_was_replaced_half_way_is_there(run: Path) -> None:
     there = Checkpoints(run / "checkpoints")
-    there.path(STEPS).rename(storage.removed(there.path(STEPS)))
-    there.path(2 * STEPS).rename(storage.partial(there.path(STEPS)))
+    there.path(STEPS).rename(atomic.removed(there.path(STEPS)))
+    there.path(2 * STEPS).rename(atomic.partial(there.path(STEPS)))
     there.clear()
     assert [path.name for path in there.folder.iterdir()] == [f"step_{STEPS}"]
     assert Checkpoint.open(there.path(STEPS)).facts.step == 2 * STEPS
@@ -467,11 +468,11 @@ def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) ->
     trainer = trainer_of(recipe, run_dir)
     save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def saved(step: int, samples: int) -> float | None:
+    def saved(step: int, samples: int) -> None:
         if step > STEPS and dist.get_rank() == rank:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        return save(step, samples)
+        save(step, samples)
 
     trainer.saver.save = saved  # type: ignore[method-assign]
     try:

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 
+from vitpar.checkpoint.atomic import remove
 from vitpar.checkpoint.index import INDEX, Index, damage, read_index
-from vitpar.checkpoint.storage import remove
 from vitpar.errors import CheckpointError
 
 STATE = "state.json"

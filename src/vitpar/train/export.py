@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from vitpar.checkpoint import Checkpoint
-from vitpar.checkpoint.storage import partial
+from vitpar.checkpoint.atomic import partial
 from vitpar.checkpoint.whole import read_whole
 from vitpar.errors import CheckpointError
 from vitpar.train.training_state import AVERAGES, CONFIG, PARAMETERS, RECIPE

@@ -177,7 +177,8 @@ class CheckpointSection(Section):
     every_steps, every_epochs, every_samples, every_minutes: one of them, 0 for never (None at all: every epoch). first:
     also after step 1, so that what is wrong with the place shows early. keep: the newest so many (0: all).
     keep_every_steps: besides them, those of a step that is a multiple. keep_best: besides them, the one of the
-    evaluation with the best top-1, which is then saved wherever it is.
+    evaluation with the best top-1, which is then saved wherever it is. asynchronous: whether training goes on while
+    files are written, with a copy of each rank's state in host memory.
     """
 
     every_steps: int | None = Field(None, ge=0)
@@ -188,6 +189,7 @@ class CheckpointSection(Section):
     keep: int = Field(2, ge=0)
     keep_every_steps: int | None = Field(None, ge=1)
     keep_best: bool = False
+    asynchronous: bool = True
 
     def interval(self, samples: int, batch_size: int) -> int:
         """Steps between checkpoints, for a training set of `samples`; 0 for none that are due by their step."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
-
-from vitpar.checkpoint import Best, Checkpoint, Checkpoints, save_tensors
+from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Writer
+from vitpar.checkpoint.writer import Saved
 from vitpar.train.recipe_sections import CheckpointSection
 from vitpar.train.training_state import TrainingState
 
@@ -16,7 +15,8 @@ class Saver:
     """Writes the checkpoints of one run. All ranks have one and call it together.
 
     interval, last: steps between checkpoints (0: none by step), and the last of the run. texts: the files beside the
-    tensors, of step, samples and the best evaluation.
+    tensors, of step, samples and the best evaluation. log: told of what was saved. `save`, `advance` and `finish` are
+    collective, and raise CheckpointError where a checkpoint cannot be written.
     """
 
     def __init__(
@@ -28,9 +28,11 @@ class Saver:
         interval: int,
         last: int,
         texts: Callable[[int, int, Best | None], dict[str, str]],
+        log: Callable[[str], None],
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
-        self._interval, self._last, self._texts = interval, last, texts
+        self._interval, self._last, self._texts, self._log = interval, last, texts, log
+        self._writer = Writer()
         self._best: Best | None = None
         self._earlier: set[int] = set()
         self._saved: set[int] = set()
@@ -65,16 +67,40 @@ class Saver:
         self._best = Best(step=step, top1=top1)
         return True
 
-    def save(self, step: int, samples: int) -> float | None:
-        """Write the run as it is after `step`, and remove what is not kept. Returns the seconds it took; None where it
-        is there already or no checkpoints are wanted. Collective. Raises CheckpointError."""
+    def save(self, step: int, samples: int) -> None:
+        """Write the run as it is after `step`, and then remove what is not kept; nothing where it is there already or
+        no checkpoints are wanted. Where the recipe says so it is written while training goes on, once `staged`."""
         if self._settings.never or step in self._saved:
-            return None
-        begun = time.monotonic()
-        save_tensors(self.checkpoints.path(step), self._state.tensors(), self._texts(step, samples, self._best))
-        self._saved.add(step)
-        if dist.get_rank() == 0:
-            ours = sorted(self._earlier | self._saved)
-            self.checkpoints.keep(self._settings.kept(ours, self._best.step if self._best else None))
+            return
+        self.finish()
         self._since = time.monotonic()
-        return self._since - begun
+        self._saved.add(step)
+        kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
+        texts = self._texts(step, samples, self._best)
+        self._writer.begin(
+            self.checkpoints.path(step), self._state.tensors(), texts, lambda: self.checkpoints.keep(kept)
+        )
+        self._log(f"saving step {step:,}: training waited {time.monotonic() - self._since:.3f} s")
+        if not self._settings.asynchronous:
+            self.finish()
+
+    def staged(self) -> None:
+        """Call it before the state of the run changes."""
+        self._writer.staged()
+
+    @property
+    def progress(self) -> float:
+        """Of this rank with the checkpoint that is being written."""
+        return self._writer.progress
+
+    def advance(self, worst: float) -> None:
+        """Go on with the checkpoint that is being written. worst: the largest `progress` of all ranks."""
+        self._tell(self._writer.advance(worst))
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is whole."""
+        self._tell(self._writer.finish())
+
+    def _tell(self, saved: Saved | None) -> None:
+        if saved:
+            self._log(f"saved {saved.folder.name} in {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from signal import Signals
@@ -105,6 +105,7 @@ class Trainer:
             interval=recipe.checkpoint.interval(len(self.train_set), train.batch_size),
             last=self.total_steps,
             texts=self._texts,
+            log=self.folder.log if self.folder else lambda text: None,
         )
         if self.folder:
             self.saver.checkpoints.clear()
@@ -143,11 +144,12 @@ class Trainer:
                 save, stopped = self.saver.due(number), False
                 logged = due or stuck or save or number % train.log_every == 0 or number == first
                 if logged or number >= look_at:
-                    rows, told = log.flush(stop.asked is not None, pace, self.saver.minutes)
+                    rows, told = log.flush(stop.asked is not None, pace, self.saver.minutes, self.saver.progress)
                     stopped, save = bool(told[0]), save or self.saver.late(told[2])
                     pace, slowest = rows[-1]["step_ms"] / 1e3, told[1]
                     look_at = number + (max(1, int(LOOK_S / slowest)) if slowest else 1)
                     self._record(rows, shown=logged)
+                    self.saver.advance(told[3])
                 if self.scaler and stuck:
                     self._fail(
                         f"float16 overflows still at step {number} under {self.scaler.floor}, so the loss scale cannot "
@@ -157,11 +159,12 @@ class Trainer:
                     last = self.evaluate(number)
                     save = self.saver.best(number, last.top1) or save
                 if save or stopped:
-                    self.save()
+                    self.saver.save(self.done, self.samples)
                 if stopped and number < self.total_steps:
                     return self._stopped(stop.asked)
                 if due or save:
                     log.resume_clock()
+        self.saver.finish()
         last = last or self._evaluated()  # of a run that was done
         skipped = self.input.skipped(loader)
         times, shards = skipped.times, skipped.shards
@@ -195,6 +198,7 @@ class Trainer:
             return loss, norm, lr, scaling
         if self.recipe.train.clip_grad_norm or self.scaler:
             clip_(gradients, norm, self.recipe.train.clip_grad_norm, scale)
+        self.saver.staged()
         self.optimizer.step(lr)
         if self.ema:
             self.ema.update()
@@ -214,12 +218,6 @@ class Trainer:
     def _evaluated(self) -> Evaluation:
         with self.ema.averaged() if self.ema else nullcontext():
             return evaluate(self.model, self.input, self.val_set)
-
-    def save(self) -> None:
-        """Write a checkpoint of the run as it is now, and remove those that the recipe does not keep. Collective."""
-        seconds = self.saver.save(self.done, self.samples)
-        if self.folder and seconds is not None:
-            self.folder.log(f"saved step {self.done:,} in {seconds:.2f} s")
 
     def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
@@ -277,12 +275,15 @@ class Trainer:
 
     def _fail(self, sentence: str) -> NoReturn:
         """Stop. What it is called for is the same on every rank, so all stop together."""
+        with suppress(CheckpointError):
+            self.saver.finish()
         if self.folder:
             self.folder.log(f"error: {sentence}")
         raise RecipeError(sentence)
 
     def _stopped(self, signal: Signals | None) -> dict[str, Any]:
         """What a run says that was asked to end, by a signal to this rank or to another."""
+        self.saver.finish()
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
         if self.folder:
             by = signal.name if signal else "a signal to another rank"

@@ -1,0 +1,74 @@
+"""Files and folders that are there whole or not at all, whenever the machine stops.
+
+step_300.partial     while it is written          step_300.removed     while it is removed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+from vitpar.checkpoint.index import StoredFile
+
+_CHUNK = 1 << 24
+
+
+def partial(folder: Path) -> Path:
+    """The name of `folder` while it is written."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def removed(folder: Path) -> Path:
+    """The name of `folder` while it is removed."""
+    return folder.with_name(folder.name + ".removed")
+
+
+def begin(folder: Path) -> None:
+    """Make the empty folder in which `folder` is written."""
+    shutil.rmtree(partial(folder), ignore_errors=True)
+    partial(folder).mkdir(parents=True)
+
+
+def write(path: Path, content: bytes | memoryview) -> StoredFile:
+    """Write a file, and wait until it is on the disk. Nothing here holds the interpreter for long."""
+    content, crc = memoryview(content), 0
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(content), _CHUNK):
+            chunk = content[start : start + _CHUNK]
+            crc = zlib.crc32(chunk, crc)
+            while chunk:
+                chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return StoredFile(bytes=len(content), crc32=crc)
+
+
+def publish(folder: Path) -> None:
+    """Give what was written its name, in the place of what has it."""
+    _sync(partial(folder))
+    gone = removed(folder)
+    shutil.rmtree(gone, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, gone)
+    os.replace(partial(folder), folder)
+    _sync(folder.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, which at no time looks whole while parts of it are gone."""
+    gone = removed(folder)
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some mounts cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,79 @@
+"""A safetensors file as it will be on the disk, laid out in host memory: copying tensors into it is all that training
+has to wait for.
+
+8 bytes (length of the header) | header: JSON of names, dtypes, shapes and places | tensors, one behind the other
+
+Source: the format of https://github.com/huggingface/safetensors. Its library writes a file from tensors that must not
+change meanwhile, so it would need another copy.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class FileImage:
+    """The bytes of a file that holds tensors of these dtypes and shapes, by name.
+
+    pinned: whether GPUs copy into it by themselves, while the host goes on.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], *, pinned: bool) -> None:
+        # By size of their elements, so that all begin at a multiple of it.
+        names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+        places, end = {}, 0
+        for name in names:
+            dtype, shape = tensors[name]
+            begin, end = end, end + dtype.itemsize * shape.numel()
+            places[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header = json.dumps(places, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        header = len(header).to_bytes(8, "little") + header
+        self._buffer = torch.empty(len(header) + end, dtype=torch.uint8)
+        self._buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._pinned = pinned and _pin(self._buffer)
+        self._views: dict[str, Tensor] = {}
+        for name in names:
+            dtype, shape = tensors[name]
+            begin, end = (len(header) + offset for offset in places[name]["data_offsets"])
+            self._views[name] = self._buffer[begin:end].view(dtype).view(shape)
+
+    @property
+    def content(self) -> memoryview:
+        """All of the file, sharing memory."""
+        return memoryview(self._buffer.numpy())
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors into their places; those of a GPU are there when its current stream is, if this is pinned."""
+        for name, view in self._views.items():
+            view.copy_(tensors[name], non_blocking=self._pinned)
+
+
+def _pin(buffer: Tensor) -> bool:
+    """Lock the memory of `buffer` in its place for as long as it lives; whether that could be done.
+
+    Not ``pin_memory=True``, which takes the next power of two.
+    """
+    runtime = torch.cuda.cudart()
+    place = buffer.data_ptr()
+    if int(runtime.cudaHostRegister(place, buffer.numel(), 1)):
+        return False
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, place)
+    return True

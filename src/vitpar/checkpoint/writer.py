@@ -1,0 +1,283 @@
+"""Named tensors, sharded or whole, to a checkpoint, behind a run that goes on: each rank writes its own parts.
+
+torch.distributed.checkpoint (DCP) decides which rank writes which part of a tensor that several ranks hold.
+
+    <folder>/
+        index.json                            where the parts of each tensor are; size and CRC-32 of each file
+        shard-00001-of-00004.safetensors      what rank 0 writes
+        …                                     files of text that are given
+
+Training waits while its state is copied to host memory. A thread of each rank then writes its file: it computes
+checksums and waits for the disk, both without the interpreter's lock, so a process of its own would gain nothing. When
+all ranks are found to be done, which they ask each other where they meet anyhow, rank 0 writes the index and gives the
+folder its name.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from vitpar.checkpoint import atomic
+from vitpar.checkpoint.image import FileImage
+from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor
+from vitpar.checkpoint.reader import part
+from vitpar.errors import CheckpointError
+
+T = TypeVar("T")
+DONE, BUSY, FAILED = 0.0, 1.0, 2.0
+"""How far a rank is with what it does in the background. The worst of all ranks is the largest."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole. seconds: from when it was begun. bytes: in all its files."""
+
+    folder: Path
+    seconds: float
+    bytes: int
+
+
+@dataclass
+class _Flight:
+    """The checkpoint that is being written. stage: the same on all ranks. work: what this rank does for it now."""
+
+    folder: Path
+    texts: Mapping[str, str]
+    published: Callable[[], None]
+    begun: float
+    stage: Literal["writing", "publishing"] = "writing"
+    work: Future[Any] | None = None
+
+
+class Writer:
+    """Writes one checkpoint after another, one at a time. All ranks have one and call it together.
+
+    Every method raises CheckpointError on all ranks where one of them cannot write; the folder is not there then.
+    """
+
+    def __init__(self) -> None:
+        self._layout: dict[str, tuple[torch.dtype, torch.Size]] | None = None
+        self._tensors: dict[str, StoredTensor] = {}
+        self._image: FileImage | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._flight: _Flight | None = None
+
+    def begin(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        texts: Mapping[str, str],
+        published: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to write `tensors` and files of text to `folder`, replacing it; it is there whole or not at all.
+        Collective; waits for the checkpoint before it.
+
+        tensors: by names that are the same under every plan; ranks may have different ones, and parts that several have
+        are written by one of them. They must not change before `staged`. texts: those of rank 0 are written. published:
+        called in a thread of rank 0 once the folder has its name.
+        """
+        self.finish()
+        begun, wrong = time.monotonic(), None
+        if dist.get_rank() == 0:
+            try:
+                atomic.begin(folder)
+            except OSError as error:
+                wrong = _cause(error)
+        here = {name: tensor for name, tensor in tensors.items() if part(tensor).numel()}
+        layout = {name: (tensor.dtype, part(tensor).shape) for name, tensor in here.items()}
+        answers = _gathered((wrong, layout != self._layout))
+        _raise_first(folder, [wrong for wrong, _ in answers])
+        if any(changed for _, changed in answers):
+            self._plan(here)
+            self._layout = layout
+        self._stage(here)
+        self._flight = _Flight(folder, texts, published, begun)
+        self._flight.work = _in_background(self._write, folder)
+
+    def staged(self) -> None:
+        """Whatever is computed from now on waits until the tensors are copied: call it before they change."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    @property
+    def progress(self) -> float:
+        """How far this rank is: DONE, BUSY or FAILED."""
+        if self._flight is None or self._flight.work is None:
+            return DONE
+        if not self._flight.work.done():
+            return BUSY
+        return FAILED if self._flight.work.exception() else DONE
+
+    def advance(self, worst: float) -> Saved | None:
+        """Go on with the checkpoint that is being written, without waiting for a disk. Collective.
+
+        worst: the largest `progress` of all ranks. Returns the checkpoint once it is whole.
+        """
+        if self._flight is None or worst == BUSY:
+            return None
+        if worst == FAILED or self._flight.stage == "publishing":
+            return self.finish()
+        self._collect()
+        return None
+
+    def finish(self) -> Saved | None:
+        """Wait until the checkpoint that is being written is whole, and return it; None where there is none.
+        Collective."""
+        flight = self._flight
+        if flight is None:
+            return None
+        if flight.stage == "writing":
+            self._collect()
+        self._flight = None
+        answer = [_outcome(flight.work)]
+        dist.broadcast_object_list(answer, 0)
+        wrong, size = answer[0]
+        _raise_first(flight.folder, [wrong])
+        return Saved(flight.folder, time.monotonic() - flight.begun, size or 0)
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> None:
+        """Agree on who writes what. Made once, since a run's tensors stay as they are."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
+        locals_: list[Any] = [None] * world
+        dist.gather_object(planner.create_local_plan(), locals_ if rank == 0 else None)
+        plans: list[Any] = [None] * world
+        if rank == 0:
+            plans, metadata = planner.create_global_plan(locals_)
+            self._tensors = _stored(plans, metadata.state_dict_metadata)
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, plans if rank == 0 else None)
+        names = [item.index.fqn for item in planner.finish_plan(mine[0]).items]
+        kinds = {name: (tensors[name].dtype, part(tensors[name]).shape) for name in names}
+        on_gpu = any(part(tensors[name]).is_cuda for name in names)
+        self._image = FileImage(kinds, pinned=on_gpu) if names else None
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._image is None:
+            return
+        parts = {name: part(tensor) for name, tensor in tensors.items()}
+        if not any(tensor.is_cuda for tensor in parts.values()):
+            self._image.stage(parts)
+            return
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            self._image.stage(parts)
+            self._copied = beside.record_event()
+
+    def _write(self, folder: Path) -> StoredFile | None:
+        """In the background, on every rank."""
+        if self._image is None:
+            return None
+        if self._copied is not None:
+            self._copied.synchronize()
+        place = atomic.partial(folder)
+        place.mkdir(parents=True, exist_ok=True)  # on mounts over a network it may not be seen yet
+        return atomic.write(place / _shard(dist.get_rank(), dist.get_world_size()), self._image.content)
+
+    def _collect(self) -> None:
+        """When this rank has written its file: gather what the files are, and let rank 0 make a checkpoint of them."""
+        flight = self._flight
+        assert flight is not None
+        answers = _gathered(_outcome(flight.work))
+        try:
+            _raise_first(flight.folder, [wrong for wrong, _ in answers])
+        except CheckpointError:
+            self._flight = None
+            raise
+        flight.stage = "publishing"
+        flight.work = None
+        if dist.get_rank() == 0:
+            files = {_shard(rank, len(answers)): stored for rank, (_, stored) in enumerate(answers) if stored}
+            flight.work = _in_background(self._publish, flight, files)
+
+    def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> int:
+        """In the background, on rank 0. Returns the bytes of all files."""
+        place, shards = atomic.partial(flight.folder), sorted(files)
+        for name, text in flight.texts.items():
+            files[name] = atomic.write(place / name, text.encode())
+        index = Index(shards=shards, tensors=self._tensors, files=files)
+        index.crc32 = index.checksum
+        atomic.write(place / INDEX, index.model_dump_json().encode())
+        atomic.publish(flight.folder)
+        flight.published()
+        return sum(stored.bytes for stored in files.values())
+
+
+def _stored(plans: list[SavePlan], metadata: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """What the index says of the tensors, from what each rank writes."""
+    writing = [rank for rank, plan in enumerate(plans) if plan.items]
+    tensors: dict[str, StoredTensor] = {}
+    for shard, rank in enumerate(writing):
+        for item in plans[rank].items:
+            name, chunk = item.index.fqn, item.tensor_data.chunk
+            whole = metadata[name]
+            assert isinstance(whole, TensorStorageMetadata), f"{name} is no tensor"
+            dtype: Any = str(whole.properties.dtype).removeprefix("torch.")
+            stored = tensors.setdefault(name, StoredTensor(dtype=dtype, shape=tuple(whole.size), parts=[]))
+            stored.parts.append((shard, tuple(chunk.offsets), tuple(chunk.sizes)))
+    return tensors
+
+
+def _shard(rank: int, world: int) -> str:
+    return f"shard-{rank + 1:05d}-of-{world:05d}.safetensors"
+
+
+def _in_background(work: Callable[..., T], *args: Any) -> Future[T]:
+    """Run `work` in a thread that ends with the process, whether done or not."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _outcome(work: Future[T] | None) -> tuple[str | None, T | None]:
+    """What went wrong, and what came out, once `work` is done."""
+    if work is None:
+        return None, None
+    error = work.exception()
+    return (_cause(error), None) if error else (None, work.result())
+
+
+def _cause(error: BaseException) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _gathered(mine: T) -> list[T]:
+    """What each rank says."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _raise_first(folder: Path, causes: list[str | None]) -> None:
+    """Where a rank has a cause, by number: the same error on all, and nothing left of the folder."""
+    for rank, cause in enumerate(causes):
+        if cause is not None:
+            if dist.get_rank() == 0:
+                shutil.rmtree(atomic.partial(folder), ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause}): make room or name another place "
+                "with --run-dir"
+            )

@@ -1,0 +1,235 @@
+"""Runs that are killed, asked to end, and lied to by their disk, again and again: does each go on as if nothing had
+happened?
+
+    python experiments/fault_soak.py --cycles 200
+
+In each cycle a run of the digits recipe, made small, goes on from its last checkpoint under a plan that is drawn, until
+a fault that is drawn too befalls a rank at a place in the program (`faults/injected.py`), or its newest checkpoint is
+damaged afterwards. A cycle is survived where the run ended by itself in time and said why, no process of it is left,
+every folder that looks like a checkpoint is one and none was lost, the next cycle begins at the newest, and all losses
+are those of a run that was never stopped. Prints a row for each kind of fault. A run that is done is begun anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.header import header
+from faults.injected import FAULTS, OF_RANK_0, OF_SAVES
+
+from vitpar.checkpoint import Checkpoint, Checkpoints
+from vitpar.errors import CheckpointError
+
+HERE = Path(__file__).parent
+STEPS, EVERY = 60, 3
+MODEL = {"width": 24, "depth": 4, "heads": 4, "drop_path": 0.1, "dropout": 0.1}
+TRAIN = {"steps": STEPS, "batch_size": 16, "log_every": 1, "eval_every": 20, "ema_decay": 0.9}
+SETTINGS = [
+    *(f"model.{key}={value}" for key, value in MODEL.items()),
+    *(f"train.{key}={value}" for key, value in TRAIN.items()),
+    *(f"checkpoint.every_steps={EVERY}", "checkpoint.keep=3", "augment.mixup=0.8"),
+]
+PLANS = {"dp1": 1, "dp2": 2, "fsdp2": 2, "tp2": 2, "pp2": 2, "dp2+zero1": 2, "pp2xtp2": 4}
+DAMAGE = ("newest checkpoint cut", "newest checkpoint with one bit flipped", "newest index cut")
+ENDS_WITHIN = 30.0
+"""Seconds that a run may take to end after a fault: what asks ranks to end is heard within 5."""
+
+
+@dataclass
+class Tally:
+    """What became of one kind of fault."""
+
+    cycles: int = 0
+    survived: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+class Soak:
+    """Cycles in one folder. draw: what is random."""
+
+    def __init__(self, place: Path, draw: random.Random) -> None:
+        self._place, self._draw = place, draw
+        self._run, self._fired = place / "run", place / "fired"
+        vitpar(place, ["data", "pack", "digits", "data"])
+        vitpar(place, ["train", "--mesh", "dp1", "--run-dir", "through", *options()])
+        self._expected = rows(place / "through")
+
+    def cycle(self, kind: str) -> tuple[str, list[str], float | None]:
+        """One fault. What it was in words, what is wrong after it, and the seconds from fault to end where it came."""
+        mesh = self._draw.choice(list(PLANS))
+        there = Checkpoints(self._run / "checkpoints")
+        damaged = self._damage(kind, there) if kind in DAMAGE else None
+        before = [step for step in there.steps() if step != damaged]
+        ranks = PLANS[mesh]
+        rank = 0 if kind in OF_RANK_0 else self._draw.randrange(ranks)
+        count = self._draw.randrange(1, 4 if kind in OF_SAVES else 12)
+        if "forward" in kind or "backward" in kind:
+            count *= self._draw.randrange(1, MODEL["depth"] + 1)
+        fault = "killed anywhere" if kind in DAMAGE else kind
+        self._fired.unlink(missing_ok=True)
+        words = ["train", "--mesh", mesh, "--run-dir", "run", "--resume", "auto", *options()]
+        process = started(
+            self._place, [str(HERE / "faults" / "injected.py"), fault, str(rank), str(count), "fired", *words]
+        )
+        try:
+            out, _ = process.communicate(timeout=150)
+            ended = time.time()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, ended = "", time.time()
+        fired = self._fired.stat().st_mtime if self._fired.exists() else None
+        said = f"{kind}, {mesh}, rank {rank}, {count}"
+        wrong = self._wrong(fault, process.returncode, out, fired, ended, ranks)
+        wrong += self._left(there, before, out, damaged)
+        if process.returncode == 0 or wrong:
+            shutil.rmtree(self._run, ignore_errors=True)
+        return said, wrong, None if fired is None else ended - fired
+
+    def _damage(self, kind: str, there: Checkpoints) -> int | None:
+        """Spoil the newest checkpoint where there is an older one; its step."""
+        steps = there.steps()
+        if len(steps) < 2:
+            return None
+        newest = there.path(steps[-1])
+        path = newest / "index.json" if "index" in kind else self._draw.choice(sorted(newest.glob("shard-*")))
+        content = bytearray(path.read_bytes())
+        if "flipped" in kind:
+            content[self._draw.randrange(len(content))] ^= 1 << self._draw.randrange(8)
+        else:
+            del content[self._draw.randrange(len(content)) :]
+        path.write_bytes(content)
+        return steps[-1]
+
+    def _wrong(
+        self, fault: str, code: int | None, out: str, fired: float | None, ended: float, ranks: int
+    ) -> list[str]:
+        """In how it ended."""
+        if fired is None:
+            return [] if code == 0 else [f"it ended with {code} before the fault:\n{out[-2000:]}"]
+        asked = "SIG" in fault or fault == "Ctrl-C"
+        told = fault in ("disk full", "read-only folder")
+        codes = [75] if asked else [2] if told else [-9] if ranks == 1 and "killed" in fault else [1]
+        done = f"step_{STEPS}"  # a fault that comes after the last step, and changes nothing any more
+        wrong = (
+            [] if code in codes or (code == 0 and done in out + self._log()) else [f"exit code {code}:\n{out[-2000:]}"]
+        )
+        words = "cannot be written" if told else "was killed by SIGKILL" if codes == [1] and "killed" in fault else ""
+        wrong += [f"it does not say {words!r}:\n{out[-2000:]}"] * (code != 0 and words not in " ".join(out.split()))
+        wrong += [f"it took {ended - fired:.0f} s to end"] * (ended - fired > ENDS_WITHIN)
+        return wrong
+
+    def _log(self) -> str:
+        path = self._run / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def _left(self, there: Checkpoints, before: list[int], out: str, damaged: int | None) -> list[str]:
+        """In what is left of it."""
+        wrong = [f"process {pid} is left" for pid in processes(self._place)]
+        for step in there.steps():
+            if step == damaged:
+                continue
+            try:
+                damage = Checkpoint.open(there.path(step)).damage()
+            except CheckpointError as error:
+                damage = str(error)
+            wrong += [f"step_{step} is not whole: {damage}"] * (damage is not None)
+        newest = max(before, default=0)
+        if newest and max(there.steps(), default=0) < newest:
+            wrong.append(f"step_{newest} is lost")
+        goes_on = [int(step) for step in re.findall(r"going on from .*step_(\d+):", self._log())]
+        if newest and (not goes_on or goes_on[-1] < newest):  # later where all that one lacked was its name
+            wrong.append(f"it did not go on from step_{newest}, but from {goes_on[-1:]}")
+        for key, row in rows(self._run).items():
+            if abs(row["loss"] / self._expected[key]["loss"] - 1) > 1e-4:
+                wrong.append(f"the loss of {key} is {row['loss']}, not {self._expected[key]['loss']}")
+        return wrong
+
+
+def options() -> list[str]:
+    """Of every run."""
+    recipe = ["--recipe", str(HERE / "digits.toml"), "--data", "data", "--device", "cpu"]
+    return recipe + [word for setting in SETTINGS for word in ("--set", setting)]
+
+
+def rows(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Of metrics.jsonl, by kind and step; the last line may be half-written."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return {(row["kind"], row["step"]): row for row in found}
+
+
+def started(place: Path, argv: list[str]) -> subprocess.Popen[str]:
+    """Python in `place`, in a session of its own."""
+    own = {"OMP_NUM_THREADS": "1", "VITPAR_SOAK": str(place)}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(
+        [sys.executable, *argv], cwd=place, env={**os.environ, **own}, start_new_session=True, **pipe
+    )
+
+
+def vitpar(place: Path, words: list[str]) -> None:
+    """Run a command that has to succeed."""
+    process = started(place, ["-m", "vitpar_cli.main", *words])
+    out, _ = process.communicate()
+    if process.returncode:
+        sys.exit(out)
+
+
+def processes(place: Path) -> list[int]:
+    """Those that were started in `place` and still run."""
+    mark, found = f"VITPAR_SOAK={place}".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_bytes().split(b"\0"):
+                found += [int(path.name)] * ((path / "stat").read_text().rpartition(")")[2].split()[0] != "Z")
+        except OSError:
+            continue
+    return found
+
+
+def main() -> int:
+    """Read the options, go through the cycles, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of plans, faults and places")
+    parser.add_argument("--only", nargs="+", choices=[*FAULTS, *DAMAGE], help="kinds of faults, instead of all")
+    arguments = parser.parse_args()
+    kinds = arguments.only or [*FAULTS, *DAMAGE]
+    draw, tally, begun = random.Random(arguments.seed), defaultdict[str, Tally](Tally), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        soak = Soak(Path(folder), draw)
+        for number in range(arguments.cycles):
+            kind = kinds[number % len(kinds)] if number < len(kinds) else draw.choice(kinds)
+            said, wrong, seconds = soak.cycle(kind)
+            tally[kind].cycles += 1
+            tally[kind].survived += not wrong
+            tally[kind].seconds += [seconds] * (seconds is not None)
+            print(f"{number + 1:3} {said}: {'; '.join(wrong) or 'survived'}", file=sys.stderr, flush=True)
+    for name, value in header().items():
+        print(f"- {name}: {value}")
+    print("\n| fault | cycles | came to pass | survived | seconds from fault to end, at most |\n|---|---|---|---|---|")
+    for kind in sorted(tally):
+        one = tally[kind]
+        slowest = f"{max(one.seconds):.1f}" if one.seconds else ""
+        print(f"| {kind} | {one.cycles} | {len(one.seconds)} | {one.survived} | {slowest} |")
+    survived = sum(one.survived for one in tally.values())
+    print(f"\n{survived}/{arguments.cycles} faults survived in {(time.monotonic() - begun) / 60:.0f} minutes.")
+    return 0 if survived == arguments.cycles else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""`vitpar` with a fault: one rank is killed, fails or is asked to end at one place in the program.
+
+    python experiments/faults/injected.py KIND RANK COUNT FILE train --recipe …
+
+KIND of `FAULTS` befalls RANK at the COUNT-th time that it comes to the place; FILE is made at that moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Fault = Callable[[], None]
+
+
+def kill() -> None:
+    """As the kernel does where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Trap:
+    """Goes off at the `count`-th time that rank `rank` gets there, once."""
+
+    def __init__(self, rank: int, count: int, file: Path) -> None:
+        self._rank, self._left, self._file = rank, count, file
+
+    def __call__(self, fault: Fault) -> None:
+        """Come to the place."""
+        import torch.distributed as dist
+
+        if dist.get_rank() == self._rank:
+            self._left -= 1
+            if self._left == 0:
+                self._file.touch()
+                fault()
+
+
+def before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    """Call `act` with the arguments of ``owner.name`` before that is called."""
+    former = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return former(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner: Any, name: str, act: Callable[[Any], None]) -> None:
+    """Call `act` with what ``owner.name`` returned."""
+    former = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = former(*args, **kwargs)
+        act(result)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def forward(trap: Trap) -> None:
+    from vitpar.models.vit import Block
+
+    before(Block, "forward", lambda *_, **__: trap(kill))
+
+
+def backward(trap: Trap) -> None:
+    from vitpar.models.vit import Block
+
+    after(Block, "forward", lambda out: out.register_hook(lambda _: trap(kill)) if out.requires_grad else None)
+
+
+def optimizer(trap: Trap) -> None:
+    """When parameters are new and averages are not."""
+    from vitpar.train.optimizer import ShardedOptimizer
+
+    after(ShardedOptimizer, "step", lambda _: trap(kill))
+
+
+def anywhere(trap: Trap) -> None:
+    """Somewhere in a second after a step."""
+    from vitpar.train.trainer import Trainer
+
+    wait = time.time() % 1
+    before(Trainer, "step", lambda *_: trap(lambda: threading.Timer(wait, kill).start()))
+
+
+def bug(trap: Trap) -> None:
+    from vitpar.train.trainer import Trainer
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    before(Trainer, "step", lambda *_: trap(fail))
+
+
+def staging(trap: Trap) -> None:
+    """When half of the tensors are copied."""
+    from vitpar.checkpoint.image import FileImage
+
+    def half(image: FileImage, tensors: Any) -> None:
+        for view in list(image._views.values())[::2]:
+            view.zero_()
+        trap(kill)
+
+    before(FileImage, "stage", half)
+
+
+def _at_file(trap: Trap, name: str, fault: Callable[[Path, memoryview], None]) -> None:
+    """Before a file is written whose name begins so."""
+    from vitpar.checkpoint import atomic
+
+    def act(path: Path, content: Any) -> None:
+        if path.name.startswith(name):
+            trap(lambda: fault(path, memoryview(content)))
+
+    before(atomic, "write", act)
+
+
+def _half(path: Path, content: memoryview) -> None:
+    path.write_bytes(content[: len(content) // 2])
+    kill()
+
+
+def _full(path: Path, content: memoryview) -> None:
+    path.write_bytes(content[: len(content) // 2])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def writing(trap: Trap) -> None:
+    _at_file(trap, "shard-", _half)
+
+
+def index(trap: Trap) -> None:
+    _at_file(trap, "index", _half)
+
+
+def disk_full(trap: Trap) -> None:
+    _at_file(trap, "shard-", _full)
+
+
+def read_only(trap: Trap) -> None:
+    from vitpar.checkpoint import atomic
+
+    def refuse() -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    before(atomic, "begin", lambda _: trap(refuse))
+
+
+def rename(trap: Trap) -> None:
+    """When all is written and the folder has not got its name."""
+    from vitpar.checkpoint import atomic
+
+    before(atomic, "publish", lambda _: trap(kill))
+
+
+def removal(trap: Trap) -> None:
+    """When a checkpoint that is not kept is half gone."""
+    from vitpar.checkpoint import atomic
+
+    def half(folder: Path, *_: Any, **__: Any) -> None:
+        files = sorted(folder.glob("*")) if folder.suffix == ".removed" else []
+        for file in files[::2]:
+            file.unlink()
+        if files:
+            trap(kill)
+
+    before(atomic.shutil, "rmtree", half)
+
+
+def slow_rank(trap: Trap) -> None:
+    """One rank stands still for a while, and the run is asked to end."""
+    from vitpar.train.trainer import Trainer
+
+    def stand() -> None:
+        time.sleep(2)
+        _ask_launcher(signal.SIGTERM)
+
+    before(Trainer, "step", lambda *_: trap(stand))
+
+
+def _ask_launcher(number: signal.Signals) -> None:
+    os.kill(os.getppid() if "RANK" in os.environ else os.getpid(), number)
+
+
+def _asked(number: signal.Signals, ask: Callable[[signal.Signals], None]) -> Callable[[Trap], None]:
+    def install(trap: Trap) -> None:
+        from vitpar.train.trainer import Trainer
+
+        before(Trainer, "step", lambda *_: trap(lambda: ask(number)))
+
+    return install
+
+
+def _ask_rank(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+FAULTS: dict[str, Callable[[Trap], None]] = {
+    "killed in forward": forward,
+    "killed in backward": backward,
+    "killed in the optimizer": optimizer,
+    "killed anywhere": anywhere,
+    "killed while staging": staging,
+    "killed while writing": writing,
+    "killed while writing the index": index,
+    "killed before renaming": rename,
+    "killed while removing": removal,
+    "disk full": disk_full,
+    "read-only folder": read_only,
+    "exception": bug,
+    "slow rank, then SIGTERM": slow_rank,
+    "SIGTERM to a rank": _asked(signal.SIGTERM, _ask_rank),
+    "SIGUSR1 to a rank": _asked(signal.SIGUSR1, _ask_rank),
+    "SIGTERM to the launcher": _asked(signal.SIGTERM, _ask_launcher),
+    "Ctrl-C": _asked(signal.SIGINT, _ask_launcher),
+}
+OF_RANK_0 = ("killed while writing the index", "killed before renaming", "killed while removing", "read-only folder")
+OF_SAVES = (*OF_RANK_0, "killed while staging", "killed while writing", "disk full")
+
+
+def main() -> None:
+    """Lay the trap and be `vitpar`; its workers are started with the same trap."""
+    import vitpar.launch
+    from vitpar_cli import main as program
+
+    given = sys.argv[1:]
+    kind, rank, count, file, *words = given
+    spawn = vitpar.launch.spawn
+    vitpar.launch.spawn = lambda workers, argv, **options: spawn(workers, [__file__, *given], **options)
+    sys.argv = ["vitpar", *words]
+    if "RANK" in os.environ or "dp1" in words:  # not in the launcher
+        FAULTS[kind](Trap(int(rank), int(count), Path(file)))
+    program.main()
+
+
+if __name__ == "__main__":
+    main()

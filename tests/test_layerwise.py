@@ -67,8 +67,8 @@ def check_deep(device: torch.device, mesh: str) -> CheckResult:
 @pytest.mark.parametrize(
     "mesh",
     [
-        "pp1: 0-19=dp8, 20-31=fsdp8",
-        "pp1: 0-1=dp8, 2-31=fsdp8",
+        pytest.param("pp1: 0-19=dp8, 20-31=fsdp8", marks=pytest.mark.slow),
+        pytest.param("pp1: 0-1=dp8, 2-31=fsdp8", marks=pytest.mark.slow),
         "pp1: 0=tp2xdp4, 1-31=tp2xfsdp4",
     ],
 )

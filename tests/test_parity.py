@@ -24,7 +24,19 @@ def run_case(device: torch.device, case: Case) -> CheckResult:
     return check_plan(config, plan, batch_size=case.batch, device=device, **case.check)
 
 
-@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
+def plain(case: Case) -> bool:
+    """Whether a case is large and has nothing in it that does not meet in `test_matrix.py` too."""
+    extras = {*case.model, *case.check} - {"precision", "tolerance"}
+    return case.ranks == 8 and not extras and parse(case.mesh).is_uniform
+
+
+TABLE = [
+    pytest.param(case, marks=[pytest.mark.slow] * plain(case), id=str(case))
+    for case in sorted(CASES, key=lambda case: case.ranks)
+]
+
+
+@pytest.mark.parametrize("case", TABLE)
 def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
     results = ranks(case.ranks).run(run_case, case)
     assert all(result.passed for result in results), results[0].worst

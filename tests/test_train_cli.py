@@ -156,7 +156,10 @@ def test_augmented_and_mixed_images_are_the_same_on_any_mesh(place: Path, vitpar
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-@pytest.mark.parametrize(("mesh", "named"), [("dp", "dp2"), ("pp1: stem=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")])
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: stem=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],
+)
 def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, launcher=torchrun)
@@ -204,7 +207,7 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
 ) -> None:
     assert TRAIN * CLASSES <= 5 * 8 < 2 * TRAIN * CLASSES  # 5 steps are one epoch and a little
     runs = {}
-    for mesh in ("dp1", "pp2", "dp2"):
+    for mesh in ("dp1", "dp2"):
         words = ("--mesh", mesh, "--run-dir", f"skip-{mesh}", "--steps", "5", "--set", "data.bad_sample=skip")
         done = vitpar("train", "--recipe", "recipe.toml", "--data", "spoilt", *words)
         assert done.returncode == 0, done.stderr
@@ -218,10 +221,9 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
         assert all(name in notes[-1] for name in spoilt[:2])
         assert " ".join(notes[-1].removeprefix("warning: ").split()) in " ".join(done.stdout.split())
         assert [row["samples"] for row in rows_of(runs[mesh], "eval")] == [VAL - 1] * 2
-    for mesh in ("pp2", "dp2"):
-        assert losses_of(runs[mesh]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
+    assert losses_of(runs["dp2"]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
     notes = [(run / "log.txt").read_text().splitlines()[-2].partition(" ")[2] for run in runs.values()]
-    assert notes[0] == notes[1] == notes[2]
+    assert notes[0] == notes[1]
 
 
 # bad input

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -109,16 +110,17 @@ def _unpickled(file: Path, trust: bool) -> Any:
         _refuse_bombs(file)
     try:
         # DeiT's and MAE's files keep their command line beside the parameters, which is attributes and nothing more.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the pickle's protocol
             # Mapped, a tensor cannot claim more memory than the file has.
             return torch.load(file, map_location="cpu", weights_only=not trust, mmap=zipped)
     except Exception as error:  # a hostile file can make the reader stumble in any way
         said = " ".join(str(error).split())
-        other = re.search(r"GLOBAL:? (\S+)|(?:class|operand|function|instruction) (\S+)", said)
+        other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
         if isinstance(error, pickle.UnpicklingError) and not trust and other:
             raise DataError(
-                f"'{file}' holds more than tensors ({other[1] or other[2]}), which could run code when it is read: ask "
-                "for safetensors, or say --trust if you trust whoever made it"
+                f"'{file}' holds more than tensors ({other[1] or f'the instruction {other[2]}'}), which could run code "
+                "when it is read: ask for safetensors, or say --trust if you trust whoever made it"
             ) from None
         sentence = said.partition("Trying to load")[0] if len(said) < 200 else said[:200] + "…"
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None

@@ -15,6 +15,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
+from vitpar.train.ema import EMA
 from vitpar.train.recipe import Recipe, read_data_section
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated
@@ -57,10 +58,13 @@ def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
 
 
 @torch.no_grad()
-def begin(model: ParallelModel, folder: Path) -> None:
-    """Fill `model`, which has its initial values, from the weights or the checkpoint in `folder`, which `beginning`
-    accepts. Collective. Raises DataError or CheckpointError."""
-    weights, config = open_weights(folder), model.config
+def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
+    """Fill `model`, which has its initial values, and its averages, from the recipe's weights. Returns what to tell the
+    user. Collective. Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged."""
+    told, config = beginning(recipe, model.config), model.config
+    assert recipe.model.weights is not None
+    folder = Path(recipe.model.weights)
+    weights = open_weights(folder)
     without = set(CLASSIFIERS) if config.num_classes != weights.config.num_classes else set[str]()
     grid, before = (c.image_size // c.patch_size for c in (config, weights.config))
     if grid != before:
@@ -70,3 +74,6 @@ def begin(model: ParallelModel, folder: Path) -> None:
         if name == POSITIONS and grid != before:
             copy_whole_(parameter, resampled(weights.read(POSITIONS), config.prefix_tokens, grid))
     model.parameters_changed()
+    if ema:
+        ema.restart()
+    return "; ".join((f"parameters are those in {folder}", *told))

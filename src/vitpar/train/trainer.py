@@ -18,7 +18,7 @@ from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.parallel import parallelize
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
-from vitpar.train.begin import begin, beginning
+from vitpar.train.begin import begin
 from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
@@ -113,7 +113,9 @@ class Trainer:
             if resume and (found := find(resume, self.reporter.note)):
                 self._go_on(found, allow_change, goes_on)
             elif recipe.model.weights is not None:
-                self._begin_from(Path(recipe.model.weights))
+                told = begin(self.model, recipe, self.ema)
+                if self.folder:
+                    self.reporter.told(told)
         except (CheckpointError, DataError, RecipeError):
             if self.folder and not goes_on:
                 self.folder.discard()
@@ -247,16 +249,6 @@ class Trainer:
             self.saver.go_on(found)
         if self.folder:
             self.reporter.told(f"going on from {found.path}: {count(self.done, 'step')} done")
-
-    def _begin_from(self, weights: Path) -> None:
-        """Have the parameters in the folder `weights` instead of initial values."""
-        told = beginning(self.recipe, self.config)
-        begin(self.model, weights)
-        if self.ema:
-            self.ema.restart()
-        if self.folder:
-            for words in (f"parameters are those in {weights}", *told):
-                self.reporter.told(words)
 
     def _start(self) -> None:
         parameters, state = state_size(self.model, self.recipe)

@@ -204,6 +204,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
             r"blocks\.1\.mlp\.fc2\.w.* and 1 more",
         ),
         (put("blocks.0.mlp.gate.weight", torch.ones(3)), {}, r"has no blocks\.0\.mlp\.gate\.weight, which"),
+        (put("head_dist.weight", torch.ones(CLASSES, WIDTH)), {}, r"the model has no head\.fc_dist\.weight: give"),
         (put("fc_norm.weight", torch.ones(WIDTH)), {}, "mean over patches comes before the norm"),
         (put("norm.weight", torch.ones(5)), {}, r"head\.norm\.weight has shape \[5\] where the model has \[24\]"),
         (

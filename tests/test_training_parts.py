@@ -23,7 +23,7 @@ from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.optimizer import ShardedOptimizer, decays
 from vitpar.train.recipe import OptimizerSection, Recipe, read_recipe
-from vitpar.train.weights import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
+from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
 
 BATCH = 8
 IMAGES = torch.randn(BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -213,7 +213,7 @@ def test_moving_average_equals_a_loop_by_hand(mesh: str, ranks: Callable[[int], 
 
 def write(device: torch.device, mesh: str, folder: Path) -> None:
     """Save the weights of seed 3 under `mesh`; runs on every rank."""
-    save_weights(built(device, mesh, seed=3, **EVERYTHING), folder, recipe())
+    save_weights(built(device, mesh, seed=3, **EVERYTHING), folder, recipe().to_toml())
 
 
 def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int], list[list[float]]] | None:
@@ -251,7 +251,7 @@ def saved(tmp_path: Path, alone: None) -> tuple[ParallelModel, Path]:
     """A model of one process and the folder of its weights."""
     folder = tmp_path / "step_1"
     model = built(torch.device("cpu"), "dp1")
-    save_weights(model, folder, recipe())
+    save_weights(model, folder, recipe().to_toml())
     return model, folder
 
 
@@ -259,7 +259,7 @@ def test_saving_replaces_what_was_there(saved: tuple[ParallelModel, Path]) -> No
     model, folder = saved
     (folder / "old").touch()
     (folder.with_name("step_1.partial")).mkdir()
-    save_weights(model, folder, recipe())
+    save_weights(model, folder, recipe().to_toml())
     assert not (folder / "old").exists() and not folder.with_name("step_1.partial").exists()
 
 
@@ -282,7 +282,7 @@ def test_damaged_weights_get_a_sentence(saved: tuple[ParallelModel, Path]) -> No
     part.write_bytes(content)
     for wrong in ("{", "[]", '{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {"head.fc.bias": 3}}'):
         (folder / INDEX).write_text(wrong)
-        refused("cannot be read|lacks the parameter")
+        refused("cannot be read|lacks the parameter|cannot be in its folder")
     weight_map = json.loads(index)
     weight_map["weight_map"]["stem.cls_token"] = "gone.safetensors"
     (folder / INDEX).write_text(json.dumps(weight_map))

@@ -1,6 +1,8 @@
 """`vitpar checkpoint`: what a run has saved, whether it is whole, and weights out of it."""
 
 import json
+import shlex
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +18,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Show, verify, compare and export the checkpoints of runs.\n\nExample: vitpar checkpoint list runs/mine",
-    short_help="Show, verify, compare and export the checkpoints of runs.",
+    help="Show, verify, compare and export the checkpoints of runs; import weights from elsewhere.\n\n"
+    "Example: vitpar checkpoint list runs/mine",
+    short_help="Show, verify, compare and export checkpoints; import weights from elsewhere.",
 )
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Path_ = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run, whose newest it is.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the weights go, a new folder.")]
+ShardSize = Annotated[
+    str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of a file, as in 500MB or 5GB.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _GROUPS = ("model", "optimizer", "ema")
 _WORST = 10  # tensors that `diff` names
@@ -89,8 +96,8 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
     """
     import torch
 
+    from vitpar.checkpoint.names import PLAN
     from vitpar.strategy import read_plan
-    from vitpar.train.training_state import PLAN
 
     checkpoint = _opened(path)
     groups = {}
@@ -149,10 +156,10 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
 
     Example: vitpar checkpoint diff runs/one runs/other
     """
+    from vitpar.checkpoint.names import RECIPE
     from vitpar.checkpoint.whole import differences
     from vitpar.train.recipe import read_recipe
     from vitpar.train.resume import changes
-    from vitpar.train.training_state import RECIPE
 
     one, other = _opened(first), _opened(second)
     changed = changes(*(read_recipe(checkpoint.path / RECIPE) for checkpoint in (one, other)))
@@ -185,10 +192,8 @@ def _numbers(difference: Any) -> tuple[str, str]:
 @app.command("export")
 def export_command(
     path: Path_,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the weights go, a new folder.")],
-    shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of a file, as in 500MB or 5GB.")
-    ] = "5GB",
+    out: Out,
+    shard_size: ShardSize = "5GB",
     plain: Annotated[
         bool, typer.Option("--no-averages", help="The parameters themselves, where there are running averages too.")
     ] = False,
@@ -199,7 +204,7 @@ def export_command(
     """
     from rich.progress import Progress
 
-    from vitpar.train.export import export
+    from vitpar.weights.export import export
     from vitpar_cli.profiled import parse_size
 
     checkpoint = _opened(path)
@@ -213,3 +218,65 @@ def export_command(
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     typer.echo(f"step {checkpoint.facts.step:,} is in {out}: {len(files)} file{'s' * (len(files) > 1)}")
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|FOLDER", help="What was downloaded: a model's folder, or a .safetensors or .pth."),
+    ],
+    out: Out,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", help="timm's name, where no config.json tells how many heads there are."
+        ),
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option("--classes", min=1, help="Begin the classifier anew if it has not so many.")
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option("--image-size", min=1, help="Interpolate positions for images of so many pixels.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Read a .pth or .bin that holds more than tensors, and runs what it holds.")
+    ] = False,
+    shard_size: ShardSize = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Weights of timm's and transformers' ViTs, or a state dict, for `vitpar eval` and `vitpar train --weights`.
+
+    Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
+    """
+    from rich.progress import Progress
+
+    from vitpar.weights.importing import import_weights
+    from vitpar_cli.profiled import parse_size
+
+    if trust:
+        typer.echo(f"warning: '{source}' is trusted: what it holds runs where it is a pickle", err=True)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("importing", total=None)
+        done = import_weights(
+            source,
+            out,
+            model=model,
+            classes=classes,
+            image_size=image_size,
+            trust=trust,
+            shard_bytes=int(parse_size(shard_size, "--shard-size")),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    c = done.config
+    if as_json:
+        files = [str(path) for path in done.files]
+        typer.echo(json.dumps({"format": done.format, "config": asdict(c), "files": files, "notes": done.notes}))
+        return
+    typer.echo(
+        f"{out}: from {done.format}'s names, width {c.width}, {c.depth} blocks, {c.heads} heads, patches of "
+        f"{c.patch_size} in images of {c.image_size} pixels, {c.num_classes:,} classes"
+    )
+    for note in done.notes:
+        typer.echo(f"  {note}")
+    typer.echo(f"vitpar eval --checkpoint {shlex.quote(str(out))} --data DIR")

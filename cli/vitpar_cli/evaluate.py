@@ -42,7 +42,7 @@ def evaluate(
     from vitpar.errors import DataError
     from vitpar.train.input import open_split, transforms
     from vitpar.train.recipe import ParallelSection, read_recipe
-    from vitpar.train.weights import RECIPE, read_config
+    from vitpar.weights.folder import RECIPE, read_config
 
     config = read_config(checkpoint)
     options = {"data.path": data and str(data), "train.batch_size": batch_size, "train.precision": precision}
@@ -66,7 +66,7 @@ def evaluate(
         from vitpar.parallel import parallelize
         from vitpar.train.evaluate import evaluate
         from vitpar.train.input import Input
-        from vitpar.train.weights import load_weights
+        from vitpar.weights.folder import load_weights
 
         train = recipe.train
         model = parallelize(

@@ -73,7 +73,8 @@ def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]
     for all of a section."""
     for assignment in assignments or ():
         key = assignment.partition("=")[0].strip()
-        if key not in used and f"{key.partition('.')[0]}.…" not in used:
+        # Weights change no shape, plan or time, so only a training has a use for them.
+        if key == "model.weights" or (key not in used and f"{key.partition('.')[0]}.…" not in used):
             raise RecipeError(f"--set {key} changes nothing in {doing}, which uses {', '.join(used)}: leave it out")
 
 

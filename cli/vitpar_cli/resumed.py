@@ -21,6 +21,15 @@ class Resumed:
 
         return self.source and run_of(self.source)
 
+    @property
+    def begins(self) -> bool:
+        """Whether there is nothing to go on from."""
+        from vitpar.checkpoint import Checkpoints
+        from vitpar.train.resume import checkpoints_of, is_checkpoint
+
+        source = self.source
+        return source is None or not (is_checkpoint(source) or Checkpoints(checkpoints_of(source)).steps())
+
     def mesh(self) -> str | None:
         """The plan it had, where that was a file, which may be gone or another by now."""
         from vitpar.train.recipe import read_recipe

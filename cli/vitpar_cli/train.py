@@ -21,6 +21,14 @@ def train(
     recipe: o.RecipeFile = None,
     data: o.DataDir = None,
     model: o.ModelName = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="DIR",
+            help="Begin with these parameters: what `vitpar checkpoint import` or a run wrote, or a checkpoint.",
+        ),
+    ] = None,
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the training set.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates, instead of epochs.")] = None,
     batch_size: o.BatchSize = None,
@@ -78,6 +86,7 @@ def train(
         without=("parallel", "communication") if own_recipe and mesh is not None else (),
         parallel__mesh=went.mesh() if own_recipe and mesh is None else mesh,
         model__name=model,
+        model__weights=weights and str(weights),
         train__epochs=epochs,
         train__steps=steps,
         train__batch_size=batch_size,
@@ -90,6 +99,7 @@ def train(
         train__compile=compile_blocks or None,
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
+    from vitpar.train.begin import beginning
     from vitpar.train.input import open_data, transforms
     from vitpar.train.resume import same_run
     from vitpar.train.run_folder import check_run_folder
@@ -99,6 +109,8 @@ def train(
     config = merged.config(train_set.num_classes)
     plan = merged.plan(config, lambda plan: resolve(plan, kind))
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
+    if merged.model.weights is not None and went.begins:
+        beginning(merged, config)
     goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)
     check_run_folder(run_dir, goes_on)
 

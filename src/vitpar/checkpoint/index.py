@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,7 @@ INDEX = "index.json"
 _CHUNK = 1 << 24
 
 
+_WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
 Box = tuple[int, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
 """A part of a tensor: the number of the shard that has it under the tensor's name, where it begins, and its shape."""
 
@@ -28,14 +31,29 @@ class StoredTensor(BaseModel):
     shape: tuple[NonNegativeInt, ...]
     parts: list[Box]
 
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return _WIDTHS[self.dtype]
+
     def is_filled(self, shards: int) -> bool:
-        """Whether the boxes are inside, of as many elements as the tensor, and in one of so many shards."""
+        """Whether the boxes are inside, fill the tensor without overlapping, and are in one of so many shards."""
         for shard, offsets, sizes in self.parts:
             if not (0 <= shard < shards and len(offsets) == len(sizes) == len(self.shape)):
                 return False
             if any(begin + size > end for begin, size, end in zip(offsets, sizes, self.shape, strict=True)):
                 return False
-        return sum(math.prod(sizes) for _, _, sizes in self.parts) == math.prod(self.shape)
+        if sum(math.prod(sizes) for _, _, sizes in self.parts) != math.prod(self.shape):
+            return False
+        # Boxes cover an odd number of times all of the tensor and nothing else if and only if the corners that an odd
+        # number of them have are those of the tensor; with as many elements as it has, they cover it once.
+        odd = set[tuple[int, ...]]()
+        whole = (0, tuple(0 for _ in self.shape), self.shape)
+        for _, offsets, sizes in (*self.parts, whole):
+            if math.prod(sizes):
+                ends = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+                odd ^= set(itertools.product(*ends))
+        return not odd
 
 
 class StoredFile(BaseModel):
@@ -77,16 +95,43 @@ def read_index(folder: Path) -> Index:
     for name, tensor in index.tensors.items():
         if not tensor.is_filled(len(index.shards)):
             raise CheckpointError(f"{INDEX} of '{folder}' has parts of {name} that do not make it up: do not use it")
+    if len(set(index.shards)) < len(index.shards):
+        raise CheckpointError(f"{INDEX} of '{folder}' names a file twice: do not use it")
+    needed = Counter[str]()
+    for tensor in index.tensors.values():
+        for shard, _, sizes in tensor.parts:
+            needed[index.shards[shard]] += math.prod(sizes) * tensor.width
+    for name, size in needed.items():
+        if size > (has := index.files[name].bytes):
+            raise CheckpointError(
+                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {name}, which has {has:,}: do not use it"
+            )
     return index
+
+
+def damaged_sizes(folder: Path, index: Index) -> str | None:
+    """The first file that has not as many bytes as were written, with what is wrong; None where all have."""
+    for name, known in index.files.items():
+        if wrong := other_size(folder / name, known):
+            return wrong
+    return None
+
+
+def other_size(path: Path, known: StoredFile) -> str | None:
+    """What is wrong with the size of a file, None if nothing is."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    return f"{path.name} has {size:,} bytes where {known.bytes:,} were written" if size != known.bytes else None
 
 
 def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
     """The first of `files` that is not as it was written, with what is wrong; None where all are."""
     for name, known in files.items():
+        if wrong := other_size(folder / name, known):
+            return wrong
         try:
-            size = (folder / name).stat().st_size
-            if size != known.bytes:
-                return f"{name} has {size:,} bytes where {known.bytes:,} were written"
             if crc32(folder / name) != known.crc32:
                 return f"{name} is not what was written"
         except OSError as error:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitpar.checkpoint.folder import Checkpoint
-from vitpar.checkpoint.index import first_line
+from vitpar.checkpoint.index import first_line, other_size
 from vitpar.errors import CheckpointError
 
 
@@ -19,6 +19,10 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
     stored = checkpoint.index.tensors.get(name)
     if stored is None:
         raise CheckpointError(f"'{checkpoint.path}' has no tensor {name}: `vitpar checkpoint info` lists those it has")
+    for name_of_file in {checkpoint.index.shards[shard] for shard, _, _ in stored.parts}:
+        # The index bounds what it promises by the files' sizes, so nothing is allocated that is not there.
+        if wrong := other_size(checkpoint.path / name_of_file, checkpoint.index.files[name_of_file]):
+            raise CheckpointError(f"the checkpoint '{checkpoint.path}' is damaged: {wrong}")
     whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     for shard, offsets, sizes in stored.parts:
         path = checkpoint.path / checkpoint.index.shards[shard]

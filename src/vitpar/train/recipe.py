@@ -101,7 +101,7 @@ class Recipe(Section):
 
     def config(self, num_classes: int) -> ViTConfig:
         """The model's shape for data of `num_classes` classes. Raises ModelError."""
-        fields = self.model.model_dump(exclude_none=True)
+        fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
         return model_config(fields.pop("name"), num_classes=num_classes, **fields)
 
     def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
@@ -218,6 +218,14 @@ def read_recipe(
     return recipe
 
 
+def read_data_section(path: Path) -> DataSection:
+    """How the recipe `path` prepares images, whatever else it says. Raises RecipeError."""
+    try:
+        return DataSection.model_validate(_read_toml(path).get("data", {}))
+    except ValidationError as error:
+        raise RecipeError(_sentence(error)) from None
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
@@ -227,7 +235,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the recipe '{path}' cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise RecipeError(f"the recipe '{path}' is not valid TOML: {error}") from None
 
 

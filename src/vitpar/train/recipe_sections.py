@@ -18,9 +18,13 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model: timm's name, and what differs from it (None: as the name says)."""
+    """Which model: timm's name, and what differs from it (None: as the name says).
+
+    weights: a folder of weights, or a checkpoint, whose parameters a training begins with (None: initial values).
+    """
 
     name: str = "vit_small_patch16_224"
+    weights: str | None = None
     image_size: int | None = None
     patch_size: int | None = None
     width: int | None = None

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX
+from vitpar.checkpoint.names import RECIPE
 from vitpar.errors import CheckpointError
 from vitpar.train.recipe import Recipe, read_recipe
-from vitpar.train.training_state import RECIPE
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "activation_memory_budget", "eval_every", "log_every")),
@@ -92,7 +92,7 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, al
 
 def _is_shape(key: str) -> bool:
     """Whether a setting says which parameters there are: with others there is nothing to go on from."""
-    return key.startswith("model.") and key not in ("model.dropout", "model.drop_path", "model.name")
+    return key.startswith("model.") and key not in ("model.dropout", "model.drop_path", "model.name", "model.weights")
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:

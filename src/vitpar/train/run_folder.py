@@ -5,7 +5,7 @@ runs/<date>-<model>-<strategy>/
     env.json         versions, hardware, git commit, command
     log.txt          what happened when         metrics.jsonl   one object a line
     checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
-    weights/         what it made, as safetensors (``vitpar.train.weights``)
+    weights/         what it made, as safetensors (``vitpar.weights.folder``)
 """
 
 import fcntl

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
-from vitpar.errors import CheckpointError, RecipeError
+from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.parallel import parallelize
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
+from vitpar.train.begin import begin
 from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
@@ -36,7 +37,7 @@ from vitpar.train.saver import Saver
 from vitpar.train.state import state_size
 from vitpar.train.stop_request import StopRequest
 from vitpar.train.training_state import TrainingState, texts
-from vitpar.train.weights import save_weights
+from vitpar.weights.folder import save_weights
 
 LOOK_S = 5.0
 """Seconds in which ranks ask each other whether to go on, where steps are not longer."""
@@ -112,7 +113,11 @@ class Trainer:
         try:
             if resume and (found := find(resume, self.reporter.note)):
                 self._go_on(found, allow_change, goes_on)
-        except CheckpointError:
+            elif recipe.model.weights is not None:
+                told = begin(self.model, recipe, self.ema)
+                if self.folder:
+                    self.reporter.told(told)
+        except (CheckpointError, DataError, RecipeError):
             if self.folder and not goes_on:
                 self.folder.discard()
             raise
@@ -295,7 +300,7 @@ class Trainer:
     def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
         weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
-            save_weights(self.model, weights, self.recipe)
+            save_weights(self.model, weights, self.recipe.to_toml())
         summary = {**last.figures, "steps": self.done, "images_per_second": log.mean_rate, "weights": str(weights)}
         if self.folder:
             self.reporter.finished(summary)

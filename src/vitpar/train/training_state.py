@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitpar.checkpoint import Checkpoint, Facts, Scale, load_tensors
 from vitpar.checkpoint.folder import STATE
+from vitpar.checkpoint.names import AVERAGES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel
 from vitpar.strategy import Plan, plan_text
@@ -17,9 +18,6 @@ from vitpar.train.ema import EMA
 from vitpar.train.loss_scale import LossScaler
 from vitpar.train.optimizer import ShardedOptimizer, sharded_as
 from vitpar.train.recipe import Recipe
-
-RECIPE, PLAN, CONFIG = "recipe.toml", "plan.json", "config.json"
-PARAMETERS, MOMENTS, AVERAGES = "model.", "optimizer.", "ema."
 
 
 def averages(model: ParallelModel, ema: EMA) -> dict[str, Tensor]:

@@ -1,0 +1,137 @@
+"""Weights from elsewhere -> the layout of ``vitpar.weights.folder``: read, told, compared, made ours, written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch import Tensor
+
+from vitpar.errors import DataError, ModelError
+from vitpar.models.config import ViTConfig, model_config
+from vitpar.models.initial import initial_value
+from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
+from vitpar.weights.formats import parts, renamed
+from vitpar.weights.positions import resampled
+from vitpar.weights.shards import refuse_other_shapes
+from vitpar.weights.sources import open_source
+from vitpar.weights.told import IMAGENET, hints, told_config
+
+SHARD_BYTES = 5 * 10**9
+CLASSIFIERS = tuple(f"head.{name}.{end}" for name in ("fc", "fc_dist") for end in ("weight", "bias"))
+POSITIONS = "stem.pos_embed"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """format: whose names they had. notes: what is not as it was, and what the user should know."""
+
+    format: str
+    config: ViTConfig
+    files: list[Path]
+    notes: list[str]
+
+
+def import_weights(
+    path: Path,
+    folder: Path,
+    *,
+    model: str | None = None,
+    classes: int | None = None,
+    image_size: int | None = None,
+    trust: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Imported:
+    """Write the weights of the file or folder `path` to the new `folder`, in float32.
+
+    model: its name, for what neither tensors nor a config.json tell. classes: of a classifier that begins anew, from
+    seed 0 (None: the one that is there). image_size: pixels; positions are interpolated. trust: whether a file that
+    could run code is read. progress: told how many tensors of how many are done. Raises DataError, ModelError and
+    CheckpointError, before anything is written where what is there does not fit.
+    """
+    refuse_used(folder)
+    source = open_source(path, trust)
+    found, beside = renamed(path, source.shapes), hints(source.configs)
+    told = told_config(path, found, beside, model)
+    made, notes = parts(found, told), [*source.notes, *found.notes, *beside.notes]
+    if beside.data is None:
+        notes.append("nothing says how its images were normalised: recipe.toml has ImageNet's mean and std")
+    headless = not any(name in made for name in CLASSIFIERS)
+    if headless and classes is None:
+        raise DataError(f"'{path}' has no classifier: say how many classes a new one is to have with --classes N")
+    needed = parameter_shapes(told, most=len(source.shapes))
+    if headless:
+        needed = {name: shape for name, shape in needed.items() if name not in CLASSIFIERS}
+    refuse_other_shapes(path, {name: part.shape for name, part in made.items()}, needed, exactly=True)
+
+    config = replace(told, num_classes=classes or told.num_classes, image_size=image_size or told.image_size)
+    anew = {name for name in CLASSIFIERS if classes is not None and (headless or classes != told.num_classes)}
+    if anew:
+        was = "there was none" if headless else f"{told.num_classes:,} classes were there"
+        notes.append(f"the classifier of {classes:,} classes begins anew ({was})")
+    if config.image_size != told.image_size:
+        notes.append(interpolated(told, config))
+    shapes = parameter_shapes(config, most=len(source.shapes) + len(CLASSIFIERS))
+
+    def read(name: str) -> Tensor:
+        if name in anew:
+            return initial_value(name, torch.Size(shapes[name]), 0, config)
+        part = made[name]
+        whole = part.make(*map(source.read, part.names)).float()
+        if not whole.isfinite().all():
+            raise DataError(f"{' and '.join(part.names)} in '{path}' holds numbers that are not finite: do not use it")
+        if name == POSITIONS and config.image_size != told.image_size:
+            whole = resampled(whole, config.prefix_tokens, config.image_size // config.patch_size)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    files = write_weights(
+        folder,
+        {name: 4 * torch.Size(shape).numel() for name, shape in shapes.items()},
+        read,
+        config=json.dumps(asdict(config), indent=1),
+        recipe=_recipe(path, folder, config, dict(beside.data or IMAGENET)),
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+    return Imported(found.format, config, files, notes)
+
+
+def interpolated(before: ViTConfig, after: ViTConfig) -> str:
+    """What became of the positions, for the user."""
+    if before.position != "learned":
+        return f"images have {after.image_size} pixels instead of {before.image_size}"
+    grids = [c.image_size // c.patch_size for c in (before, after)]
+    return (
+        f"positions are interpolated from {grids[0]}x{grids[0]} to {grids[1]}x{grids[1]} patches (images of "
+        f"{after.image_size} pixels instead of {before.image_size})"
+    )
+
+
+def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -> str:
+    """A recipe that fine-tunes the model, with images prepared as it knows them."""
+    values = {
+        "model": _section(config),
+        "data": data,
+        "optimizer": {"lr": 1e-4},
+        "train": {"epochs": 10},
+    }
+    told = f"# Imported from {str(path)!r}. To fine-tune: vitpar train --recipe FOLDER/recipe.toml --weights FOLDER"
+    return f"{told} --data DIR\n{tomli_w.dumps(values)}"
+
+
+def _section(config: ViTConfig) -> dict[str, Any]:
+    """[model] of a recipe: the name, and what differs from it."""
+    try:
+        plain = model_config(config.name)
+    except ModelError:
+        plain = ViTConfig(name="vit_custom", patch_size=1, width=1, depth=1, heads=1, hidden=1)
+    # How many classes there are is said by the data; a recipe's images have three channels.
+    said = [field.name for field in fields(config) if field.name not in ("name", "num_classes", "channels")]
+    changed = {name: value for name in said if (value := getattr(config, name)) != getattr(plain, name)}
+    return {"name": config.name, **changed}

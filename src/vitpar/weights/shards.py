@@ -1,0 +1,122 @@
+"""Safetensors files as one mapping from names to tensors, and the index that says which file holds which.
+
+Nothing here runs what a file holds, and nothing is allocated because a file says so: safetensors refuses headers that
+are longer than 100 MB, and tensors that are not exactly the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vitpar.errors import DataError
+
+_LARGEST_JSON = 64 << 20
+_FLOATS = ("F64", "F32", "BF16", "F16")
+FEW = 3
+"""Names that a refusal lists before it counts the rest."""
+
+
+class Shards:
+    """The tensors of several safetensors files. shapes: by name."""
+
+    def __init__(self, folder: Path, files: Iterable[str], weight_map: Mapping[str, str] | None = None) -> None:
+        """weight_map: which file holds which tensor, None for all that there are. Raises DataError for files that
+        cannot be read, lack what they should hold, or hold other than floating-point numbers."""
+        self._folder = folder
+        self._held: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            for file in files:
+                if not (folder / file).is_file():  # a pipe would be waited for without end
+                    raise DataError(f"'{folder / file}' cannot be read: there is no such file")
+                opened = safe_open(folder / file, framework="pt")
+                for name in opened.keys():  # noqa: SIM118, it is no dict
+                    if weight_map is not None and weight_map.get(name) != file:
+                        continue
+                    if name in self._held:
+                        raise DataError(f"'{folder}' holds {name} in two files: remove one of them")
+                    stored = opened.get_slice(name)
+                    if stored.get_dtype() not in _FLOATS:
+                        raise DataError(f"{name} in '{folder / file}' is {stored.get_dtype()}, which is no parameter")
+                    self._held[name], self.shapes[name] = opened, tuple(stored.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"'{folder / file}' cannot be read: {error}") from None
+        for name in weight_map or ():
+            if name not in self._held:
+                assert weight_map is not None
+                raise DataError(f"'{folder / weight_map[name]}' lacks {name}, which its index promises")
+
+    @classmethod
+    def indexed(cls, folder: Path, index: str) -> Shards:
+        """Those that the file `index` in `folder` lists. Raises DataError, also for names of files elsewhere."""
+        weight_map = read_weight_map(folder, index)
+        return cls(folder, dict.fromkeys(weight_map.values()), weight_map)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name`. Raises DataError."""
+        try:
+            return self._held[name].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{name} in '{self._folder}' cannot be read: {error}") from None
+
+
+def read_weight_map(folder: Path, index: str) -> dict[str, str]:
+    """File by tensor, as the file `index` in `folder` lists them. Raises DataError, also for names of files elsewhere.
+    (A file may be a link: in Hugging Face's cache all are.)"""
+    weight_map = read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"'{folder / index}' cannot be read: it has no weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or "\0" in file:
+            raise DataError(f"'{folder / index}' names {file!r}, which cannot be in its folder: do not use it")
+    return weight_map
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises DataError for anything else, and for more than 64 MiB of it."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_JSON + 1)
+        if len(text) > _LARGEST_JSON:
+            raise ValueError(f"it has more than {_LARGEST_JSON:,} bytes")
+        value = json.loads(text.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"'{path}' cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"'{path}' cannot be read: it holds no object")
+    return value
+
+
+def refuse_other_shapes(
+    place: Path, given: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]], *, exactly: bool
+) -> None:
+    """Refuse tensors that are not those of a model. exactly: whether further ones are refused too. Raises DataError
+    that names the first few."""
+    wrong = [
+        f"{name} has shape {list(given[name])} where the model has {list(shape)}"
+        for name, shape in needed.items()
+        if name in given and given[name] != shape
+    ]
+    missing = [name for name in needed if name not in given]
+    further = [name for name in given if name not in needed] if exactly else []
+    said = [
+        *([f"it lacks {listed(missing)}"] if missing else []),
+        *([f"the model has no {listed(further)}"] if further else []),
+        *([listed(wrong)] if wrong else []),
+    ]
+    if said:
+        raise DataError(f"'{place}' does not fit the model: {'; '.join(said)}: give the shape it was saved from")
+
+
+def listed(names: list[str]) -> str:
+    """The first few, and how many more."""
+    more = len(names) - FEW
+    return ", ".join(names[:FEW]) + (f" and {more:,} more" if more > 0 else "")

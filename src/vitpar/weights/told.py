@@ -1,0 +1,215 @@
+"""What a model is, told from its tensors, and from what stands beside them where these do not say.
+
+Beside them: config.json as transformers, timm and vitpar write it, preprocessor_config.json, and the name of a model.
+Nothing here is believed that tensors contradict: the parameters of the model that is told are compared with them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vitpar.errors import DataError, ModelError
+from vitpar.models.config import FAMILIES, ViTConfig, model_config
+from vitpar.weights.formats import Renamed, Shapes
+
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+LAYER_SCALE = 1e-5
+"""What layer scales are said to have begun with where nothing tells: it decides no parameter that is imported."""
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the files beside the tensors say, None where they say nothing. data: settings of a recipe's [data]."""
+
+    heads: int | None = None
+    pool: str | None = None
+    image_size: int | None = None
+    patch_size: int | None = None
+    layer_scale: float | None = None
+    data: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
+    """Of the JSON files beside the tensors, by name. Raises DataError for a model that computes otherwise."""
+    config = configs.get("config.json", {})
+    if "model_type" in config:
+        return _transformers(config, configs.get("preprocessor_config.json", {}))
+    if "architecture" in config:
+        return _timm(config)
+    scale = config.get("layer_scale")
+    return Hints(
+        _number(config, "heads"),
+        _word(config, "pool"),
+        _number(config, "image_size"),
+        _number(config, "patch_size"),
+        float(scale) if isinstance(scale, int | float) else None,
+    )
+
+
+def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
+    kind, activation = config["model_type"], config.get("hidden_act", "gelu")
+    if kind not in ("vit", "deit"):
+        raise DataError(
+            f"config.json says model_type {kind!r}, where vit and deit can be imported: it is another model"
+        )
+    if activation != "gelu":
+        raise DataError(f"config.json says hidden_act {activation!r}, where vitpar's ViT has gelu: it is another model")
+    eps = config.get("layer_norm_eps", 1e-12)
+    notes = (f"its layer norms add {eps:g} to the variance, vitpar's 1e-06",) if eps != 1e-6 else ()
+    data = dict(IMAGENET if kind == "deit" else HALF) | _colours(images.get("image_mean"), images.get("image_std"))
+    if images.get("do_normalize") is False:
+        data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    if (resampling := _RESAMPLING.get(images.get("resample", 2 if kind == "vit" else 3))) is not None:
+        data["interpolation"] = resampling
+    data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit") else 1.0
+    heads, size = _number(config, "num_attention_heads"), _number(config, "image_size")
+    return Hints(heads, "cls", size, _number(config, "patch_size"), data=data, notes=notes)
+
+
+def _timm(config: Mapping[str, Any]) -> Hints:
+    said = config.get("pretrained_cfg")
+    said = {**config, **(said if isinstance(said, dict) else {})}
+    data = dict(HALF) | _colours(said.get("mean"), said.get("std"))
+    if said.get("interpolation") in _RESAMPLING.values():
+        data["interpolation"] = said["interpolation"]
+    crop = said.get("crop_pct")
+    if isinstance(crop, int | float) and 0 < crop <= 1:
+        data["crop_pct"] = float(crop)
+    family = re.match(r"(?:vit|deit3?)_([a-z]+)_", str(config["architecture"]))
+    sizes = FAMILIES.get(f"vit_{family[1]}") if family else None
+    arguments = config.get("model_args")
+    heads = _number(arguments, "num_heads") if isinstance(arguments, dict) else None
+    if heads is None and sizes and _number(config, "num_features") in (None, sizes["width"]):
+        heads = sizes["heads"]
+    size = said.get("input_size")
+    pool = {"token": "cls", "avg": "avg"}.get(str(said.get("global_pool")))
+    return Hints(heads, pool, size[-1] if isinstance(size, list) and size else None, data=data)
+
+
+def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
+    given = {"mean": mean, "std": std}
+    return {
+        name: tuple(map(float, value))
+        for name, value in given.items()
+        if isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)
+    }
+
+
+def _number(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _word(config: Mapping[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    return value if isinstance(value, str) else None
+
+
+def told_config(place: object, found: Renamed, hints: Hints, model: str | None = None) -> ViTConfig:
+    """The model's shape. A model without classifier gets one class.
+
+    model: a name as `model_config` takes it, for what nothing else tells. Raises DataError for tensors that are no
+    ViT's or that the name contradicts, ModelError for a name that is none.
+    """
+    named = model_config(model) if model is not None else None
+    shapes, size = found.shapes, _Sizes(place, found.shapes)
+    width = size("stem.proj.weight", 0)
+    patch, channels = _patch(size, shapes, hints.patch_size or (named.patch_size if named else None))
+    if channels != 3:
+        raise DataError(f"'{place}' takes images of {channels} channels, where vitpar's have 3: it cannot be imported")
+    norm = shapes.get("blocks.0.attn.q_norm.weight")
+    heads = width // norm[0] if norm and norm[0] else hints.heads or (named.heads if named else None)
+    if heads is None:
+        raise DataError(
+            f"the tensors in '{place}' do not tell how many heads there are: name the model with --model"
+            f"{_likely(width, patch)}, or the folder that has its config.json"
+        )
+    read = "stem.cls_token" in shapes and hints.pool != "avg"
+    distilled = "stem.dist_token" in shapes and ("head.fc_dist.weight" in shapes or "head.fc.weight" not in shapes)
+    registers = size("stem.reg_token", 1) if "stem.reg_token" in shapes else 0
+    if found.format != "vitpar":
+        registers += ("stem.dist_token" in shapes and not distilled) + ("stem.cls_token" in shapes and not read)
+    prefix = read + distilled + registers
+    wanted = hints.image_size or (named.image_size if named else None)
+    table = size("stem.pos_embed", 1) if "stem.pos_embed" in shapes else None
+    grid = _grid(place, table, prefix, wanted and wanted // patch) if table is not None else (wanted or 224) // patch
+    scaled = "blocks.0.gamma1" in shapes
+    try:
+        config = ViTConfig(
+            name=model or "vit_custom",
+            patch_size=patch,
+            width=width,
+            depth=len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+            heads=heads,
+            hidden=size("blocks.0.mlp.fc1.weight", 0),
+            image_size=grid * patch,
+            num_classes=size("head.fc.weight", 0) if "head.fc.weight" in shapes else 1,
+            channels=channels,
+            pool="cls" if read else "avg",
+            registers=registers,
+            distillation=distilled,
+            representation_size=size("head.representation.weight", 0)
+            if "head.representation.weight" in shapes
+            else None,
+            position="sincos2d" if table is None and found.format == "vitpar" else "learned",
+            qk_norm=norm is not None,
+            layer_scale=(hints.layer_scale or LAYER_SCALE) if scaled else None,
+        )
+    except ModelError as error:
+        raise DataError(f"'{place}' is no model of vitpar's: {error}") from None
+    for field in ("patch_size", "width", "depth", "heads", "hidden"):
+        if named and getattr(named, field) != getattr(config, field):
+            raise DataError(
+                f"'{place}' is no {model}: its {field} is {getattr(config, field)} where that has "
+                f"{getattr(named, field)}: name another model, or leave --model out"
+            )
+    return config
+
+
+class _Sizes:
+    """Sizes of tensors, refused where there is none."""
+
+    def __init__(self, place: object, shapes: Shapes) -> None:
+        self._place, self._shapes = place, shapes
+
+    def __call__(self, name: str, dim: int) -> int:
+        shape = self._shapes.get(name)
+        if shape is None:
+            raise DataError(f"'{self._place}' lacks {name}, by vitpar's names: it is of another model")
+        if dim >= len(shape):
+            raise DataError(f"{name} (by vitpar's names) in '{self._place}' has shape {list(shape)}: it is no ViT's")
+        return shape[dim]
+
+
+def _patch(size: _Sizes, shapes: Shapes, wanted: int | None) -> tuple[int, int]:
+    """Pixels of a patch's side, and channels."""
+    if len(shapes["stem.proj.weight"]) == 4:
+        return size("stem.proj.weight", 3) or 1, size("stem.proj.weight", 1)
+    numbers = size("stem.proj.weight", 1)
+    if wanted and numbers % wanted**2 == 0:
+        return wanted, numbers // wanted**2
+    return max(1, math.isqrt(numbers // 3)), 3  # a wrong guess does not fit and is refused
+
+
+def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int:
+    """Patches along a side of the image: of as many positions, with those of the tokens before them or without."""
+    grids = [math.isqrt(n) for n in (positions - prefix, positions) if n > 0 and math.isqrt(n) ** 2 == n]
+    if not grids:
+        raise DataError(
+            f"'{place}' has {positions:,} positions, {prefix} of them before the patches', which are no square: images "
+            "that are not square cannot be imported"
+        )
+    return wanted if wanted in grids else grids[0]
+
+
+def _likely(width: int, patch: int) -> str:
+    """An example of that width."""
+    family = next((name for name, sizes in FAMILIES.items() if sizes["width"] == width), None)
+    return f", perhaps {family}_patch{patch}_224" if family else ""

@@ -1,0 +1,125 @@
+"""Random weights under others' names, and what their models compute with them, written down by hand."""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH, HEADS, DEPTH, HIDDEN, PATCH, SIZE, CLASSES = 24, 4, 2, 40, 4, 8, 7
+PATCHES = (SIZE // PATCH) ** 2
+
+
+def timm_state(
+    *,
+    cls: bool = True,
+    dist: bool = False,
+    registers: int = 0,
+    embed_prefix: bool = True,
+    qk_norm: bool = False,
+    layer_scale: bool = False,
+    head: bool = True,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """A state dict with timm's names and shapes. embed_prefix: whether tokens before the patches have positions."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, there in (("cls_token", cls), ("dist_token", dist)):
+        shapes |= {name: (1, 1, WIDTH)} if there else {}
+    shapes |= {"reg_token": (1, registers, WIDTH)} if registers else {}
+    prefix = cls + dist + registers
+    shapes["pos_embed"] = (1, PATCHES + prefix * embed_prefix, WIDTH)
+    shapes |= {"patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH), "patch_embed.proj.bias": (WIDTH,)}
+    for i in range(DEPTH):
+        linears = {"attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH)}
+        linears |= {"mlp.fc1": (HIDDEN, WIDTH), "mlp.fc2": (WIDTH, HIDDEN)}
+        for name, shape in linears.items():
+            shapes |= {f"blocks.{i}.{name}.weight": shape, f"blocks.{i}.{name}.bias": shape[:1]}
+        norms = {"norm1": WIDTH, "norm2": WIDTH}
+        norms |= {"attn.q_norm": WIDTH // HEADS, "attn.k_norm": WIDTH // HEADS} if qk_norm else {}
+        for name, width in norms.items():
+            shapes |= {f"blocks.{i}.{name}.weight": (width,), f"blocks.{i}.{name}.bias": (width,)}
+        if layer_scale:
+            shapes |= {f"blocks.{i}.ls1.gamma": (WIDTH,), f"blocks.{i}.ls2.gamma": (WIDTH,)}
+    shapes |= {"norm.weight": (WIDTH,), "norm.bias": (WIDTH,)}
+    for name in [*(["head"] if head else []), *(["head_dist"] if dist and head else [])]:
+        shapes |= {f"{name}.weight": (CLASSES, WIDTH), f"{name}.bias": (CLASSES,)}
+    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def timm_logits(state: dict[str, Tensor], images: Tensor, pool: str = "cls") -> Tensor:
+    """What timm's VisionTransformer computes: images [batch, 3, size, size] -> logits [batch, classes]."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if f"{name}.weight" not in state:
+            return x
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
+
+    x = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=PATCH)
+    x = x.flatten(2).transpose(1, 2)
+    prefix = [state[n].expand(len(x), -1, -1) for n in ("cls_token", "dist_token", "reg_token") if n in state]
+    before = sum(token.shape[1] for token in prefix)
+    if state["pos_embed"].shape[1] == x.shape[1]:
+        x = torch.cat([*prefix, x + state["pos_embed"]], dim=1)
+    else:
+        x = torch.cat([*prefix, x], dim=1) + state["pos_embed"]
+    for i in range(DEPTH):
+        block = f"blocks.{i}"
+        qkv = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv")
+        q, k, v = qkv.reshape(len(x), -1, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k = norm(q, f"{block}.attn.q_norm"), norm(k, f"{block}.attn.k_norm")
+        attention = (q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1) @ v
+        y = linear(attention.transpose(1, 2).reshape(x.shape), f"{block}.attn.proj")
+        x = x + y * state.get(f"{block}.ls1.gamma", 1.0)
+        y = linear(F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")), f"{block}.mlp.fc2")
+        x = x + y * state.get(f"{block}.ls2.gamma", 1.0)
+    x = norm(x, "norm")
+    if pool == "avg":
+        return linear(x[:, before:].mean(dim=1), "head")
+    if "head_dist.weight" in state:
+        return (linear(x[:, 0], "head") + linear(x[:, 1], "head_dist")) / 2
+    return linear(x[:, 0], "head")
+
+
+def as_transformers(state: dict[str, Tensor], kind: str = "vit") -> dict[str, Tensor]:
+    """The same tensors under the names that transformers' ViT and DeiT give them, q, k and v apart."""
+    plain = {
+        "patch_embed.proj": "embeddings.patch_embeddings.projection",
+        "cls_token": "embeddings.cls_token",
+        "dist_token": "embeddings.distillation_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "norm1": "layernorm_before",
+        "norm2": "layernorm_after",
+        "attn.proj": "attention.output.dense",
+        "mlp.fc1": "intermediate.dense",
+        "mlp.fc2": "output.dense",
+    }
+    heads = {"head": "classifier"}
+    if kind == "deit":
+        heads = {"head": "cls_classifier", "head_dist": "distillation_classifier"}
+    named: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        stem, _, end = name.rpartition(".")
+        if "attn.qkv" in name:
+            layer = re.sub(r"blocks\.(\d+)\.attn\.qkv", rf"{kind}.encoder.layer.\1.attention.attention", stem)
+            for word, third in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                named[f"{layer}.{word}.{end}"] = third.clone()
+        elif stem in heads:
+            named[f"{heads[stem]}.{end}"] = tensor
+        elif stem == "norm":
+            named[f"{kind}.layernorm.{end}"] = tensor
+        else:
+            for mine, theirs in plain.items():
+                name = re.sub(rf"(^|\.){re.escape(mine)}(?=\.|$)", rf"\1{theirs}", name)
+            named[f"{kind}." + re.sub(r"^blocks\.", "encoder.layer.", name)] = tensor
+    return named
+
+
+def transformers_config(kind: str = "vit", **changed: Any) -> dict[str, Any]:
+    """Its config.json."""
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": DEPTH, "image_size": SIZE}
+    return {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "patch_size": PATCH, **sizes, **changed}

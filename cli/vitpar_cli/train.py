@@ -97,7 +97,8 @@ def train(
     kind = choose_device(device)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
-    plan = merged.plan(config, lambda plan: resolve(plan, kind))
+    chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
+    plan = chosen.plan
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)
     check_run_folder(run_dir, goes_on)
@@ -118,6 +119,7 @@ def train(
             command=sys.argv,
             resume=went.source,
             allow_change=allow_change or (),
+            note=chosen.because,
         )
         summary = trainer.run()
         if as_json and trainer.rank == 0:

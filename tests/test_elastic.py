@@ -5,8 +5,7 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,17 +89,22 @@ def trained(place: Path, run_dir: str, least: int, agent: "subprocess.Popen[str]
     wait_for(lambda: lines(place / run_dir) >= least, agent)
 
 
+def asked_to_end(pid: int) -> bool:
+    """Whether SIGTERM waits for a process that is stopped."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool((int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)) >> (signal.SIGTERM - 1) & 1)
+
+
 def log(place: Path, run_dir: str) -> str:
     return (place / run_dir / "log.txt").read_text()
 
 
 def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place: Path, hosts: Hosts) -> None:
-    # Slow enough steps that the run is not over before the host is lost.
     mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.otherwise=["fsdp"]')
     first, _ = hosts.start(mesh), hosts.start(mesh)
     trained(place, "shrunk", 9, first)
     hosts.lose(1)
-    out, errors = first.communicate(timeout=120)
+    _, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors
     assert "rank 0 lost its connection to another rank" in errors
     assert "going on from shrunk/checkpoints/step_" in log(place, "shrunk")
@@ -114,7 +118,12 @@ def test_a_host_comes_and_the_run_takes_it_in(place: Path, hosts: Hosts) -> None
     mesh = words("grown", "--mesh", "dp")
     first = hosts.start(mesh)
     trained(place, "grown", 5, first)
+    # Held until its agent asks it to end, or the run would be over before the other host is there.
+    (rank,) = ranks_of(first.pid)
+    os.kill(rank, signal.SIGSTOP)
     second = hosts.start(mesh)
+    wait_for(lambda: asked_to_end(rank), second)
+    os.kill(rank, signal.SIGCONT)
     for agent in (first, second):
         _, errors = agent.communicate(timeout=150)
         assert agent.returncode == 0, errors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -106,15 +106,18 @@ class Recipe(Section):
         return model_config(fields.pop("name"), num_classes=num_classes, **fields)
 
     def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
-        """The plan of `chosen`. Raises as that does."""
-        return self.chosen(config, resolve).plan
-
-    def chosen(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Chosen:
-        """The first plan that fits the ranks, the model and the batch, validated. Raises StrategyError.
+        """The plan of `parallel.mesh`, validated against the model and the batch. Raises StrategyError.
 
         resolve: fills the open degree, if the strategy leaves one, for the ranks there are.
         """
-        wanted, precision = self.requested_plans(), self.train.precision
+        return self._choose(self.requested_plans()[:1], config, resolve).plan
+
+    def chosen(self, config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
+        """The same, or where that does not fit, the first of `parallel.otherwise` that does. Raises StrategyError."""
+        return self._choose(self.requested_plans(), config, resolve)
+
+    def _choose(self, wanted: Sequence[Plan], config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
+        precision = self.train.precision
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)
@@ -160,7 +163,9 @@ class Recipe(Section):
         if not self.stream:
             del values["stream"]
         if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which no other setting of one may stand
-            values["parallel"] = {key: values["parallel"][key] for key in ("mesh", "otherwise")}
+            values["parallel"] = {
+                key: values["parallel"][key] for key in ("mesh", "otherwise") if values["parallel"][key]
+            }
         return tomli_w.dumps(values)
 
 

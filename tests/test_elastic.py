@@ -13,6 +13,8 @@ import pytest
 from command_line import run, started
 from small_data import pack_small
 from test_resume import RECIPE, alive, lines, ranks_of, rows, wait_for
+from vitpar.strategy import read_plan
+from vitpar.train.recipe import read_recipe
 
 # Seconds: how soon a host is missed that does not answer, and how long others are waited for once there are enough.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=1"
@@ -67,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hosts(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # Else torch 2.13's agent of rank 0 tells a host that comes later no address, and both end after a minute.
+    # Else torch 2.13 tells a host that comes later no address, and both end after a minute (pytorch#135712).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     started = Hosts(place)
     yield started
@@ -112,6 +114,9 @@ def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place:
     assert "going on from shrunk/checkpoints/step_" in log(place, "shrunk")
     reason = "the plan is 'dp1', since the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"
     assert reason in log(place, "shrunk")
+    parallel = read_recipe(place / "shrunk" / "recipe.toml").parallel
+    assert (parallel.mesh, parallel.otherwise) == ("pp2xdp", ("fsdp",)), "the next start chooses anew"
+    assert str(read_plan(place / "shrunk" / "plan.json")) == "dp1"
     same_as_through(place, "shrunk")
 
 

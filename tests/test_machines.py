@@ -65,7 +65,7 @@ def clean() -> dict[str, str]:
     return kept | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("launcher", [slurm, openmpi])
+@pytest.mark.parametrize("launcher", [slurm, pytest.param(openmpi, marks=pytest.mark.slow)])
 def test_four_tasks_on_two_hosts_are_one_world(launcher, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     port, ranks = free_port(), []

@@ -111,7 +111,8 @@ def test_torchrun_shows_the_sentence_of_the_rank_that_failed(place: Path) -> Non
     done = run(place, ["train", "--recipe", "recipe.toml", "--mesh", "pp3xdp", "--run-dir", "no"], TORCHRUN)
     sentence = "error: the degrees given in 'pp3xdp' multiply to 3, which does not divide 2 ranks: choose degrees"
     assert done.returncode == 1 and "vitpar_cli" not in done.stderr.replace("vitpar_cli.main FAILED", "")
-    assert sum(line.startswith(sentence) for line in done.stderr.splitlines()) == 2, "once a rank"
+    # Once a rank, but torchrun may end the other before it gets there.
+    assert sum(line.startswith(sentence) for line in done.stderr.splitlines()) in (1, 2)
     root = done.stderr.partition("Root Cause (first observed failure):")[2]
     assert f"traceback : {sentence}" in root and "exitcode  : 2" in root
     assert not (place / "no").exists()

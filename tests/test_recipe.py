@@ -137,7 +137,7 @@ def test_settings_beside_a_whole_plan_are_refused_even_at_their_defaults(tmp_pat
     again = read_recipe(written(tmp_path, recipe.to_toml()))
     assert again == recipe and again.parallel.model_fields_set == {"mesh"}
     with pytest.raises(RecipeError, match=r"'plan\.json' is a whole plan"):
-        read_recipe(None, {**base, "parallel.schedule": "1f1b"}).requested_plan()
+        read_recipe(None, {**base, "parallel.schedule": "1f1b"}).requested_plans()
 
 
 REFUSED = [

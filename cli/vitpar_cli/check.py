@@ -8,6 +8,7 @@ import typer
 
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
+from vitpar.train.plan_choice import first_that_fits
 from vitpar_cli import recipe_options as o
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
@@ -81,12 +82,13 @@ def check(
         train__compile=compile_blocks or None,
     )
     kind = choose_device(device)
-    parts = resolve(merged.requested_plan(), kind)
+    parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, kind)).plan
     named = any(assignment.partition("=")[0].strip() == "train.batch_size" for assignment in assignments or ())
     size = merged.train.batch_size if named or batch_size else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(num_classes)
-    plan = merged.plan(config, lambda plan: resolve(plan, kind))
+    chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
+    plan = chosen.plan
 
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
@@ -102,11 +104,13 @@ def check(
             "label_smoothing": t.label_smoothing,
             "compile_blocks": t.compile,
             "activation_memory_budget": t.activation_memory_budget,
-            "communication": merged.communication.settings(),
+            "communication": merged.communication.used_by(plan, t.precision).settings(),
             "optimizer": merged.optimizer.implementation,
         }
         result = check_plan(config, plan, batch_size=size, device=device, **settings)
         if dist.get_rank() == 0:
+            if chosen.because:
+                typer.echo(f"warning: {chosen.because}", err=True)
             typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
         return 0 if result.passed else 1
 

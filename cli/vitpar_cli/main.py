@@ -74,16 +74,14 @@ def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 something the user has to mend."""
     from vitpar.launch import reporting
 
-    with reporting():
-        try:
+    try:
+        with reporting():
             app()
-        except UserError as error:
-            if "VITPAR_REPORTS" in os.environ:
-                raise
-            if os.environ.get("VITPAR_DEBUG"):
-                traceback.print_exc()
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+    except UserError as error:
+        if os.environ.get("VITPAR_DEBUG"):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

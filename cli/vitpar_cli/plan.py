@@ -71,7 +71,13 @@ def plan(
         train__precision=precision,
     )
     config = merged.config(num_classes)
-    made = merged.plan(config, lambda plan: _resolve(plan, world_size))
+    if world_size is None:
+        made = merged.plan(config, _closed)
+    else:
+        chosen = merged.chosen(config, lambda plan: plan.resolve(world_size))
+        made = chosen.plan
+        if chosen.because:
+            typer.echo(f"warning: {chosen.because}", err=True)
     from vitpar.parallel.summary import summarize
     from vitpar.strategy import write_plan
     from vitpar.train.state import state_bytes, state_words
@@ -88,12 +94,10 @@ def plan(
             typer.echo(f"\nplan written to {out}")
 
 
-def _resolve(plan: "Plan", world_size: int | None) -> "Plan":
-    """The plan with its open degrees filled. Raises StrategyError where there is one and nothing to fill it."""
+def _closed(plan: "Plan") -> "Plan":
+    """The plan itself. Raises StrategyError where it has an open degree."""
     from vitpar.errors import StrategyError
 
-    if world_size is not None:
-        return plan.resolve(world_size)
     roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
     if plan.pp is None or roles:
         role = "pp" if plan.pp is None else roles[0]

@@ -34,7 +34,11 @@ class Resumed:
         """The plan it had, where that was a file, which may be gone or another by now."""
         from vitpar.train.recipe import read_recipe
 
-        if self.recipe is None or not read_recipe(self.recipe).parallel.mesh.endswith(".json"):
+        if self.recipe is None:
+            return None
+        parallel = read_recipe(self.recipe).parallel
+        # Beside others it may not be the one that ran, so the file has to be there.
+        if not parallel.mesh.endswith(".json") or parallel.otherwise:
             return None
         return str(self.recipe.with_name("plan.json"))
 

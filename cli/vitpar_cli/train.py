@@ -107,7 +107,8 @@ def train(
     kind = choose_device(device)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
-    plan = merged.plan(config, lambda plan: resolve(plan, kind))
+    chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
+    plan = chosen.plan
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     if merged.model.weights is not None and went.begins:
         beginning(merged, config)
@@ -130,6 +131,7 @@ def train(
             command=sys.argv,
             resume=went.source,
             allow_change=allow_change or (),
+            note=chosen.because,
         )
         summary = trainer.run()
         if as_json and trainer.rank == 0:

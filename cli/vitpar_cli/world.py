@@ -13,6 +13,8 @@ from vitpar.strategy import Plan
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.launch import World
+
 Device = Literal["cpu", "cuda"]
 
 
@@ -31,9 +33,7 @@ def choose_device(name: str | None) -> Device:
 
 def ranks_available(device: Device) -> int | None:
     """Ranks of the world a launcher made, else the GPUs of this machine; None on a CPU, which holds any number."""
-    from vitpar.launch import find_world
-
-    world = find_world()
+    world = _given_world()
     if world is not None:
         return world.size
     if device == "cpu":
@@ -48,11 +48,10 @@ def resolve(plan: Plan, device: Device) -> Plan:
 
     A closed plan smaller than a machine's GPUs runs on some of them.
     """
-    from vitpar.launch import find_world
     from vitpar.launch.cores import cpu_cores
 
     ranks = ranks_available(device)
-    if find_world() is not None or (plan.is_open and ranks is not None):
+    if _given_world() is not None or (plan.is_open and ranks is not None):
         assert ranks is not None
         return plan.resolve(ranks)
     if plan.is_open:
@@ -63,6 +62,15 @@ def resolve(plan: Plan, device: Device) -> Plan:
             f"use a smaller product of degrees, or --device cpu"
         )
     return plan
+
+
+def _given_world() -> "World | None":
+    """The world that another launcher made. The plan decided the size of one that this program started, so its ranks
+    choose the plan from what the machine has, as the program did."""
+    from vitpar.launch import find_world
+
+    world = find_world()
+    return None if world is None or world.launcher == "vitpar" else world
 
 
 def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
@@ -81,6 +89,7 @@ def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], in
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         debug = bool(os.environ.get("VITPAR_DEBUG"))
         raise typer.Exit(spawn(plan.world_size, argv, device=device, debug=debug, patient=saves))
+    assert world is None or world.size == plan.world_size, f"'{plan}' was chosen in a world of {world.size}"
     code = work(join(world or ALONE, device))
     leave()
     if code:

@@ -1,7 +1,8 @@
 """A worker's line to the parent that started it: it reports the error that ended it, and ends when the parent does.
 
 A worker writes its error to a file of its own in the folder the parent named in VITPAR_REPORTS, and prints nothing. The
-parent picks the root cause among all (`local.py`), so that the user sees one error once.
+parent picks the root cause among all (`local.py`), so that the user sees one error once. Under torchrun a rank writes
+its error for torchrun, which shows the first, and prints it too: torchrun is silent about ranks that it starts again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Literal
 from vitpar.errors import UserError
 from vitpar.launch.world import REPORTS
 
+TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the error of this rank
 PARENT_PIPE = "VITPAR_PARENT_PIPE"  # file descriptor that reads end-of-file once the parent is gone
 
 # How losing a peer looks like: torch's own classes, and the RuntimeErrors in which gloo and NCCL wrap a socket's error.
@@ -94,10 +96,13 @@ def report_failure(error: BaseException) -> bool:
 def reporting() -> Iterator[None]:
     """Wraps the whole program: in a worker that vitpar started, an error is reported and the process exits silently.
 
-    Exits with 2 after a UserError, else with 1. Anywhere else this does nothing and errors pass through.
+    Exits with 2 after a UserError, else with 1. Anywhere else errors pass through, told to torchrun where it started
+    us. Of a rank that only lost another one line is printed, exit code 1, so that the cause stands out (with
+    VITPAR_DEBUG set its error passes through too).
     """
     if REPORTS not in os.environ:
-        yield
+        with _foreign():
+            yield
         return
     watch_parent()
     faulthandler.enable()
@@ -106,6 +111,33 @@ def reporting() -> Iterator[None]:
     except Exception as error:
         report_failure(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+@contextlib.contextmanager
+def _foreign() -> Iterator[None]:
+    """`reporting` in a process that another launcher started, or none."""
+    try:
+        yield
+    except Exception as error:
+        report = Report.of(error, int(os.environ.get("RANK", 0)))
+        _tell_torchrun(report)
+        if not report.peer_lost or os.environ.get("VITPAR_DEBUG"):
+            raise
+        print(f"rank {report.rank} lost its connection to another rank: {report.headline}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def _tell_torchrun(report: Report) -> None:
+    """Writes `report` as torchrun reads it, where torchrun started us."""
+    path = os.environ.get(TORCHRUN_FILE)
+    if path is None:
+        return
+    text = f"error: {report.headline}" if report.kind == "user" else report.traceback + report.headline
+    # torchrun takes the earliest for the cause, in whole seconds: a rank that only lost its peer comes after.
+    when = int(report.time) + report.peer_lost
+    data = {"message": report.headline, "extraInfo": {"py_callstack": text, "timestamp": str(when)}}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": data}))
 
 
 def watch_parent() -> None:

@@ -106,12 +106,17 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
             f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{plan}', as {APART}: "
             "leave it out, or use schedule 1f1b or interleaved1f1b"
         )
-    for name, (needs, uses) in COMMUNICATION.items():
-        if communication[name] is not None and not any(uses(strategy, precision) for strategy in plan.kinds):
+    for name, (needs, _) in COMMUNICATION.items():
+        if communication[name] is not None and not uses(plan, precision, name):
             raise StrategyError(
                 f"communication.{name} is {communication[name]}, which does nothing under '{plan}' in {precision}: "
                 f"leave it out, it is for {needs}"
             )
+
+
+def uses(plan: Plan, precision: str, name: str) -> bool:
+    """Whether a layer of the plan uses the communication setting `name`."""
+    return any(COMMUNICATION[name][1](strategy, precision) for strategy in plan.kinds)
 
 
 COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, str], bool]]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ from vitpar.strategy.support import refuse_clashes, refuse_unused
 from vitpar.train.loss_scale import LossScaleSection
 from vitpar.train.optimizer_section import Implementation as Implementation
 from vitpar.train.optimizer_section import OptimizerSection as OptimizerSection
+from vitpar.train.plan_choice import Chosen, first_that_fits
 from vitpar.train.recipe_sections import (
     AugmentSection,
     CheckpointSection,
@@ -105,26 +106,41 @@ class Recipe(Section):
         return model_config(fields.pop("name"), num_classes=num_classes, **fields)
 
     def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
-        """The plan, validated against the model and the batch. Raises StrategyError.
+        """The plan of `parallel.mesh`, validated against the model and the batch. Raises StrategyError.
 
         resolve: fills the open degree, if the strategy leaves one, for the ranks there are.
         """
-        plan = validate(resolve(self.requested_plan()), config, self.train.batch_size)
-        refuse_clashes(plan, self.train.precision, self.train.compile)
-        refuse_unused(plan, self.train.precision, self.communication.model_dump())
-        return plan
+        return self._choose(self.requested_plans()[:1], config, resolve).plan
 
-    def requested_plan(self) -> Plan:
-        """The plan as it stands in the recipe, or in the JSON file that `parallel.mesh` names. Raises StrategyError."""
+    def chosen(self, config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
+        """The same, or where that does not fit, the first of `parallel.otherwise` that does. Raises StrategyError."""
+        return self._choose(self.requested_plans(), config, resolve)
+
+    def _choose(self, wanted: Sequence[Plan], config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
+        precision = self.train.precision
+
+        def fit(plan: Plan) -> Plan:
+            fitting = validate(resolve(plan), config, self.train.batch_size)
+            refuse_clashes(fitting, precision, self.train.compile)
+            # Settings that the first plan uses may well do nothing under the others.
+            communication = self.communication if plan is wanted[0] else self.communication.used_by(fitting, precision)
+            refuse_unused(fitting, precision, communication.model_dump())
+            return fitting
+
+        return first_that_fits(wanted, fit)
+
+    def requested_plans(self) -> list[Plan]:
+        """What `parallel.mesh` says, which may be the name of a JSON file with a whole plan, then `parallel.otherwise`.
+        Raises StrategyError."""
         fields = self.parallel.model_dump()
-        mesh = fields.pop("mesh")
+        mesh, otherwise = fields.pop("mesh"), fields.pop("otherwise")
         if not mesh.endswith(".json"):
-            return replace(parse(mesh), **fields)
-        if self.parallel.model_fields_set != {"mesh"}:
+            return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in otherwise)]
+        if not self.parallel.model_fields_set <= {"mesh", "otherwise"}:
             raise RecipeError(
                 f"'{mesh}' is a whole plan: leave out the other settings of [parallel], or change the file"
             )
-        return read_plan(Path(mesh))
+        return [read_plan(Path(mesh)), *map(parse, otherwise)]
 
     def total_steps(self, samples: int) -> int:
         """Optimizer steps of the run over a training set of `samples`: what covers the epochs asked for."""
@@ -146,9 +162,17 @@ class Recipe(Section):
             del values["loss_scale"]
         if not self.stream:
             del values["stream"]
-        if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which nothing else may stand
-            values["parallel"] = {"mesh": self.parallel.mesh}
+        if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which no other setting of one may stand
+            values["parallel"] = {
+                key: values["parallel"][key] for key in ("mesh", "otherwise") if values["parallel"][key]
+            }
         return tomli_w.dumps(values)
+
+
+def _alternative(plan: Plan, fields: Mapping[str, Any]) -> Plan:
+    """`plan` with the settings of [parallel] that are not only for a pipeline it lacks."""
+    kept = fields if plan.pp != 1 else {name: fields[name] for name in ("microbatches", "microbatch_size")}
+    return replace(plan, **kept)
 
 
 # Several ways to say one thing: a later source that gives one of them replaces the other.

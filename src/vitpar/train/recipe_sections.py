@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vitpar.strategy import Plan
+from vitpar.strategy.support import uses
+
 if TYPE_CHECKING:
     from vitpar.parallel import Communication
 
@@ -219,9 +222,14 @@ class CheckpointSection(Section):
 
 
 class ParallelSection(Section):
-    """The plan: strategy string, schedule, micro-batches (by count or by size) and how blocks are dealt to stages."""
+    """The plan: strategy string, schedule, micro-batches (by count or by size) and how blocks are dealt to stages.
+
+    otherwise: strategies to try in turn where `mesh` does not fit the ranks there are, the model or the batch. The
+    other settings hold for them too, but for those of a pipeline where they have none.
+    """
 
     mesh: str = "dp1"
+    otherwise: tuple[str, ...] = ()
     schedule: str = "1f1b"
     virtual_stages: int = Field(1, ge=1)
     microbatches: int | None = Field(None, ge=1)
@@ -237,6 +245,10 @@ class CommunicationSection(Section):
     prefetch: int | None = Field(None, ge=0)
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
+
+    def used_by(self, plan: Plan, precision: str) -> Self:
+        """Without the settings that do nothing under `plan`."""
+        return self.model_copy(update={name: None for name, _ in self if not uses(plan, precision, name)})
 
     def settings(self) -> Communication:
         """The same, as the library takes it."""

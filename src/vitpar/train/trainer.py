@@ -50,6 +50,7 @@ class Trainer:
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
     run_dir: its folder (None: a new one under runs/). resume: a checkpoint to go on from, or the folder of a run whose
     newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.train.resume``.
+    note: what the run has to say of its plan, if anything.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Trainer:
         command: Sequence[str] = (),
         resume: Path | None = None,
         allow_change: Sequence[str] = (),
+        note: str | None = None,
     ) -> None:
         self.recipe, self.plan, self.device = recipe, plan, device
         train = recipe.train
@@ -79,7 +81,7 @@ class Trainer:
             label_smoothing=train.label_smoothing,
             compile_blocks=train.compile,
             activation_memory_budget=train.activation_memory_budget,
-            communication=recipe.communication.settings(),
+            communication=recipe.communication.used_by(plan, train.precision).settings(),
         )
         self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer, heads=self.config.heads)
         self.scaler = LossScaler(recipe.loss_scale) if self.model.precision.scales_loss else None
@@ -123,6 +125,8 @@ class Trainer:
             raise
         if self.folder:
             self.folder.begin(recipe, plan, command, self.done)
+            if note:
+                self.reporter.note(note)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank).

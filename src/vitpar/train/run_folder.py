@@ -5,6 +5,7 @@ runs/<date>-<model>-<strategy>/
     env.json         versions, hardware, git commit, command
     log.txt          what happened when         metrics.jsonl   one object a line
     checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
+    hang/            what each rank was doing, of a run that hung (``vitpar.train.watchdog``)
     weights/         what it made, as safetensors (``vitpar.train.weights``)
 """
 

@@ -185,6 +185,7 @@ def test_skipping_changes_nothing_where_all_is_finite(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_in_one_sentence(data: Path, tmp_path: Path) -> None:
     """A learning rate without bounds, on the command line."""
     (tmp_path / "recipe.toml").write_text(recipe_of(data, "dp2", optimizer__name="sgd", optimizer__lr=1e30).to_toml())

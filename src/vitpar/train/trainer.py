@@ -29,7 +29,7 @@ from vitpar.train.log_file import Logged
 from vitpar.train.loss_scale import LossScaler
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
-from vitpar.train.non_finite import NonFinite, skip_words
+from vitpar.train.non_finite import NonFinite
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.recipe import Recipe
 from vitpar.train.resume import allowed_changes, checkpoints_of, find, same_run
@@ -198,9 +198,7 @@ class Trainer:
         gradients = self.optimizer.gradients()
         lr = self.lr(number)
         parts = shard_norms(gradients, self.model)
-        norm = total_norm(parts, self.model, loss if self.non_finite.waits else None)
-        if self.scaler:
-            norm = norm / scale
+        norm = total_norm(parts, self.model, loss if self.non_finite.waits else None) / scale
         told = self.non_finite.look(number, loss, parts, norm)
         if told.get("skipped"):
             for _, parameter in self.model.named_parameters():
@@ -264,19 +262,13 @@ class Trainer:
         if self.folder:
             sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
             self.reporter.started(RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes))
-            if self.lr.warmup_steps >= self.total_steps:
-                self.reporter.note(
-                    f"the warm-up of {count(self.lr.warmup_steps, 'step')} is as long as the run or longer: the "
-                    f"learning rate never falls"
-                )
+            if self.lr.warning:
+                self.reporter.note(self.lr.warning)
 
     def _record(self, rows: Sequence[dict[str, Any]], shown: bool) -> None:
         rows, diverged = self.non_finite.until_diverged(rows)
         if self.folder:
-            for row in rows:
-                self.folder.metric(row)
-                if row.get("skipped"):
-                    self.folder.log(skip_words(row))
+            self.folder.trained(rows)
         self._refuse(diverged)
         if self.folder and shown:
             self.reporter.stepped(rows[-1])

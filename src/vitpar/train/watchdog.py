@@ -120,7 +120,8 @@ class Watchdog:
     def _end(self, seconds: float) -> None:
         """End this process, in some seconds, whatever does not answer: the store or the disk may be what hangs."""
         phase, step = self._place
-        answer = Answer(self._rank, phase, step, issued(), self.doing())
+        called = _within(1.0, issued) or {}
+        answer = Answer(self._rank, phase, step, called, _within(1.0, self.doing) or "")
         folder = self.folder or Path(gettempdir()) / "vitpar-hang"
 
         def write() -> None:
@@ -167,11 +168,11 @@ def _log(path: Path, text: str) -> None:
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, None if it takes longer than `seconds`."""
+    """What `work` returns, None if it takes longer than `seconds` or fails: the process is to end in any case."""
     results: list[Any] = []
 
     def run() -> None:
-        with suppress(dist.DistError):
+        with suppress(Exception):
             results.append(work())
 
     thread = threading.Thread(target=run, daemon=True)

@@ -112,7 +112,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     [
         ("pp2xdp2", {"optimizer__name": "lamb"}),
         ("dp2xfsdp2", {"optimizer__name": "muon"}),
-        ("tp2xdp2+zero1", {"train__precision": "fp16"}),
+        pytest.param("tp2xdp2+zero1", {"train__precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("dp1", {}, marks=pytest.mark.slow),
         pytest.param("tp2+sp", {"parallel__microbatches": 2}, marks=pytest.mark.slow),
         pytest.param("tp4+2d", {"faults__non_finite": "skip"}, marks=pytest.mark.slow),

@@ -19,7 +19,7 @@ from vitpar.launch import ALONE, World, expand_hosts, find_world, join, leave, r
 PROGRAM = '''
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from vitpar.errors import UserError
+from vitpar.errors import FaultError, UserError
 from vitpar.launch import find_world, join, leave, reporting
 
 def stuck():
@@ -44,6 +44,8 @@ def fail():
         raise RuntimeError("the answer is not 42")
     if way == "user":
         raise UserError("batch 7 does not divide by 2: use batch 8")
+    if way == "fault":
+        raise FaultError("rank 1 gave no sign")
     if way == "lost":
         raise ConnectionError("Connection closed by peer")
     print("loading layer 3")
@@ -174,6 +176,7 @@ def test_rank_that_fails_before_the_others_meet_it(program: list[str], capfd) ->
             r"rank 1 failed: RuntimeError: the answer is not 42\nTraceback .*\n    raise RuntimeError\(.*\)\n",
         ),
         ("user", 2, r"error: batch 7 does not divide by 2: use batch 8\n"),
+        ("fault", 1, r"error: rank 1 gave no sign\n"),
         ("killed", 1, r"rank 1 was killed by SIGKILL \(out of memory\?\); its last output:\n  loading layer 3\n"),
         ("exit", 3, r"rank 1 ended with exit code 3; its last output:\n  loading layer 3\n"),
         ("lost", 1, r"rank 1 failed: ConnectionError: Connection closed by peer\nTraceback .*"),

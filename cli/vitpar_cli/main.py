@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vitpar.errors import UserError
+from vitpar.errors import FaultError, UserError
 from vitpar_cli import (
     check,
     checkpoint,
@@ -77,11 +77,11 @@ def main() -> None:
     try:
         with reporting():
             app()
-    except UserError as error:
+    except (UserError, FaultError) as error:
         if os.environ.get("VITPAR_DEBUG"):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 if __name__ == "__main__":

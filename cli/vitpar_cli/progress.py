@@ -58,7 +58,8 @@ class ConsoleReporter:
         step, now = row["step"], self._clock()
         self._first = self._first or (step, now)
         loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # of a skipped step
-        scale = f"  scale {row['loss_scale']:,.10g}{' skipped' * row['skipped']}" if "loss_scale" in row else ""
+        scale = f"  scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
+        scale += " skipped" if row.get("skipped") else ""
         line = (
             f"{step:,}/{self._header.steps:,}  loss {loss}{scale}  {_rate(row['images_per_second'])}"
             f"  step {_ms(row['step_ms'])}  data {_ms(row['data_ms'])}  ETA {self._eta(step, now)}"

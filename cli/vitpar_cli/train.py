@@ -65,6 +65,13 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
     ] = False,
+    debug_checks: Annotated[
+        bool,
+        typer.Option(
+            "--debug-checks",
+            help="Compare parameters, gradients and the order of collectives over the ranks at every step (slow).",
+        ),
+    ] = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Train a Vision Transformer under any mesh.
@@ -97,6 +104,7 @@ def train(
         parallel__split=o.parse_split(split),
         train__precision=precision,
         train__compile=compile_blocks or None,
+        faults__debug_checks=debug_checks or None,
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.train.begin import beginning
@@ -119,21 +127,24 @@ def train(
         from vitpar.train.events import Silent
         from vitpar.train.stop_request import SAVED
         from vitpar.train.trainer import Trainer
+        from vitpar.train.watchdog import Watchdog
         from vitpar_cli.progress import ConsoleReporter
 
         reporter = Silent() if as_json else ConsoleReporter()
-        trainer = Trainer(
-            merged,
-            plan,
-            device,
-            reporter=reporter,
-            run_dir=run_dir,
-            command=sys.argv,
-            resume=went.source,
-            allow_change=allow_change or (),
-            note=chosen.because,
-        )
-        summary = trainer.run()
+        with Watchdog(merged.faults.hang_minutes) as watchdog:
+            trainer = Trainer(
+                merged,
+                plan,
+                device,
+                reporter=reporter,
+                run_dir=run_dir,
+                command=sys.argv,
+                resume=went.source,
+                allow_change=allow_change or (),
+                note=chosen.because,
+                watchdog=watchdog,
+            )
+            summary = trainer.run()
         if as_json and trainer.rank == 0:
             typer.echo(json.dumps(summary))
         return SAVED if "stopped" in summary else 0

@@ -39,6 +39,11 @@ class PlannerError(UserError):
     """A profile that cannot be used, or nothing that fits what a search was asked for."""
 
 
+class FaultError(RuntimeError):
+    """A run that a fault ended which is not the user's to mend, such as ranks that hang or disagree. One sentence says
+    all there is to say; the exit code is 1."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known word most like `word`, or an empty string when none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

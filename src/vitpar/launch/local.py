@@ -83,10 +83,10 @@ def spawn(
 
     argv: what follows the interpreter, for example `["-m", "package.module", "train"]`. env: variables to add to ours.
     The program has to enter its `main` through `reporting()` and to `join` the world it finds.
-    0 = all went well; 2 = a UserError in a rank, shown as one sentence (debug: after its traceback); 1 = a rank crashed
-    or was killed; 130, 143 and 138 = stopped by Ctrl-C, SIGTERM and SIGUSR1; else the exit code of the rank that ended
-    with one. patient: at the first such signal the ranks are asked to end with SIGTERM, and waited for; at a second one
-    they are ended.
+    0 = all went well; 2 = a UserError in a rank, shown as one sentence (debug: after its traceback); 1 = a FaultError,
+    shown likewise, or a rank crashed or was killed; 130, 143 and 138 = stopped by Ctrl-C, SIGTERM and SIGUSR1; else the
+    exit code of the rank that ended with one. patient: at the first such signal the ranks are asked to end with
+    SIGTERM, and waited for; at a second one they are ended.
     Raises LaunchError when this machine cannot hold the ranks.
     """
     outcome = run_world(num_workers, argv, device=device, env=env, debug=debug, patient=patient)
@@ -292,8 +292,9 @@ def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome
     """The root cause, which is the first of `failures`, in words."""
     root = failures[0]
     if root.report:
-        if root.report.kind == "user":
-            return Outcome(2, f"{root.report.traceback if debug else ''}error: {root.report.headline}")
+        if root.report.kind != "crash":
+            code = 2 if root.report.kind == "user" else 1
+            return Outcome(code, f"{root.report.traceback if debug else ''}error: {root.report.headline}")
         return Outcome(1, f"rank {root.rank} failed: {root.report.headline}\n{root.report.traceback.rstrip()}")
     assert root.code is not None
     if root.code < 0:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitpar.errors import UserError
+from vitpar.errors import FaultError, UserError
 from vitpar.launch.world import REPORTS
 
 TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the error of this rank
@@ -38,14 +38,15 @@ _PEER_LOST_TEXT = re.compile(r"gloo/transport|Connection (closed|reset|refused)|
 class Report:
     """An error of one worker.
 
-    time: seconds since the epoch. kind: "user" for a UserError, "crash" for all else.
+    time: seconds since the epoch. kind: "user" for a UserError, "fault" for a FaultError, "crash" for all else.
     peer_lost: the error only says that another rank went away, so it is no root cause.
-    headline: `RuntimeError: text`, or the sentence of a UserError. traceback: all that comes before the headline.
+    headline: `RuntimeError: text`, or the sentence of a UserError or FaultError. traceback: all that comes before the
+    headline.
     """
 
     rank: int
     time: float
-    kind: Literal["user", "crash"]
+    kind: Literal["user", "fault", "crash"]
     peer_lost: bool
     headline: str
     traceback: str
@@ -55,12 +56,13 @@ class Report:
         """The report of `error` as raised in worker `rank` now."""
         formatted = traceback.TracebackException.from_exception(error)
         headline = "".join(formatted.format_exception_only())
+        kind: Literal["user", "fault", "crash"] = "fault" if isinstance(error, FaultError) else "crash"
         return cls(
             rank=rank,
             time=time.time(),
-            kind="user" if isinstance(error, UserError) else "crash",
+            kind="user" if isinstance(error, UserError) else kind,
             peer_lost=_is_peer_lost(error),
-            headline=str(error) if isinstance(error, UserError) else headline.strip(),
+            headline=str(error) if isinstance(error, UserError | FaultError) else headline.strip(),
             traceback="".join(formatted.format()).removesuffix(headline),
         )
 
@@ -132,7 +134,7 @@ def _tell_torchrun(report: Report) -> None:
     path = os.environ.get(TORCHRUN_FILE)
     if path is None:
         return
-    text = f"error: {report.headline}" if report.kind == "user" else report.traceback + report.headline
+    text = report.traceback + report.headline if report.kind == "crash" else f"error: {report.headline}"
     # torchrun takes the earliest for the cause, in whole seconds: a rank that only lost its peer comes after.
     when = int(report.time) + report.peer_lost
     data = {"message": report.headline, "extraInfo": {"py_callstack": text, "timestamp": str(when)}}

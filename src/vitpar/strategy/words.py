@@ -23,6 +23,21 @@ def either(options: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0 and 2`, `ranks 0-2, 5 and 7`."""
+    parts: list[str] = []
+    run: list[int] = []
+    ordered = sorted(numbers)
+    for number, following in zip(ordered, [*ordered[1:], None], strict=True):
+        run.append(number)
+        if following != number + 1:
+            parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+            run = []
+    *others, last = parts
+    noun = "rank" if len(ordered) == 1 else "ranks"
+    return f"{noun} {', '.join(others)} and {last}" if others else f"{noun} {last}"
+
+
 def closest(values: Iterable[int], wanted: int, most: int = 3) -> list[int]:
     """Up to `most` of `values` that are nearest to `wanted`, in ascending order."""
     return sorted(sorted(values, key=lambda value: abs(value - wanted))[:most])

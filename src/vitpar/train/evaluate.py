@@ -1,5 +1,6 @@
 """Evaluation over a whole data set: exact under any plan and with an uneven tail."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -45,15 +46,19 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, source: Input, images: ImageSet) -> Evaluation:
+def evaluate(
+    model: ParallelModel, source: Input, images: ImageSet, beat: Callable[[], None] = lambda: None
+) -> Evaluation:
     """Run `model` over all of `images` and count. Collective; equal results on every rank.
 
-    Raises DataError when bad samples are skipped and all of them are bad.
+    beat: called before every batch and after the last. Raises DataError when bad samples are skipped and all of them
+    are bad.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
     rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
     loader = source.eval_batches(images)
     with closing(iter(loader)) as batches:
+        beat()
         for batch in batches:
             if (labels := source.evaluated(batch)) is None:
                 break
@@ -61,6 +66,7 @@ def evaluate(model: ParallelModel, source: Input, images: ImageSet) -> Evaluatio
             if model.first_of_logits:
                 assert logits is not None
                 sums += _count(logits, labels[rows])
+            beat()
     model.parameters_changed()
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)

@@ -1,5 +1,8 @@
 """The true global norm of the gradients, over every axis of the mesh, and clipping by it."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -8,28 +11,51 @@ from vitpar.parallel import ParallelModel
 from vitpar.train.optimizer import local
 
 
+class ShardNorms(NamedTuple):
+    """The 2-norms of this rank's parts of the gradients called `names`, each of which `replicas` ranks hold."""
+
+    names: Sequence[str]
+    replicas: int
+    norms: Tensor
+
+
 @torch.no_grad()
-def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
-    """The 2-norm of all gradients of the whole model (0-dim, equal on every rank).
+def shard_norms(gradients: dict[str, Tensor], model: ParallelModel) -> list[ShardNorms]:
+    """Those of all gradients here. In float64 where the loss is scaled: squares of large numbers may pass the end of
+    float32."""
+    alike: dict[tuple[int, torch.device], dict[str, Tensor]] = {}  # offloaded gradients are on the host
+    for name, gradient in gradients.items():
+        alike.setdefault((model.replicas(gradient), local(gradient).device), {})[name] = local(gradient)
+    wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
+    return [
+        ShardNorms(list(shards), replicas, torch.stack(torch._foreach_norm(list(shards.values()), dtype=wide)))
+        for (replicas, _), shards in alike.items()
+    ]
+
+
+@torch.no_grad()
+def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
+    """The 2-norm of all gradients of the whole model (0-dim, equal on every rank), from those of their parts.
 
     Each shard's square sum is weighted by one over the ranks that hold the same shard, so one sum over the world counts
     every element once, whatever axes a parameter is sharded, replicated or piped over.
 
-    With a scaled loss it is finite exactly if all gradients of all ranks are, and `loss` (this rank's part) on every
-    rank: squares of large numbers, which may pass the end of float32, are added up in float64.
+    loss: this rank's part of it; the norm is then not finite where that is not, on any rank.
     """
-    alike: dict[tuple[int, torch.device], list[Tensor]] = {}  # offloaded gradients are on the host
-    for gradient in gradients.values():
-        alike.setdefault((model.replicas(gradient), local(gradient).device), []).append(local(gradient))
     wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
     total = torch.zeros((), device=model.device, dtype=wide)
-    for (replicas, _), shards in alike.items():
-        total += torch.stack(torch._foreach_norm(shards, dtype=wide)).square().sum().to(model.device) / replicas
+    for _, replicas, norms in parts:
+        total += norms.square().sum().to(model.device) / replicas
     if loss is not None:
         total += loss * 0  # NaN where the loss is not finite, else nothing
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()
+
+
+def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
+    """`total_norm` of these gradients."""
+    return total_norm(shard_norms(gradients, model), model, loss)
 
 
 @torch.no_grad()

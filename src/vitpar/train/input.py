@@ -31,6 +31,7 @@ from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
+from vitpar.strategy.words import count
 from vitpar.train.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
@@ -128,6 +129,13 @@ class Input:
         everyone = [Skipped()] * dist.get_world_size()
         dist.all_gather_object(everyone, loader.skipped)
         return sum(everyone, Skipped())
+
+    def warning(self, loader: TrainLoader | StreamLoader) -> str | None:
+        """What to tell the user about what all ranks skipped together. Collective as `skipped` is."""
+        skipped = self.skipped(loader)
+        counts = {"images": skipped.times, "shards": skipped.shards}
+        words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
+        return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
 
     def train_step(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor]:
         """What ``ParallelModel.forward_backward`` takes: images, which are normalised, augmented and mixed, labels and

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from vitpar.strategy.words import count
+
 
 @dataclass(frozen=True)
 class CosineWithWarmup:
@@ -13,6 +15,14 @@ class CosineWithWarmup:
     total_steps: int
     warmup_steps: int = 0
     min_lr: float = 0.0
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell the user of a rate that never falls."""
+        if self.warmup_steps < self.total_steps:
+            return None
+        warmup = count(self.warmup_steps, "step")
+        return f"the warm-up of {warmup} is as long as the run or longer: the learning rate never falls"
 
     def __call__(self, step: int) -> float:
         """The rate of update number `step`, counted from 1."""

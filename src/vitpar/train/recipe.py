@@ -29,6 +29,7 @@ from vitpar.train.recipe_sections import (
     CheckpointSection,
     CommunicationSection,
     DataSection,
+    FaultsSection,
     LRScheduleSection,
     ModelSection,
     ParallelSection,
@@ -50,6 +51,7 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     loss_scale: LossScaleSection = LossScaleSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    faults: FaultsSection = FaultsSection()
     parallel: ParallelSection = ParallelSection()
     communication: CommunicationSection = CommunicationSection()
 
@@ -98,6 +100,18 @@ class Recipe(Section):
                         f"loss_scale.{name} is {value}, which does nothing with train.precision "
                         f"'{self.train.precision}': leave it out, or set train.precision to fp16"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _faults_can_be_watched(self) -> Self:
+        if self.train.precision == "fp16" and self.faults.non_finite == "skip":
+            raise ValueError(
+                "faults.non_finite is 'skip', which train.precision fp16 does anyway, under [loss_scale]: leave it out"
+            )
+        if self.train.compile and self.faults.debug_checks:
+            raise ValueError(
+                "faults.debug_checks cannot look into compiled blocks: set train.compile to false while you search"
+            )
         return self
 
     def config(self, num_classes: int) -> ViTConfig:

@@ -221,6 +221,30 @@ class CheckpointSection(Section):
         return multiples | set(steps[-self.keep :]) | ({best} if best is not None else set())
 
 
+class FaultsSection(Section):
+    """What becomes of a run when something goes wrong.
+
+    non_finite: at a step whose loss or gradients are not finite stop, or skip its update on all ranks, up to
+    `max_skipped` times in a row. To skip, the host waits for the device at every step. hang_minutes: how long one step,
+    evaluation batch or checkpoint may take before the run is ended as hung (0: for ever). debug_checks: whether
+    parameters, gradients and the order of collectives are compared over the ranks at every step, which is slow.
+    """
+
+    non_finite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = Field(10, ge=1)
+    hang_minutes: float = Field(10.0, ge=0)
+    debug_checks: bool = False
+
+    @model_validator(mode="after")
+    def _most_is_used(self) -> Self:
+        if self.non_finite == "stop" and self.max_skipped != type(self).model_fields["max_skipped"].default:
+            raise ValueError(
+                f"faults.max_skipped is {self.max_skipped}, but faults.non_finite 'stop' skips nothing: leave it out, "
+                "or set faults.non_finite to skip"
+            )
+        return self
+
+
 class ParallelSection(Section):
     """The plan: strategy string, schedule, micro-batches (by count or by size) and how blocks are dealt to stages.
 

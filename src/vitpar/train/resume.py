@@ -17,7 +17,7 @@ from vitpar.train.recipe import Recipe, read_recipe
 FREE = (
     *(f"train.{key}" for key in ("compile", "activation_memory_budget", "eval_every", "log_every")),
     *("stream.val", "stream.val_samples", "stream.allow_pipe"),
-    *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…"),
+    *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…", "faults.…"),
 )
 """Settings that do not change what is trained (data are compared by what they hold), ``section.…`` for all of one."""
 _CHECKPOINTS = "checkpoints"

@@ -5,6 +5,7 @@ runs/<date>-<model>-<strategy>/
     env.json         versions, hardware, git commit, command
     log.txt          what happened when         metrics.jsonl   one object a line
     checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
+    hang/            what each rank was doing, of a run that hung (``vitpar.train.watchdog``)
     weights/         what it made, as safetensors (``vitpar.weights.folder``)
 """
 
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from vitpar.errors import RecipeError
 from vitpar.files import write_text
 from vitpar.strategy import Plan, write_plan
+from vitpar.train.non_finite import skip_words
 from vitpar.train.recipe import Recipe
 
 RUNS = Path("runs")
@@ -90,6 +92,13 @@ class RunFolder:
         """Append one object to metrics.jsonl."""
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
+
+    def trained(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append the rows of steps to metrics.jsonl, and to log.txt which of them were skipped."""
+        for row in rows:
+            self.metric(row)
+            if row.get("skipped"):
+                self.log(skip_words(row))
 
     def log(self, text: str) -> None:
         """Append to log.txt with the time of day."""

@@ -1,12 +1,12 @@
 """The training loop: the same for every plan."""
 
-import math
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from signal import Signals
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,18 @@ from vitpar.parallel import parallelize
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.begin import begin
+from vitpar.train.debug_checks import DebugChecks
 from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
-from vitpar.train.gradient_norm import clip_, global_norm
+from vitpar.train.gradient_norm import clip_, shard_norms, total_norm
 from vitpar.train.input import Input, open_data
 from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
 from vitpar.train.loss_scale import LossScaler
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
+from vitpar.train.non_finite import NonFinite
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.recipe import Recipe
 from vitpar.train.resume import allowed_changes, checkpoints_of, find, same_run
@@ -37,6 +39,7 @@ from vitpar.train.saver import Saver
 from vitpar.train.state import state_size
 from vitpar.train.stop_request import StopRequest
 from vitpar.train.training_state import TrainingState, texts
+from vitpar.train.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
 from vitpar.weights.folder import save_weights
 
 LOOK_S = 5.0
@@ -49,8 +52,9 @@ class Trainer:
     plan: validated, its degrees known, its world the one torch.distributed was started with.
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
     run_dir: its folder (None: a new one under runs/). resume: a checkpoint to go on from, or the folder of a run whose
-    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.train.resume``.
-    note: what the run has to say of its plan, if anything.
+    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.train.resume``. note: what
+    the run has to say of its plan, if anything. watchdog: is told of all that comes to an end, and ends the process
+    where nothing does (None: nobody is told).
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class Trainer:
         resume: Path | None = None,
         allow_change: Sequence[str] = (),
         note: str | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
+        self.watchdog = watchdog or Watchdog()
         self.recipe, self.plan, self.device = recipe, plan, device
         train = recipe.train
         self.train_set, self.val_set = open_data(recipe)
@@ -85,6 +91,7 @@ class Trainer:
         )
         self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer, heads=self.config.heads)
         self.scaler = LossScaler(recipe.loss_scale) if self.model.precision.scales_loss else None
+        self.non_finite = NonFinite(recipe, self.model, self.scaler)
         self.ema = EMA(self.model, train.ema_decay) if train.ema_decay else None
         self.total_steps = recipe.total_steps(len(self.train_set))
         self.lr = CosineWithWarmup(
@@ -93,6 +100,9 @@ class Trainer:
         self.input = Input(recipe, self.model)
         self.rank = dist.get_rank()
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
+        self.checks = DebugChecks(self.model, self.state, recipe) if recipe.faults.debug_checks else None
+        if self.checks:
+            self.watchdog.doing = self.checks.doing
         self.done, self.samples = 0, 0
         goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
         self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
@@ -101,6 +111,7 @@ class Trainer:
         dist.broadcast_object_list(path, 0)
         assert path[0] is not None
         self.path = path[0]
+        self.watchdog.folder = self.path / "hang"
         self.saver = Saver(
             Checkpoints(checkpoints_of(self.path)),
             self.state,
@@ -127,6 +138,7 @@ class Trainer:
             self.folder.begin(recipe, plan, command, self.done)
             if note:
                 self.reporter.note(note)
+        self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:
         """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank).
@@ -145,13 +157,15 @@ class Trainer:
             first = look_at = self.done + 1
             pace = 0.0
             for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
+                self.watchdog.beat(COMPUTING, number)
                 log.data_ready()
-                log.add(number, batch, *self.step(number, batch))
+                with self.checks.around(number) if self.checks else nullcontext():
+                    log.add(number, batch, *self.step(number, batch))
                 due = number == self.total_steps or number % eval_every == 0
-                stuck = self.scaler and self.scaler.exhausted
+                stuck = self.non_finite.stuck(number)
                 self.done, self.samples = number, batch.samples
                 save, stopped = self.saver.due(number), False
-                logged = due or stuck or save or number % train.log_every == 0 or number == first
+                logged = bool(due or stuck or save or number % train.log_every == 0 or number == first)
                 if logged or number >= look_at:
                     rows, told = log.flush(stop.asked is not None, pace, self.saver.minutes, self.saver.progress)
                     stopped, save = bool(told[0]), save or self.saver.late(told[2])
@@ -159,59 +173,56 @@ class Trainer:
                     look_at = number + (max(1, int(LOOK_S / slowest)) if slowest else 1)
                     self._record(rows, shown=logged)
                     self.saver.advance(told[3])
-                if self.scaler and stuck:
-                    self._fail(
-                        f"float16 overflows still at step {number} under {self.scaler.floor}, so the loss scale cannot "
-                        f"fall: lower that or optimizer.lr ({self.recipe.optimizer.lr}), or set train.precision to bf16"
-                    )
+                    self.watchdog.settled = True
+                self._refuse(stuck)
+                if due or save or stopped:  # what is wrong by now must not be evaluated or saved
+                    self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
                 if due:
                     last = self.evaluate(number)
                     save = self.saver.best(number, last.top1) or save
                 if save or stopped:
+                    self.watchdog.beat(SAVING, number)
                     self.saver.save(self.done, self.samples)
                 if stopped and number < self.total_steps:
                     return self._stopped(stop.asked)
                 if due or save:
                     log.resume_clock()
+                self.watchdog.beat(WAITING, number + 1)
         self.saver.finish()
         last = last or self._evaluated()  # of a run that was done
-        skipped = self.input.skipped(loader)
-        times, shards = skipped.times, skipped.shards
-        if self.folder and times + shards:
-            words = [f"images skipped {count(times, 'time')}"] * bool(times)
-            words += [f"shards skipped {count(shards, 'time')}"] * bool(shards)
-            self.reporter.note(f"training: {', '.join(words)}: {'; '.join(skipped.problems)}")
+        warning = self.input.warning(loader)
+        if self.folder and warning:
+            self.reporter.note(f"training: {warning}")
         return self._finish(last, log)
 
     def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float, dict[str, Any]]:
-        """Update `number`, from 1. Where the loss is scaled and something overflows on any rank, all skip it.
+        """Update `number`, from 1. Where loss or gradients are not finite on any rank, all skip it, if the loss is
+        scaled or the recipe says so (then the host waits for the device, every time).
 
         Returns this rank's part of the loss, the gradients' norm before clipping, the learning rate, and what else the
-        metrics say of a scaled loss.
+        metrics say of a step that may be skipped.
         """
         scale = self.scaler.scale if self.scaler else 1.0
         self.model.loss_scale = scale
         loss = self.model.forward_backward(*self.input.train_step(batch))
+        if self.checks:
+            self.checks.gradients(number)
         gradients = self.optimizer.gradients()
         lr = self.lr(number)
-        if self.scaler is None:
-            norm, skipped, scaling = global_norm(gradients, self.model), False, {}
-        else:
-            norm = global_norm(gradients, self.model, loss) / scale
-            skipped = not math.isfinite(norm.item())  # waits for the device
-            self.scaler.update(skipped)
-            scaling = {"loss_scale": scale, "skipped": skipped}
-        if skipped:
+        parts = shard_norms(gradients, self.model)
+        norm = total_norm(parts, self.model, loss if self.non_finite.waits else None) / scale
+        told = self.non_finite.look(number, loss, parts, norm)
+        if told.get("skipped"):
             for _, parameter in self.model.named_parameters():
                 parameter.grad = None
-            return loss, norm, lr, scaling
+            return loss, norm, lr, told
         if self.recipe.train.clip_grad_norm or self.scaler:
             clip_(gradients, norm, self.recipe.train.clip_grad_norm, scale)
         self.saver.staged()
         self.optimizer.step(lr)
         if self.ema:
             self.ema.update()
-        return loss, norm, lr, scaling
+        return loss, norm, lr, told
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
@@ -226,7 +237,8 @@ class Trainer:
 
     def _evaluated(self) -> Evaluation:
         with self.ema.averaged() if self.ema else nullcontext():
-            return evaluate(self.model, self.input, self.val_set)
+            beat = partial(self.watchdog.beat, EVALUATING, self.done)
+            return evaluate(self.model, self.input, self.val_set, beat)
 
     def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
@@ -257,33 +269,23 @@ class Trainer:
         if self.folder:
             sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
             self.reporter.started(RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes))
-            if self.lr.warmup_steps >= self.total_steps:
-                self.reporter.note(
-                    f"the warm-up of {count(self.lr.warmup_steps, 'step')} is as long as the run or longer: the "
-                    f"learning rate never falls"
-                )
+            if self.lr.warning:
+                self.reporter.note(self.lr.warning)
 
-    def _record(self, rows: list[dict[str, Any]], shown: bool) -> None:
-        for row in rows:
-            skipped = row.get("skipped", False)
-            if not skipped and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-                self._fail(
-                    f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm "
-                    f"{row['grad_norm']}): lower optimizer.lr ({self.recipe.optimizer.lr}) or lengthen the warm-up"
-                )
-            if self.folder:
-                self.folder.metric(row)
-                if skipped:
-                    self.folder.log(
-                        f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}"
-                    )
+    def _record(self, rows: Sequence[dict[str, Any]], shown: bool) -> None:
+        rows, diverged = self.non_finite.until_diverged(rows)
+        if self.folder:
+            self.folder.trained(rows)
+        self._refuse(diverged)
         if self.folder and shown:
             self.reporter.stepped(rows[-1])
             if waiting := self.watch.look(rows):
                 self.reporter.note(waiting)
 
-    def _fail(self, sentence: str) -> NoReturn:
-        """Stop. What it is called for is the same on every rank, so all stop together."""
+    def _refuse(self, sentence: str | None) -> None:
+        """Stop, where there is a sentence to stop with. It is the same on every rank, so all stop together."""
+        if sentence is None:
+            return
         with suppress(CheckpointError):
             self.saver.finish()
         if self.folder:
@@ -302,6 +304,7 @@ class Trainer:
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 
     def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
+        self.watchdog.beat(FINISHING, 0)
         weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
             save_weights(self.model, weights, self.recipe.to_toml())

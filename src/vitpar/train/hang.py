@@ -1,0 +1,112 @@
+"""What the ranks of a hung run say of themselves, and the one sentence that is made of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from vitpar.strategy.words import ranks
+
+_POINT_TO_POINT = "mesh_pp"
+"""Description of the groups in which stages send to each other: their members do not call the same operations."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank of the run, where it is: `phase` and the `step` that belongs to it.
+
+    issued: how many collectives it has called in each of its process groups, with the group's ranks, by the group's
+    name. doing: the collective it is at, where their order is watched.
+    """
+
+    rank: int
+    phase: str
+    step: int
+    issued: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    doing: str = ""
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        return f"{self.phase} {self.step}" if self.step else self.phase
+
+    @classmethod
+    def read(cls, text: str) -> Answer:
+        """What `text` gave."""
+        return cls(**json.loads(text))
+
+    def text(self) -> str:
+        """For `read`."""
+        return json.dumps(asdict(self))
+
+
+def issued() -> dict[str, tuple[int, list[int]]]:
+    """Collectives that this process has called so far, by process group, with the ranks of the group."""
+    if not dist.is_initialized():
+        return {}
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != _POINT_TO_POINT]
+    return {
+        group.group_name: (group._get_sequence_number_for_group(), dist.get_process_group_ranks(group))
+        for group in groups
+    }
+
+
+def stacks() -> str:
+    """What each thread of this process is doing, the main one first."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    return "\n".join(
+        f"thread {threads.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
+    )
+
+
+def dump(answer: Answer, seconds: float) -> str:
+    """The file that a rank leaves."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    doing = f"\nat {answer.doing}" if answer.doing else ""
+    calls = "".join(f"\n{number} collectives called among {ranks(who)}" for number, who in answer.issued.values())
+    return f"rank {answer.rank}, {now}: {answer.place}, for {seconds:.0f} s or longer{doing}{calls}\n\n{stacks()}"
+
+
+def behind(answers: Iterable[Answer]) -> tuple[list[int], list[int]]:
+    """The ranks that have called fewer collectives of a group than others and are ahead of nobody, and those others:
+    who is waited for, and who waits. Nobody where that does not tell."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+    for answer in answers:
+        for name, (number, members) in answer.issued.items():
+            groups[name, tuple(members)][answer.rank] = number
+    waiting, awaited = set[int](), set[int]()
+    for numbers in groups.values():
+        waiting |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
+        awaited |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
+    return sorted(awaited - waiting), sorted(waiting)
+
+
+def sentence(answers: Mapping[int, Answer], world: int, minutes: float, place: Any) -> str:
+    """What to tell the user. answers: of the ranks of `world` that gave one. minutes: how long nothing came to an end.
+    place: where the dumps are."""
+    where: dict[str, list[int]] = defaultdict(list)
+    for rank, answer in sorted(answers.items()):
+        where[f"{answer.place}{f' (at {answer.doing})' if answer.doing else ''}"].append(rank)
+    silent = [rank for rank in range(world) if rank not in answers]
+    late, waiting = behind(answers.values())
+    parts = []
+    if silent:
+        parts.append(f"{ranks(silent)} gave no sign")
+    elif late:
+        parts.append(f"{ranks(late)} had not come to a collective that {ranks(waiting)} had called")
+    parts += [f"{ranks(who)} {'was' if len(who) == 1 else 'were'} {what}" for what, who in where.items()]
+    if world > 1 and not silent and not late and len(where) == 1:
+        parts.append("which one holds up the others cannot be told")
+    if world == 1:
+        parts = [f"it was {what}" for what in where]
+    return f"the run hangs: nothing came to an end in {minutes:g} minutes; {', '.join(parts)}; stacks are in '{place}'"

@@ -128,7 +128,7 @@ def test_the_losses_stay_what_they_are(
 ) -> None:
     for checked in (False, True):
         recipe = recipe_of(data, mesh, **settings, faults__debug_checks=checked)
-        size = recipe.requested_plan().world_size
+        size = recipe.requested_plans()[0].world_size
         assert ranks(size).run(train, recipe, tmp_path / str(checked)) == [None] * size
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
 

@@ -5,11 +5,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-planner clean
+.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-checkpoint bench-planner clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(READY)  ## Make a virtual environment with vitpar in it, at the tested versions
 
@@ -31,7 +31,8 @@ test: $(READY)   ## The tests
 test-full: $(READY)  ## The tests, slow ones too
 	$(BIN)/python -m pytest -m 'not soak'
 
-soak: $(READY)   ## Hours of tests: every combination of the support matrix, hundreds of random layerwise plans
+soak: $(READY)   ## Hours of tests: 200 faults, every combination of the support matrix, hundreds of random layerwise plans
+	$(BIN)/python experiments/fault_soak.py --cycles 200
 	$(BIN)/python -m pytest -m soak tests/test_matrix.py
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/test_layerwise.py -k random
 
@@ -47,6 +48,9 @@ bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans
 
 bench-data: $(READY)  ## Loaders side by side: decoding, reading, start, memory, indices of many samples
 	$(BIN)/python experiments/bench_data.py
+
+bench-checkpoint: $(READY)  ## Ways to save side by side, restarts beside cold starts, a run that is killed once a minute
+	$(BIN)/python experiments/bench_checkpoint.py
 
 bench-planner: $(READY)  ## How long searches take, how far predictions are off on 2, 4 and 8 CPU ranks
 	$(BIN)/python experiments/bench_planner.py

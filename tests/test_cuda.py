@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from small_data import pack_small
+from vitpar.checkpoint import Writer, load_tensors
 
 GPUS = torch.cuda.device_count()
 ROOT = Path(__file__).parent.parent
@@ -55,3 +56,40 @@ def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
         rows = map(json.loads, (tmp_path / device / "metrics.jsonl").read_text().splitlines())
         runs[device] = [row["loss"] for row in rows]
     assert runs["cuda"] == pytest.approx(runs["cpu"], rel=1e-6)  # images are normalised in fp32
+
+
+def test_a_checkpoint_is_what_was_there_when_it_was_begun(alone: None, tmp_path: Path) -> None:
+    """GPU tensors are copied beside whatever is computed, into memory that is locked, and change only after that."""
+    tensors = {"large": torch.arange(2**22, device="cuda", dtype=torch.float32), "host": torch.ones(3)}
+    tensors |= {"small": torch.full((5,), 2.0, device="cuda", dtype=torch.bfloat16)}
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    writer = Writer()
+    for number in range(3):  # with memory that is used again
+        writer.begin(tmp_path / f"step_{number}", tensors, {})
+        writer.staged()
+        for tensor in tensors.values():
+            tensor.mul_(0).sub_(number + 1)
+        writer.finish()
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors(tmp_path / f"step_{number}", found)
+        assert all(torch.equal(found[name].cpu(), expected[name]) for name in expected)
+        expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+
+
+def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    data = pack_small(tmp_path)
+    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "drop_path": 0.1}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cuda")
+    saving = ("--set=checkpoint.every_steps=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
+    vitpar(*common, *saving, "--steps", "10", "--run-dir", "through", cwd=tmp_path)
+    vitpar("train", "--resume", "through/checkpoints/step_5", "--run-dir", "on", "--device", "cuda", cwd=tmp_path)
+    rows = [
+        {
+            row["step"]: row["loss"]
+            for row in map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        }
+        for run in ("through", "on")
+    ]
+    assert rows[1].keys() == set(range(6, 11))
+    assert all(rows[0][step] == loss for step, loss in rows[1].items())

@@ -47,7 +47,7 @@ class FileImage:
         header = len(header).to_bytes(8, "little") + header
         self._buffer = torch.empty(len(header) + end, dtype=torch.uint8)
         self._buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._pinned = pinned and _pin(self._buffer)
+        self._pinned = pinned and self._pin()
         self._views: dict[str, Tensor] = {}
         for name in names:
             dtype, shape = tensors[name]
@@ -65,15 +65,13 @@ class FileImage:
         for name, view in self._views.items():
             view.copy_(tensors[name], non_blocking=self._pinned)
 
+    def _pin(self) -> bool:
+        """Lock the memory in its place for as long as this is there; whether that could be done.
 
-def _pin(buffer: Tensor) -> bool:
-    """Lock the memory of `buffer` in its place for as long as it lives; whether that could be done.
-
-    Not ``pin_memory=True``, which takes the next power of two.
-    """
-    runtime = torch.cuda.cudart()
-    place = buffer.data_ptr()
-    if int(runtime.cudaHostRegister(place, buffer.numel(), 1)):
-        return False
-    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, place)
-    return True
+        Not ``pin_memory=True``, which takes the next power of two.
+        """
+        runtime, place = torch.cuda.cudart(), self._buffer.data_ptr()
+        if int(runtime.cudaHostRegister(place, self._buffer.numel(), 1)):
+            return False
+        weakref.finalize(self, runtime.cudaHostUnregister, place)
+        return True

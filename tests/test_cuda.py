@@ -84,12 +84,8 @@ def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     saving = ("--set=checkpoint.every_steps=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
     vitpar(*common, *saving, "--steps", "10", "--run-dir", "through", cwd=tmp_path)
     vitpar("train", "--resume", "through/checkpoints/step_5", "--run-dir", "on", "--device", "cuda", cwd=tmp_path)
-    rows = [
-        {
-            row["step"]: row["loss"]
-            for row in map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
-        }
-        for run in ("through", "on")
-    ]
-    assert rows[1].keys() == set(range(6, 11))
-    assert all(rows[0][step] == loss for step, loss in rows[1].items())
+    runs = []
+    for run in ("through", "on"):
+        rows = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        runs.append({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
+    assert runs[1] == {step: loss for step, loss in runs[0].items() if step > 5} != {}

@@ -27,7 +27,8 @@ from vitpar.strategy import parse
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Silent
 from vitpar.train.optimizer import sharded_as
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 from vitpar.train.resume import find
 from vitpar.train.trainer import Trainer
 

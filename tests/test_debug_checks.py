@@ -18,7 +18,8 @@ from vitpar import parse
 from vitpar.errors import FaultError
 from vitpar.train.debug_checks import checksums
 from vitpar.train.optimizer import local
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 CPU = torch.device("cpu")
 WEIGHT = "blocks.1.mlp.fc1.weight"

@@ -21,7 +21,8 @@ from vitpar.parallel import parallelize
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.input import Input
 from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.recipe import OptimizerSection, read_recipe
+from vitpar.train.recipe import OptimizerSection
+from vitpar.train.recipe_file import read_recipe
 
 BATCH = 8  # 17 images: two whole batches and one image, so that the second of two ranks sees padding alone
 INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}

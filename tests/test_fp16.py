@@ -16,7 +16,8 @@ from vitpar import model_config, parse, validate
 from vitpar.errors import RecipeError
 from vitpar.train.check import CheckResult, check_plan
 from vitpar.train.optimizer import local
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from command_line import run, started
 from small_data import pack_small
 from test_resume import alive, lines, ranks_of, wait_for
 from vitpar.train.hang import Answer, behind, sentence
-from vitpar.train.recipe import read_recipe
+from vitpar.train.recipe_file import read_recipe
 from vitpar.train.resume import changes
 from vitpar.train.watchdog import COMPUTING, WAITING, Watchdog
 

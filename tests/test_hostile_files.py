@@ -22,7 +22,7 @@ from vitpar.checkpoint import Checkpoint
 from vitpar.checkpoint.index import Index, StoredFile, StoredTensor, read_index
 from vitpar.checkpoint.whole import read_whole
 from vitpar.errors import CheckpointError, DataError, RecipeError, UserError
-from vitpar.train.recipe import read_recipe
+from vitpar.train.recipe_file import read_recipe
 from vitpar.weights.folder import read_config
 from vitpar.weights.importing import import_weights
 

@@ -33,7 +33,8 @@ from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value
 from vitpar.models.vit import ViT
 from vitpar.strategy import parse
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import Imported, import_weights
 from vitpar.weights.positions import resampled

@@ -15,7 +15,8 @@ from vitpar.errors import RecipeError
 from vitpar.parallel.precision import PRECISIONS, precision
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.loss_scale import LossScaler, LossScaleSection
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 # the scale over the steps
 

@@ -16,7 +16,8 @@ from small_data import pack_small
 from vitpar import parse
 from vitpar.errors import RecipeError
 from vitpar.train.optimizer import local
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 CPU = torch.device("cpu")
 

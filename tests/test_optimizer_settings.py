@@ -9,7 +9,8 @@ from torch import nn
 from vitpar.errors import RecipeError
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.optimizer_section import OptimizerSection
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 from vitpar.train.state import state_bytes, state_words
 
 

@@ -9,7 +9,8 @@ from command_line import refusal
 from vitpar.errors import RecipeError, StrategyError
 from vitpar.strategy import parse, write_plan
 from vitpar.train.plan_choice import Chosen
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 MODEL = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
 

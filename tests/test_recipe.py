@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from vitpar.errors import ModelError, RecipeError, StrategyError
-from vitpar.train.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import DEFAULT_RECIPE, read_recipe
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.toml"))

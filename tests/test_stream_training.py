@@ -19,7 +19,8 @@ from vitpar.models import IGNORED
 from vitpar.parallel import parallelize
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.input import Input, open_data
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 CLASSES, BATCH = 4, 8
 TRAIN, VAL = (9, 4, 12, 7), (5, 12)

@@ -22,7 +22,8 @@ from vitpar.train.ema import EMA
 from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.optimizer import ShardedOptimizer, decays
-from vitpar.train.recipe import OptimizerSection, Recipe, read_recipe
+from vitpar.train.recipe import OptimizerSection, Recipe
+from vitpar.train.recipe_file import read_recipe
 from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
 
 BATCH = 8

@@ -158,7 +158,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
     """
     from vitpar.checkpoint.names import RECIPE
     from vitpar.checkpoint.whole import differences
-    from vitpar.train.recipe import read_recipe
+    from vitpar.train.recipe_file import read_recipe
     from vitpar.train.resume import changes
 
     one, other = _opened(first), _opened(second)

@@ -41,7 +41,8 @@ def evaluate(
     """
     from vitpar.errors import DataError
     from vitpar.train.input import open_split, transforms
-    from vitpar.train.recipe import ParallelSection, read_recipe
+    from vitpar.train.recipe import ParallelSection
+    from vitpar.train.recipe_file import read_recipe
     from vitpar.weights.folder import RECIPE, read_config
 
     config = read_config(checkpoint)

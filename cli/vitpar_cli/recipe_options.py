@@ -8,7 +8,8 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar.strategy import SCHEDULES
-from vitpar.train.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import DEFAULT_RECIPE, read_recipe
 
 RecipeFile = Annotated[
     Path | None,

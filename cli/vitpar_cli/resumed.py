@@ -32,7 +32,7 @@ class Resumed:
 
     def mesh(self) -> str | None:
         """The plan it had, where that was a file, which may be gone or another by now."""
-        from vitpar.train.recipe import read_recipe
+        from vitpar.train.recipe_file import read_recipe
 
         if self.recipe is None:
             return None

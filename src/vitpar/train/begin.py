@@ -16,7 +16,8 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
 from vitpar.train.ema import EMA
-from vitpar.train.recipe import Recipe, read_data_section
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_data_section
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated
 from vitpar.weights.positions import resampled

@@ -12,7 +12,8 @@ from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX
 from vitpar.checkpoint.names import RECIPE
 from vitpar.errors import CheckpointError
-from vitpar.train.recipe import Recipe, read_recipe
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "activation_memory_budget", "eval_every", "log_every")),

@@ -62,6 +62,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     if not there.steps():
         raise CheckpointError(f"'{run}' has no checkpoints: name the folder of a run that was trained with some")
     found: list[dict[str, Any]] = []
+    best = None  # as the newest knows it
     for step in there.steps():
         path = there.path(step)
         row: dict[str, Any] = {"path": str(path), "step": step}
@@ -69,10 +70,13 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
             checkpoint = Checkpoint.open(path)
             sizes = [file.bytes for file in checkpoint.index.files.values()]
             row |= {"samples": checkpoint.facts.samples, "bytes": sum(sizes), "ranks": len(checkpoint.index.shards)}
-            row |= {"best": checkpoint.facts.best is not None and checkpoint.facts.best.step == step, "problem": None}
+            best = checkpoint.facts.best or best
+            row["problem"] = None
         except CheckpointError as error:
             row["problem"] = str(error)
         found.append({**row, "written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")})
+    for row in found:
+        row["best"] = best is not None and best.step == row["step"]
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -81,9 +85,9 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
         if row["problem"]:
             table.add_row(f"{row['step']:,}", "", row["written"], "", "", f"[red]{row['problem']}")
             continue
-        size, best = decimal(row["bytes"]), "best" if row["best"] else ""
+        size, mark = decimal(row["bytes"]), "best" if row["best"] else ""
         table.add_row(
-            f"{row['step']:,}", f"{row['samples']:,}", row["written"].replace("T", " "), size, str(row["ranks"]), best
+            f"{row['step']:,}", f"{row['samples']:,}", row["written"].replace("T", " "), size, str(row["ranks"]), mark
         )
     Console().print(table)
 

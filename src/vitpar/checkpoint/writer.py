@@ -44,7 +44,7 @@ DONE, BUSY, FAILED = 0.0, 1.0, 2.0
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is whole. seconds: from when it was begun. bytes: in all its files."""
+    """A checkpoint that is whole. seconds: from when it was begun to when it was. bytes: in all its files."""
 
     folder: Path
     seconds: float
@@ -145,9 +145,11 @@ class Writer:
         self._flight = None
         answer = [_outcome(flight.work)]
         dist.broadcast_object_list(answer, 0)
-        wrong, size = answer[0]
+        wrong, told = answer[0]
         _raise_first(flight.folder, [wrong])
-        return Saved(flight.folder, time.monotonic() - flight.begun, size or 0)
+        assert told is not None, "rank 0 has published it"
+        seconds, size = told
+        return Saved(flight.folder, seconds, size)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> None:
         """Agree on who writes what. Made once, since a run's tensors stay as they are."""
@@ -206,8 +208,8 @@ class Writer:
             files = {_shard(rank, len(answers)): stored for rank, (_, stored) in enumerate(answers) if stored}
             flight.work = _in_background(self._publish, flight, files)
 
-    def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> int:
-        """In the background, on rank 0. Returns the bytes of all files."""
+    def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:
+        """In the background, on rank 0. Returns the seconds since it was begun, and the bytes of all files."""
         place, shards = atomic.partial(flight.folder), sorted(files)
         for name, text in flight.texts.items():
             files[name] = atomic.write(place / name, text.encode())
@@ -215,8 +217,9 @@ class Writer:
         index.crc32 = index.checksum
         atomic.write(place / INDEX, index.model_dump_json().encode())
         atomic.publish(flight.folder)
+        seconds = time.monotonic() - flight.begun
         flight.published()
-        return sum(stored.bytes for stored in files.values())
+        return seconds, sum(stored.bytes for stored in files.values())
 
 
 def _stored(plans: list[SavePlan], metadata: Mapping[str, Any]) -> dict[str, StoredTensor]:

@@ -103,4 +103,4 @@ class Saver:
 
     def _tell(self, saved: Saved | None) -> None:
         if saved:
-            self._log(f"saved {saved.folder.name} in {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
+            self._log(f"{saved.folder.name} was whole after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")

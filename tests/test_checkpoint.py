@@ -299,9 +299,13 @@ def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
 def test_leftovers_of_a_killed_run_are_no_checkpoints(run: Path, data: Path) -> None:
     there = run / "checkpoints"
     (there / f"step_{2 * STEPS}").rename(there / f"step_{2 * STEPS}.partial")
+    cut_index = (there / f"step_{2 * STEPS}.partial" / "index.json").read_bytes()[:-1]
+    (there / f"step_{2 * STEPS}.partial" / "index.json").write_bytes(cut_index)
     shutil.copytree(there / f"step_{STEPS}", there / "step_1.removed")
     found = find(run, pytest.fail)
     assert found and found.facts.step == STEPS
+    Checkpoints(there).clear()
+    assert [path.name for path in there.iterdir()] == [f"step_{STEPS}"]
     train(CPU, recipe_of(data, "dp1"), run, resume=run)
     assert sorted(path.name for path in there.iterdir()) == [f"step_{STEPS}", f"step_{2 * STEPS}"]
 

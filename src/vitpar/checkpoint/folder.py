@@ -117,9 +117,10 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove what killed runs left; one that was written in full, but has not got its name, gets it."""
         for path in self.folder.glob("step_*.partial"):
-            whole = path.with_suffix("")
-            if (path / INDEX).exists() and not whole.exists():
-                path.rename(whole)
+            with suppress(CheckpointError):
+                Checkpoint.open(path)  # the index comes last
+                if not path.with_suffix("").exists():
+                    path.rename(path.with_suffix(""))
         for path in [*self.folder.glob("step_*.partial"), *self.folder.glob("step_*.removed")]:
             shutil.rmtree(path, ignore_errors=True)
 

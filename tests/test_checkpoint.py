@@ -253,6 +253,7 @@ def beside(path: Path) -> None:
 
 def stated(path: Path, text: str) -> None:
     """Another state.json, with checksums that fit."""
+    (path / "state.json").unlink()
     stored = atomic.write(path / "state.json", text.encode())
     changed(path, lambda index: index.files.__setitem__("state.json", stored))
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -74,7 +75,9 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
             row["problem"] = None
         except CheckpointError as error:
             row["problem"] = str(error)
-        found.append({**row, "written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")})
+        with suppress(FileNotFoundError):  # of a run that goes on, and has removed it by now
+            written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
+            found.append({**row, "written": written})
     for row in found:
         row["best"] = best is not None and best.step == row["step"]
     if as_json:

@@ -2,7 +2,7 @@
 
 Ways to save parameters and AdamW's state take turns: how long training waits, how long until all is on the disk, how
 much longer steps take meanwhile, and how many bytes there are. All wait for the disk (fsync) before they say that they
-are done; only vitpar computes checksums.
+are done, and compute checksums.
 """
 
 import json

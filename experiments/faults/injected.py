@@ -146,6 +146,25 @@ def disk_full(trap: Trap) -> None:
     _at_file(trap, "shard-", _full)
 
 
+def index_full(trap: Trap) -> None:
+    _at_file(trap, "index", _full)
+
+
+def lost(trap: Trap) -> None:
+    """What a rank has written is not seen by rank 0, as on a disk of its own."""
+    from vitpar.checkpoint import atomic
+
+    write = atomic.write
+
+    def written(path: Path, content: Any) -> Any:
+        stored = write(path, content)
+        if path.name.startswith("shard-"):
+            trap(path.unlink)
+        return stored
+
+    atomic.write = written
+
+
 def read_only(trap: Trap) -> None:
     from vitpar.checkpoint import atomic
 
@@ -166,8 +185,8 @@ def removal(trap: Trap) -> None:
     """When a checkpoint that is not kept is half gone."""
     from vitpar.checkpoint import atomic
 
-    def half(folder: Path, *_: Any, **__: Any) -> None:
-        files = sorted(folder.glob("*")) if folder.suffix == ".removed" else []
+    def half(folder: Any, *_: Any, **__: Any) -> None:
+        files = sorted(Path(folder).glob("*")) if Path(folder).suffix == ".removed" else []
         for file in files[::2]:
             file.unlink()
         if files:
@@ -215,6 +234,8 @@ FAULTS: dict[str, Callable[[Trap], None]] = {
     "killed before renaming": rename,
     "killed while removing": removal,
     "disk full": disk_full,
+    "disk full at the index": index_full,
+    "file not seen by others": lost,
     "read-only folder": read_only,
     "exception": bug,
     "slow rank, then SIGTERM": slow_rank,
@@ -223,8 +244,13 @@ FAULTS: dict[str, Callable[[Trap], None]] = {
     "SIGTERM to the launcher": _asked(signal.SIGTERM, _ask_launcher),
     "Ctrl-C": _asked(signal.SIGINT, _ask_launcher),
 }
-OF_RANK_0 = ("killed while writing the index", "killed before renaming", "killed while removing", "read-only folder")
-OF_SAVES = (*OF_RANK_0, "killed while staging", "killed while writing", "disk full")
+TOLD = ("disk full", "disk full at the index", "file not seen by others", "read-only folder")
+"""Those that end a run with a sentence about the disk."""
+OF_RANK_0 = (
+    *("killed while writing the index", "killed before renaming", "killed while removing"),
+    *("disk full at the index", "read-only folder"),
+)
+OF_SAVES = (*OF_RANK_0, *TOLD, "killed while staging", "killed while writing")
 
 
 def main() -> None:

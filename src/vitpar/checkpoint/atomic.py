@@ -33,9 +33,10 @@ def begin(folder: Path) -> None:
 
 
 def write(path: Path, content: bytes | memoryview) -> StoredFile:
-    """Write a file, and wait until it is on the disk. Nothing here holds the interpreter for long."""
+    """Write a file that is not there yet (a rank of an attempt that is over may still write), and wait until it is on
+    the disk. Nothing here holds the interpreter for long."""
     content, crc = memoryview(content), 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         for start in range(0, len(content), _CHUNK):
             chunk = content[start : start + _CHUNK]
             crc = zlib.crc32(chunk, crc)
@@ -48,11 +49,16 @@ def write(path: Path, content: bytes | memoryview) -> StoredFile:
 def publish(folder: Path) -> None:
     """Give what was written its name, in the place of what has it."""
     _sync(partial(folder))
-    gone = removed(folder)
+    gone, replaces = removed(folder), folder.exists()
     shutil.rmtree(gone, ignore_errors=True)
-    if folder.exists():
+    if replaces:
         os.replace(folder, gone)
-    os.replace(partial(folder), folder)
+    try:
+        os.replace(partial(folder), folder)
+    except OSError:
+        if replaces:
+            os.replace(gone, folder)
+        raise
     _sync(folder.parent)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -65,10 +71,16 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def flush(path: Path) -> None:
+    """Wait until a file that something else wrote is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some mounts cannot
+    with suppress(OSError):  # some mounts cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 
 from vitpar.checkpoint.atomic import remove
-from vitpar.checkpoint.index import INDEX, Index, damage, read_index
+from vitpar.checkpoint.index import INDEX, Index, damage, damaged_sizes, read_index
 from vitpar.errors import CheckpointError
 
 STATE = "state.json"
@@ -117,9 +117,9 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove what killed runs left; one that was written in full, but has not got its name, gets it."""
         for path in self.folder.glob("step_*.partial"):
-            with suppress(CheckpointError):
-                Checkpoint.open(path)  # the index comes last
-                if not path.with_suffix("").exists():
+            with suppress(CheckpointError, OSError):
+                whole = damaged_sizes(path, Checkpoint.open(path).index) is None  # the index comes last
+                if whole and not path.with_suffix("").exists():
                     path.rename(path.with_suffix(""))
         for path in [*self.folder.glob("step_*.partial"), *self.folder.glob("step_*.removed")]:
             shutil.rmtree(path, ignore_errors=True)

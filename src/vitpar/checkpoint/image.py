@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class FileImage:
         """
         runtime, place = torch.cuda.cudart(), self._buffer.data_ptr()
         if int(runtime.cudaHostRegister(place, self._buffer.numel(), 1)):
+            with suppress(RuntimeError):  # that it failed is told again by whatever is computed next
+                torch.ones(1, device="cuda").add_(1)
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, place)
         return True

@@ -18,8 +18,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,13 +34,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from vitpar.checkpoint import atomic
 from vitpar.checkpoint.image import FileImage
-from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor
+from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, other_size
 from vitpar.checkpoint.reader import part
 from vitpar.errors import CheckpointError
 
 T = TypeVar("T")
 DONE, BUSY, FAILED = 0.0, 1.0, 2.0
 """How far a rank is with what it does in the background. The worst of all ranks is the largest."""
+SEEN_S = 10.0
+"""Seconds until rank 0 has to see the files of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,16 @@ class _Flight:
 class Writer:
     """Writes one checkpoint after another, one at a time. All ranks have one and call it together.
 
-    Every method raises CheckpointError on all ranks where one of them cannot write; the folder is not there then.
+    Every method raises CheckpointError on all ranks where one of them cannot write.
     """
 
     def __init__(self) -> None:
         self._layout: dict[str, tuple[torch.dtype, torch.Size]] | None = None
         self._tensors: dict[str, StoredTensor] = {}
         self._image: FileImage | None = None
+        self._beside: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
+        self._wait = False
         self._flight: _Flight | None = None
 
     def begin(
@@ -102,7 +107,13 @@ class Writer:
         answers = _gathered((wrong, layout != self._layout))
         _raise_first(folder, [wrong for wrong, _ in answers])
         if any(changed for _, changed in answers):
-            self._plan(here)
+            names = self._plan(here)
+            try:
+                self._image = None  # before there is room for the next
+                self._image = _image(here, names)
+            except RuntimeError as error:  # what torch makes of too little memory
+                wrong = _cause(error)
+            _raise_first(folder, _gathered(wrong))
             self._layout = layout
         self._stage(here)
         self._flight = _Flight(folder, texts, published, begun)
@@ -110,8 +121,9 @@ class Writer:
 
     def staged(self) -> None:
         """Whatever is computed from now on waits until the tensors are copied: call it before they change."""
-        if self._copied is not None:
+        if self._wait and self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
+            self._wait = False
 
     @property
     def progress(self) -> float:
@@ -151,8 +163,9 @@ class Writer:
         seconds, size = told
         return Saved(flight.folder, seconds, size)
 
-    def _plan(self, tensors: Mapping[str, Tensor]) -> None:
-        """Agree on who writes what. Made once, since a run's tensors stay as they are."""
+    def _plan(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Agree on who writes what. Made once, since a run's tensors stay as they are. Returns the names of those that
+        this rank writes."""
         rank, world = dist.get_rank(), dist.get_world_size()
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
@@ -164,10 +177,7 @@ class Writer:
             self._tensors = _stored(plans, metadata.state_dict_metadata)
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, plans if rank == 0 else None)
-        names = [item.index.fqn for item in planner.finish_plan(mine[0]).items]
-        kinds = {name: (tensors[name].dtype, part(tensors[name]).shape) for name in names}
-        on_gpu = any(part(tensors[name]).is_cuda for name in names)
-        self._image = FileImage(kinds, pinned=on_gpu) if names else None
+        return [item.index.fqn for item in planner.finish_plan(mine[0]).items]
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         if self._image is None:
@@ -176,17 +186,19 @@ class Writer:
         if not any(tensor.is_cuda for tensor in parts.values()):
             self._image.stage(parts)
             return
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        self._beside = self._beside or torch.cuda.Stream()
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
             self._image.stage(parts)
-            self._copied = beside.record_event()
+            self._copied = self._beside.record_event()
+        self._wait = True
 
     def _write(self, folder: Path) -> StoredFile | None:
         """In the background, on every rank."""
         if self._image is None:
             return None
-        if self._copied is not None:
+        if self._copied is not None and self._beside is not None:
+            torch.cuda.set_device(self._beside.device)  # a new thread would begin to use the first GPU
             self._copied.synchronize()
         place = atomic.partial(folder)
         place.mkdir(parents=True, exist_ok=True)  # on mounts over a network it may not be seen yet
@@ -211,6 +223,7 @@ class Writer:
     def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:
         """In the background, on rank 0. Returns the seconds since it was begun, and the bytes of all files."""
         place, shards = atomic.partial(flight.folder), sorted(files)
+        _see(place, files)
         for name, text in flight.texts.items():
             files[name] = atomic.write(place / name, text.encode())
         index = Index(shards=shards, tensors=self._tensors, files=files)
@@ -218,8 +231,15 @@ class Writer:
         atomic.write(place / INDEX, index.model_dump_json().encode())
         atomic.publish(flight.folder)
         seconds = time.monotonic() - flight.begun
-        flight.published()
+        with suppress(OSError):  # the checkpoint is there, whatever comes after it
+            flight.published()
         return seconds, sum(stored.bytes for stored in files.values())
+
+
+def _image(tensors: Mapping[str, Tensor], names: Sequence[str]) -> FileImage | None:
+    """Room for those of `names`; None where there are none."""
+    kinds = {name: (tensors[name].dtype, part(tensors[name]).shape) for name in names}
+    return FileImage(kinds, pinned=any(part(tensors[name]).is_cuda for name in names)) if names else None
 
 
 def _stored(plans: list[SavePlan], metadata: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -235,6 +255,15 @@ def _stored(plans: list[SavePlan], metadata: Mapping[str, Any]) -> dict[str, Sto
             stored = tensors.setdefault(name, StoredTensor(dtype=dtype, shape=tuple(whole.size), parts=[]))
             stored.parts.append((shard, tuple(chunk.offsets), tuple(chunk.sizes)))
     return tensors
+
+
+def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """Look for what other ranks have written, which a mount over a network may show a little later. Raises OSError."""
+    end = time.monotonic() + SEEN_S
+    while wrong := next(filter(None, (other_size(folder / name, known) for name, known in files.items())), None):
+        if time.monotonic() > end:
+            raise OSError(f"{wrong}; is the folder one that all machines share?")
+        time.sleep(0.1)
 
 
 def _shard(rank: int, world: int) -> str:
@@ -264,7 +293,9 @@ def _outcome(work: Future[T] | None) -> tuple[str | None, T | None]:
 
 
 def _cause(error: BaseException) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
 def _gathered(mine: T) -> list[T]:

@@ -15,8 +15,8 @@ class Saver:
     """Writes the checkpoints of one run. All ranks have one and call it together.
 
     interval, last: steps between checkpoints (0: none by step), and the last of the run. texts: the files beside the
-    tensors, of step, samples and the best evaluation. log: told of what was saved. `save`, `advance` and `finish` are
-    collective, and raise CheckpointError where a checkpoint cannot be written.
+    tensors, of step, samples and the best evaluation. log: told of what was saved. beat: called before each wait for a
+    disk. `save`, `advance` and `finish` are collective, and raise CheckpointError where a checkpoint cannot be written.
     """
 
     def __init__(
@@ -29,9 +29,10 @@ class Saver:
         last: int,
         texts: Callable[[int, int, Best | None], dict[str, str]],
         log: Callable[[str], None],
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
-        self._interval, self._last, self._texts, self._log = interval, last, texts, log
+        self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
         self._writer = Writer()
         self._best: Best | None = None
         self._earlier: set[int] = set()
@@ -72,7 +73,9 @@ class Saver:
         no checkpoints are wanted. Where the recipe says so it is written while training goes on, once `staged`."""
         if self._settings.never or step in self._saved:
             return
+        begun = time.monotonic()
         self.finish()
+        self._beat()
         self._since = time.monotonic()
         self._saved.add(step)
         kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
@@ -80,9 +83,9 @@ class Saver:
         self._writer.begin(
             self.checkpoints.path(step), self._state.tensors(), texts, lambda: self.checkpoints.keep(kept)
         )
-        self._log(f"saving step {step:,}: training waited {time.monotonic() - self._since:.3f} s")
         if not self._settings.asynchronous:
             self.finish()
+        self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
 
     def staged(self) -> None:
         """Call it before the state of the run changes."""
@@ -99,6 +102,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is whole."""
+        self._beat()
         self._tell(self._writer.finish())
 
     def _tell(self, saved: Saved | None) -> None:

@@ -120,6 +120,7 @@ class Trainer:
             last=self.total_steps,
             texts=self._texts,
             log=self.folder.log if self.folder else lambda text: None,
+            beat=lambda: self.watchdog.beat(SAVING, self.done),
         )
         if self.folder:
             self.saver.checkpoints.clear()
@@ -181,14 +182,13 @@ class Trainer:
                     last = self.evaluate(number)
                     save = self.saver.best(number, last.top1) or save
                 if save or stopped:
-                    self.watchdog.beat(SAVING, number)
                     self.saver.save(self.done, self.samples)
                 if stopped and number < self.total_steps:
                     return self._stopped(stop.asked)
                 if due or save:
                     log.resume_clock()
                 self.watchdog.beat(WAITING, number + 1)
-        self.saver.finish()
+            self.saver.finish()
         last = last or self._evaluated()  # of a run that was done
         warning = self.input.warning(loader)
         if self.folder and warning:
@@ -212,13 +212,13 @@ class Trainer:
         parts = shard_norms(gradients, self.model)
         norm = total_norm(parts, self.model, loss if self.non_finite.waits else None) / scale
         told = self.non_finite.look(number, loss, parts, norm)
+        self.saver.staged()
         if told.get("skipped"):
             for _, parameter in self.model.named_parameters():
                 parameter.grad = None
             return loss, norm, lr, told
         if self.recipe.train.clip_grad_norm or self.scaler:
             clip_(gradients, norm, self.recipe.train.clip_grad_norm, scale)
-        self.saver.staged()
         self.optimizer.step(lr)
         if self.ema:
             self.ema.update()

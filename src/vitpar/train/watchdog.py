@@ -108,7 +108,10 @@ class Watchdog:
             seen = self._place
             if seconds >= (self._minutes * 60 if self.settled else self._start_seconds):
                 break
-        self._end(seconds)
+        try:
+            self._end(seconds)
+        finally:
+            os._exit(1)
 
     def _listen(self, store: Any) -> None:
         with suppress(dist.DistError):  # the one that holds the store is gone: so will be this rank
@@ -134,13 +137,17 @@ class Watchdog:
         patience = 2 * self._listen_every + ANSWER_S
         told = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes, folder))
         author, text = told or (self._rank, sentence({self._rank: answer}, self._world, minutes, folder))
-        reported = report_failure(FaultError(text))
-        if author == self._rank:
-            _within(1.0, lambda: _log(folder.parent / "log.txt", text) if self.folder else None)
-            if not reported:
+
+        def tell() -> None:
+            reported = report_failure(FaultError(text))
+            if author == self._rank and not reported:
                 os.write(2, f"error: {text}\n".encode())
-        # One sentence is enough: what the main thread has to say of lost connections, from now on, is not shown.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            # One sentence is enough: what the main thread has to say of lost connections, from now on, is not shown.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+        if author == self._rank and self.folder:
+            _within(1.0, lambda: _log(folder.parent / "log.txt", text))
+        _within(1.0, tell)
         time.sleep(1.0 if self._rank == 0 else 0.5)  # all have read the sentence; rank 0 may hold the store
         os._exit(1)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitpar.checkpoint import Checkpoint, load_tensors
-from vitpar.checkpoint.atomic import partial
+from vitpar.checkpoint.atomic import flush, partial, publish
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.checkpoint.index import damaged_sizes
 from vitpar.checkpoint.names import AVERAGES, CONFIG, PARAMETERS, RECIPE
@@ -66,6 +65,7 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
             whole[parameter_name] = value.detach().cpu().contiguous()
     if leader:
         save_file(whole, half / name)
+        flush(half / name)
     files: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(files, dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
@@ -73,8 +73,7 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
         _write_texts(half, weight_map, json.dumps(asdict(model.config), indent=1), recipe)
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(half, folder)
+        publish(folder)
     dist.barrier()
 
 
@@ -121,11 +120,10 @@ def write_weights(
                 done += 1
                 progress(done, len(sizes))
             save_file(whole, half / file)
+            flush(half / file)
             files |= dict.fromkeys(whole, file)
         _write_texts(half, files, config, recipe)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(half, folder)
+        publish(folder)
     except OSError as error:
         raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
     finally:

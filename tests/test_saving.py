@@ -1,5 +1,6 @@
 """Checkpoints that are written while training goes on: what is in them, when they are whole, and what ends a run."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -167,3 +168,47 @@ def uneven(device: torch.device, folder: Path) -> list[bool]:
 def test_ranks_write_what_they_have(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     assert ranks(3).run(uneven, tmp_path) == [[True, True]] * 3
     assert load_file(tmp_path / "1" / "shard-00001-of-00003.safetensors").keys() >= {"rows", "of rank 0"}
+
+
+def test_a_file_that_rank_0_does_not_see_is_told(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that each machine has of its own."""
+    monkeypatch.setattr("vitpar.checkpoint.writer.SEEN_S", 0.2)
+    writer = Writer()
+    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})
+    ended(writer)
+    (shard,) = (tmp_path / "step_1.partial").iterdir()
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="No such file or directory; is the folder one that all machines share"):
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_comes_after_a_checkpoint_does_not_undo_it(alone: None, tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    writer = Writer()
+    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {}, published=refuse)
+    assert writer.finish() and (tmp_path / "step_1" / "index.json").exists()
+
+
+def test_a_checkpoint_that_cannot_take_the_place_of_another_leaves_it(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, replace = Writer(), os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.suffix == ".partial":
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    for value in (1.0, 2.0):
+        writer.begin(tmp_path / "step_1", {"a": torch.full((3,), value)}, {})
+        if value == 1.0:
+            writer.finish()
+            monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        writer.finish()
+    found = torch.zeros(3)
+    load_tensors(tmp_path / "step_1", {"a": found})
+    assert torch.equal(found, torch.ones(3))

@@ -35,7 +35,7 @@ def runs(case: Case) -> bool:
 
 @pytest.mark.timeout(0 if EXAMPLES else 900)
 @settings(
-    max_examples=EXAMPLES or 14,
+    max_examples=EXAMPLES or 10,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
@@ -53,7 +53,7 @@ def test_random_plans_equal_one_process(ranks: Callable[[int], RankPool], case: 
 def test_enough_random_plans_ran() -> None:
     if not RAN:
         pytest.skip("the random plans were not asked for")
-    assert len(set(RAN)) >= 10, RAN
+    assert len(set(RAN)) >= 7, RAN
     assert any("pp2" in plan or "pp3" in plan for plan in RAN)
 
 

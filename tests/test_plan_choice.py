@@ -113,6 +113,8 @@ def test_the_ranks_of_a_world_that_the_program_started_choose_as_it_did(
 
     from vitpar_cli.world import resolve
 
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a world that another test is in
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     made = recipe("pp3xdp", ["pp2xdp1", "pp3"])
     config = made.config(10)

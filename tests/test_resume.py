@@ -147,7 +147,7 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
     ("mesh", "number", "to"),
     [
         ("dp2", signal.SIGTERM, "launcher"),
-        ("dp2", signal.SIGUSR1, "a rank"),
+        pytest.param("dp2", signal.SIGUSR1, "a rank", marks=pytest.mark.slow),
         pytest.param("dp2", signal.SIGINT, "launcher", marks=pytest.mark.slow),
         pytest.param("dp1", signal.SIGTERM, "launcher", marks=pytest.mark.slow),
     ],

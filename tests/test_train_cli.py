@@ -120,7 +120,7 @@ def test_metrics_hold_every_key(alone_run: Path) -> None:
 def test_log_says_what_happened(alone_run: Path) -> None:
     lines = (alone_run / "log.txt").read_text().splitlines()
     events = [line.split()[1] for line in lines]
-    assert events == ["start", "step", "step", "step", "eval", "step", "eval", "saved", "done"]
+    assert events == ["start", "step", "step", "step", "eval", "step", "eval", "saving", "step_4", "done"]
     assert "vit_custom" in lines[0] and "dp1" in lines[0] and f"loss {losses_of(alone_run)[0]:.4f}" in lines[1]
 
 

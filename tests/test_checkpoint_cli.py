@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from small_data import pack_small
-from test_checkpoint import assembled, recipe_of, train
+from trained import assembled, recipe_of, train
 from vitpar.launch import ALONE, join, leave
 from vitpar_cli.checkpoint import app
 

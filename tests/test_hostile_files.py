@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from foreign_weights import HEADS, WIDTH, as_transformers, timm_logits, timm_state, transformers_config
 from small_data import pack_small
-from test_checkpoint import changed, recipe_of, train
+from test_checkpoint import changed
 from test_import import IMAGES, TIMM_CONFIG, logits_of, saved
+from trained import recipe_of, train
 from vitpar.checkpoint import Checkpoint
 from vitpar.checkpoint.index import Index, StoredFile, StoredTensor, read_index
 from vitpar.checkpoint.whole import read_whole

@@ -27,7 +27,7 @@ from foreign_weights import (
 )
 from ranks import RankPool
 from small_data import pack_small
-from test_checkpoint import trainer_of
+from trained import trainer_of
 from vitpar.errors import DataError
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value

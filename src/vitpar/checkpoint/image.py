@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from vitpar.checkpoint.reader import part
 
 _NAMES = {
     torch.float64: "F64",
@@ -54,6 +56,12 @@ class FileImage:
             dtype, shape = tensors[name]
             begin, end = (len(header) + offset for offset in places[name]["data_offsets"])
             self._views[name] = self._buffer[begin:end].view(dtype).view(shape)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> FileImage | None:
+        """For this rank's parts of `names` among `tensors`; None where there are none."""
+        kinds = {name: (tensors[name].dtype, part(tensors[name]).shape) for name in names}
+        return cls(kinds, pinned=any(part(tensors[name]).is_cuda for name in names)) if names else None
 
     @property
     def content(self) -> memoryview:

@@ -1,7 +1,5 @@
 """Named tensors, sharded or whole, to a checkpoint, behind a run that goes on: each rank writes its own parts.
 
-torch.distributed.checkpoint (DCP) decides which rank writes which part of a tensor that several ranks hold.
-
     <folder>/
         index.json                            where the parts of each tensor are; size and CRC-32 of each file
         shard-00001-of-00004.safetensors      what rank 0 writes
@@ -18,7 +16,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,14 +26,12 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 from vitpar.checkpoint import atomic
 from vitpar.checkpoint.image import FileImage
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, other_size
 from vitpar.checkpoint.reader import part
+from vitpar.checkpoint.sharing import agreed, shard_name
 from vitpar.errors import CheckpointError
 
 T = TypeVar("T")
@@ -107,10 +103,10 @@ class Writer:
         answers = _gathered((wrong, layout != self._layout))
         _raise_first(folder, [wrong for wrong, _ in answers])
         if any(changed for _, changed in answers):
-            names = self._plan(here)
+            names, self._tensors = agreed(here)
             try:
                 self._image = None  # before there is room for the next
-                self._image = _image(here, names)
+                self._image = FileImage.of(here, names)
             except RuntimeError as error:  # what torch makes of too little memory
                 wrong = _cause(error)
             _raise_first(folder, _gathered(wrong))
@@ -163,22 +159,6 @@ class Writer:
         seconds, size = told
         return Saved(flight.folder, seconds, size)
 
-    def _plan(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Agree on who writes what. Made once, since a run's tensors stay as they are. Returns the names of those that
-        this rank writes."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
-        locals_: list[Any] = [None] * world
-        dist.gather_object(planner.create_local_plan(), locals_ if rank == 0 else None)
-        plans: list[Any] = [None] * world
-        if rank == 0:
-            plans, metadata = planner.create_global_plan(locals_)
-            self._tensors = _stored(plans, metadata.state_dict_metadata)
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, plans if rank == 0 else None)
-        return [item.index.fqn for item in planner.finish_plan(mine[0]).items]
-
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         if self._image is None:
             return
@@ -202,7 +182,7 @@ class Writer:
             self._copied.synchronize()
         place = atomic.partial(folder)
         place.mkdir(parents=True, exist_ok=True)  # on mounts over a network it may not be seen yet
-        return atomic.write(place / _shard(dist.get_rank(), dist.get_world_size()), self._image.content)
+        return atomic.write(place / shard_name(dist.get_rank(), dist.get_world_size()), self._image.content)
 
     def _collect(self) -> None:
         """When this rank has written its file: gather what the files are, and let rank 0 make a checkpoint of them."""
@@ -217,7 +197,7 @@ class Writer:
         flight.stage = "publishing"
         flight.work = None
         if dist.get_rank() == 0:
-            files = {_shard(rank, len(answers)): stored for rank, (_, stored) in enumerate(answers) if stored}
+            files = {shard_name(rank, len(answers)): stored for rank, (_, stored) in enumerate(answers) if stored}
             flight.work = _in_background(self._publish, flight, files)
 
     def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:
@@ -236,27 +216,6 @@ class Writer:
         return seconds, sum(stored.bytes for stored in files.values())
 
 
-def _image(tensors: Mapping[str, Tensor], names: Sequence[str]) -> FileImage | None:
-    """Room for those of `names`; None where there are none."""
-    kinds = {name: (tensors[name].dtype, part(tensors[name]).shape) for name in names}
-    return FileImage(kinds, pinned=any(part(tensors[name]).is_cuda for name in names)) if names else None
-
-
-def _stored(plans: list[SavePlan], metadata: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """What the index says of the tensors, from what each rank writes."""
-    writing = [rank for rank, plan in enumerate(plans) if plan.items]
-    tensors: dict[str, StoredTensor] = {}
-    for shard, rank in enumerate(writing):
-        for item in plans[rank].items:
-            name, chunk = item.index.fqn, item.tensor_data.chunk
-            whole = metadata[name]
-            assert isinstance(whole, TensorStorageMetadata), f"{name} is no tensor"
-            dtype: Any = str(whole.properties.dtype).removeprefix("torch.")
-            stored = tensors.setdefault(name, StoredTensor(dtype=dtype, shape=tuple(whole.size), parts=[]))
-            stored.parts.append((shard, tuple(chunk.offsets), tuple(chunk.sizes)))
-    return tensors
-
-
 def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
     """Look for what other ranks have written, which a mount over a network may show a little later. Raises OSError."""
     end = time.monotonic() + SEEN_S
@@ -264,10 +223,6 @@ def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
         if time.monotonic() > end:
             raise OSError(f"{wrong}; is the folder one that all machines share?")
         time.sleep(0.1)
-
-
-def _shard(rank: int, world: int) -> str:
-    return f"shard-{rank + 1:05d}-of-{world:05d}.safetensors"
 
 
 def _in_background(work: Callable[..., T], *args: Any) -> Future[T]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 Fault = Callable[[], None]
+LAUNCHED = "RANK" in os.environ
+"""Whether this is a rank that a launcher started; read before joining the world sets the same variables."""
 
 
 def kill() -> None:
@@ -207,7 +209,7 @@ def slow_rank(trap: Trap) -> None:
 
 
 def _ask_launcher(number: signal.Signals) -> None:
-    os.kill(os.getppid() if "RANK" in os.environ else os.getpid(), number)
+    os.kill(os.getppid() if LAUNCHED else os.getpid(), number)
 
 
 def _asked(number: signal.Signals, ask: Callable[[signal.Signals], None]) -> Callable[[Trap], None]:
@@ -263,7 +265,7 @@ def main() -> None:
     spawn = vitpar.launch.spawn
     vitpar.launch.spawn = lambda workers, argv, **options: spawn(workers, [__file__, *given], **options)
     sys.argv = ["vitpar", *words]
-    if "RANK" in os.environ or "dp1" in words:  # not in the launcher
+    if LAUNCHED or "dp1" in words:  # not in the launcher
         FAULTS[kind](Trap(int(rank), int(count), Path(file)))
     program.main()
 

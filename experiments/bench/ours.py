@@ -7,8 +7,8 @@ from bench.settings import CLIP, LR, OPTIMIZER, SEED, Step
 from vitpar.models import ViTConfig
 from vitpar.parallel import parallelize
 from vitpar.strategy import Plan
-from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.optimizer import ShardedOptimizer
+from vitpar.train.step import TrainStep
 
 
 def vitpar_step(
@@ -30,14 +30,10 @@ def vitpar_step(
         seed=SEED,
         compile_blocks=compile_blocks,
     )
-    optimizer = ShardedOptimizer(model.named_parameters(), OPTIMIZER)
+    update = TrainStep(model, ShardedOptimizer(model.named_parameters(), OPTIMIZER), clip_grad_norm=CLIP)
 
     def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        loss = model.forward_backward(images if model.takes_images else None, labels)
-        gradients = optimizer.gradients()
-        norm = global_norm(gradients, model)
-        clip_(gradients, norm, CLIP)
-        optimizer.step(LR)
-        return loss / model.sample_replicas, norm
+        done = update(1, LR, images if model.takes_images else None, labels)
+        return done.loss / model.sample_replicas, done.norm
 
     return step

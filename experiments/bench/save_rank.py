@@ -27,8 +27,8 @@ from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.models import model_config
 from vitpar.parallel import parallelize
 from vitpar.strategy import parse, validate
-from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.optimizer import ShardedOptimizer
+from vitpar.train.step import TrainStep
 
 Tensors = dict[str, Tensor]
 Wait = Callable[[], object]
@@ -88,13 +88,10 @@ def main(model_name: str, mesh: str, batch: str, rounds: str, folder: str, outpu
     optimizer = ShardedOptimizer(model.named_parameters(), SimpleNamespace(**vars(OPTIMIZER)))
     images = torch.randn(len(model.image_rows(int(batch))), 3, config.image_size, config.image_size)
     labels, writer = torch.zeros(int(batch), dtype=torch.long), Writer()
+    update = TrainStep(model, optimizer, clip_grad_norm=CLIP, before_update=writer.staged)
 
     def step() -> None:
-        model.forward_backward(images if model.takes_images else None, labels)
-        gradients = optimizer.gradients()
-        clip_(gradients, global_norm(gradients, model), CLIP)
-        writer.staged()
-        optimizer.step(LR)
+        update(1, LR, images if model.takes_images else None, labels)
 
     def vitpar(tensors: Tensors, path: Path) -> Wait:
         writer.begin(path, tensors, {"state.json": "{}"})

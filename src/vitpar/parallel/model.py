@@ -6,7 +6,8 @@ summed over data-parallel ranks and micro-batches, never averaged.
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,15 @@ from vitpar.strategy import SCHEDULES, Part, Plan, batch_arithmetic, image_layou
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.layout import copies
 
+_UNTIMED = nullcontext()
+Phase = Callable[[str], AbstractContextManager[object]]
+"""What the parts of a step run in, by name: for whoever wants to know how long each takes."""
+
+
+def untimed(name: str) -> AbstractContextManager[object]:
+    """Nobody wants to know."""
+    return _UNTIMED
+
 
 class ParallelModel:
     """The stages this rank holds and how to run them. Made by ``vitpar.parallel.parallelize``.
@@ -35,7 +45,7 @@ class ParallelModel:
     over the ranks of the plan.
 
     pipe: the mesh (pp, stage). meshes: each layer's mesh, by name. loss_scale: what the loss is multiplied by before
-    backward, and so the gradients (fp16).
+    backward, and so the gradients (fp16). phase: what the parts of a step run in.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class ParallelModel:
         self.config, self.plan, self.pipe, self.stages, self.device = config, plan, pipe, stages, device
         self.precision, self.batch_size, self.label_smoothing = numbers, batch_size, label_smoothing
         self.loss_scale: float | Tensor = 1.0
+        self.phase: Phase = untimed
         self.batch = batch_arithmetic(plan, batch_size)
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
@@ -138,7 +149,8 @@ class ParallelModel:
             args = (images,) if self.takes_images else ()
             kwargs = {} if keys is None else {"keys": keys}
             ends = {"target": labels, "losses": losses} if self.gives_logits else {}
-            self._schedule.step(*args, return_outputs=False, **kwargs, **ends)
+            with self.phase("pipeline"):
+                self._schedule.step(*args, return_outputs=False, **kwargs, **ends)
         else:
             (stage,) = self.stages.values()
             assert images is not None, "a model without pipeline takes images on every rank"
@@ -146,12 +158,15 @@ class ParallelModel:
             parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, labels, keys)]
             for number, (part, target, key) in enumerate(zip(*parts, strict=True), start=1):
                 set_last_micro_batch(stage, number == count, self._kept)
-                loss = self.loss(stage(part, key), target)
-                loss.backward()
+                with self.phase("forward"):
+                    loss = self.loss(stage(part, key), target)
+                with self.phase("backward"):
+                    loss.backward()
                 losses.append(loss)
-        for total in self._gradient_sums:
-            total.wait()
-        self._tensor_sums.run()
+        with self.phase("waiting for gradients"):
+            for total in self._gradient_sums:
+                total.wait()
+            self._tensor_sums.run()
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / self.loss_scale

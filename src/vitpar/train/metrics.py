@@ -18,6 +18,7 @@ from vitpar.parallel import ParallelModel
 if TYPE_CHECKING:
     from vitpar.data import Batch
     from vitpar.train.recipe import Recipe
+    from vitpar.train.step import Stepped
 
 # Dense matrix rate of one device in FLOP/s by name and precision, from the makers' data sheets.
 PEAK_FLOPS = {
@@ -39,7 +40,7 @@ class _Step(NamedTuple):
     norm: Tensor
     lr: float
     data_seconds: float
-    scaling: dict[str, Any]
+    told: dict[str, Any]
 
 
 class StepLog:
@@ -70,12 +71,10 @@ class StepLog:
         busy = self._step_done is not None and not self._step_done.query()
         self._data_seconds = 0.0 if busy else time.perf_counter() - self._waiting
 
-    def add(
-        self, number: int, batch: Batch, loss: Tensor, norm: Tensor, lr: float, scaling: dict[str, Any] | None = None
-    ) -> None:
-        """Update `number` is done, or on its way on the device. scaling: what else the row says, of a scaled loss."""
+    def add(self, number: int, batch: Batch, lr: float, stepped: Stepped) -> None:
+        """Update `number` is done, or on its way on the device."""
         self._pending.append(
-            _Step(number, batch.epoch, batch.samples, loss, norm, lr, self._data_seconds, scaling or {})
+            _Step(number, batch.epoch, batch.samples, *stepped[:2], lr, self._data_seconds, stepped.told)
         )
         if self._model.device.type == "cuda":
             self._step_done = torch.cuda.Event()
@@ -117,7 +116,7 @@ class StepLog:
                 "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
                 "mfu": self._mfu(seconds),
                 "memory_bytes": memory_bytes(self._model.device),
-                **step.scaling,
+                **step.told,
             }
             for step, loss, norm, wait in zip(self._pending, totals, norms, told[len(mine) :], strict=True)
         ]
@@ -138,7 +137,7 @@ class StepLog:
 
 
 def _shown(number: float, step: _Step) -> float | None:
-    return None if step.scaling.get("skipped") and not math.isfinite(number) else number
+    return None if step.told.get("skipped") and not math.isfinite(number) else number
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -94,6 +94,11 @@ class ShardedOptimizer:
         """As before the first step."""
         self.torch_optimizer.state.clear()
 
+    def skip(self) -> None:
+        """Forget the gradients without an update."""
+        for parameter, _ in self._pairs.values():
+            parameter.grad = None
+
     def step(self, lr: float) -> None:
         """One update with learning rate `lr`, then forget the gradients. Collective for LAMB, LARS and Muon."""
         for parameter, shard in self._pairs.values():

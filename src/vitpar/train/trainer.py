@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
@@ -23,7 +22,6 @@ from vitpar.train.debug_checks import DebugChecks
 from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
-from vitpar.train.gradient_norm import clip_, shard_norms, total_norm
 from vitpar.train.input import Input, open_data
 from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
@@ -37,6 +35,7 @@ from vitpar.train.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.train.run_folder import RunFolder
 from vitpar.train.saver import Saver
 from vitpar.train.state import state_size
+from vitpar.train.step import Stepped, TrainStep, nothing
 from vitpar.train.stop_request import StopRequest
 from vitpar.train.training_state import TrainingState, texts
 from vitpar.train.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
@@ -122,6 +121,16 @@ class Trainer:
             log=self.folder.log if self.folder else lambda text: None,
             beat=lambda: self.watchdog.beat(SAVING, self.done),
         )
+        self._step = TrainStep(
+            self.model,
+            self.optimizer,
+            clip_grad_norm=train.clip_grad_norm,
+            scaler=self.scaler,
+            ema=self.ema,
+            non_finite=self.non_finite,
+            after_gradients=self.checks.gradients if self.checks else nothing,
+            before_update=self.saver.staged,
+        )
         if self.folder:
             self.saver.checkpoints.clear()
         try:
@@ -161,7 +170,7 @@ class Trainer:
                 self.watchdog.beat(COMPUTING, number)
                 log.data_ready()
                 with self.checks.around(number) if self.checks else nullcontext():
-                    log.add(number, batch, *self.step(number, batch))
+                    log.add(number, batch, self.lr(number), self.step(number, batch))
                 due = number == self.total_steps or number % eval_every == 0
                 stuck = self.non_finite.stuck(number)
                 self.done, self.samples = number, batch.samples
@@ -195,34 +204,9 @@ class Trainer:
             self.reporter.note(f"training: {warning}")
         return self._finish(last, log)
 
-    def step(self, number: int, batch: Batch) -> tuple[Tensor, Tensor, float, dict[str, Any]]:
-        """Update `number`, from 1. Where loss or gradients are not finite on any rank, all skip it, if the loss is
-        scaled or the recipe says so (then the host waits for the device, every time).
-
-        Returns this rank's part of the loss, the gradients' norm before clipping, the learning rate, and what else the
-        metrics say of a step that may be skipped.
-        """
-        scale = self.scaler.scale if self.scaler else 1.0
-        self.model.loss_scale = scale
-        loss = self.model.forward_backward(*self.input.train_step(batch))
-        if self.checks:
-            self.checks.gradients(number)
-        gradients = self.optimizer.gradients()
-        lr = self.lr(number)
-        parts = shard_norms(gradients, self.model)
-        norm = total_norm(parts, self.model, loss if self.non_finite.waits else None) / scale
-        told = self.non_finite.look(number, loss, parts, norm)
-        self.saver.staged()
-        if told.get("skipped"):
-            for _, parameter in self.model.named_parameters():
-                parameter.grad = None
-            return loss, norm, lr, told
-        if self.recipe.train.clip_grad_norm or self.scaler:
-            clip_(gradients, norm, self.recipe.train.clip_grad_norm, scale)
-        self.optimizer.step(lr)
-        if self.ema:
-            self.ema.update()
-        return loss, norm, lr, told
+    def step(self, number: int, batch: Batch) -> Stepped:
+        """Update `number`, from 1."""
+        return self._step(number, self.lr(number), *self.input.train_step(batch))
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""

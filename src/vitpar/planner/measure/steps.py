@@ -21,9 +21,9 @@ from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.pace import Pace
 from vitpar.planner.measure.resident import Peak, tensors_given_back
 from vitpar.strategy import Plan
-from vitpar.train.gradient_norm import clip_, global_norm
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.train.step import TrainStep
 
 T = TypeVar("T")
 
@@ -188,7 +188,8 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
 
 
 def _step(model: ParallelModel, batch_size: int, settings: OptimizerSection) -> Callable[[], None]:
-    updates = ShardedOptimizer(model.named_parameters(), settings, heads=model.config.heads)
+    optimizer = ShardedOptimizer(model.named_parameters(), settings, heads=model.config.heads)
+    update = TrainStep(model, optimizer, clip_grad_norm=1.0)
     c, device = model.config, model.device
     rows = len(model.image_rows(batch_size)) if model.takes_images else 0
     images = torch.randn(rows, c.channels, c.image_size, c.image_size, device=device).to(model.precision.compute)
@@ -196,9 +197,6 @@ def _step(model: ParallelModel, batch_size: int, settings: OptimizerSection) -> 
     keys = torch.zeros(batch_size, dtype=torch.int64, device=device)
 
     def step() -> None:
-        model.forward_backward(images if model.takes_images else None, labels, keys)
-        gradients = updates.gradients()
-        clip_(gradients, global_norm(gradients, model), 1.0)
-        updates.step(1e-3)
+        update(1, 1e-3, images if model.takes_images else None, labels, keys)
 
     return step

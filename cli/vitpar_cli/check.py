@@ -22,7 +22,7 @@ ROWS_SHOWN = 8
 USED = (
     *("model.…", "parallel.…", "communication.…", "optimizer.implementation"),
     *(f"train.{key}" for key in ("batch_size", "seed", "precision", "reduce_dtype", "label_smoothing", "compile")),
-    "train.activation_memory_budget",
+    *("train.attention", "train.activation_memory_budget"),
 )
 """Settings that matter to a check."""
 
@@ -44,7 +44,7 @@ def check(
     virtual_stages: o.VirtualStages = None,
     split: o.Split = None,
     precision: o.Precision = None,
-    compile_blocks: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
+    compile_blocks: o.Compile = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -79,7 +79,7 @@ def check(
         parallel__virtual_stages=virtual_stages,
         parallel__split=o.parse_split(split),
         train__precision=precision,
-        train__compile=compile_blocks or None,
+        train__compile=compile_blocks,
     )
     kind = choose_device(device)
     parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, kind)).plan
@@ -93,16 +93,21 @@ def check(
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
 
+        from vitpar.parallel.attention import choose_attention
+        from vitpar.parallel.compiling import choose_compiling
+        from vitpar.parallel.precision import precision as numbers
         from vitpar.train.check import check_plan
 
         t = merged.train
+        choose_attention(t.attention, config, plan, size, numbers(t.precision), device)
+        compiling = choose_compiling(t.compile, plan, t.precision, device)
         settings: dict[str, Any] = {
             "precision": t.precision,
             "reduce_dtype": t.reduce_dtype,
             "tolerance": tolerance,
             "seed": t.seed,
             "label_smoothing": t.label_smoothing,
-            "compile_blocks": t.compile,
+            "compile_blocks": compiling.blocks,
             "activation_memory_budget": t.activation_memory_budget,
             "communication": merged.communication.used_by(plan, t.precision).settings(),
             "optimizer": merged.optimizer.implementation,
@@ -111,6 +116,8 @@ def check(
         if dist.get_rank() == 0:
             if chosen.because:
                 typer.echo(f"warning: {chosen.because}", err=True)
+            if compiling.because:
+                typer.echo(f"warning: blocks are not compiled: {compiling.because}", err=True)
             typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
         return 0 if result.passed else 1
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 USED = (
     *(f"data.{key}" for key in ("path", "crop_pct", "interpolation", "mean", "std", "workers", "bad_sample")),
     *(f"stream.{key}" for key in ("train", "val", "samples", "val_samples", "classes", "label", "allow_pipe")),
-    *(f"train.{key}" for key in ("batch_size", "precision", "compile")),
+    *(f"train.{key}" for key in ("batch_size", "precision", "compile", "attention")),
 )
 """Settings that matter to an evaluation."""
 
@@ -65,6 +65,8 @@ def evaluate(
         import torch.distributed as dist
 
         from vitpar.parallel import parallelize
+        from vitpar.parallel.attention import choose_attention
+        from vitpar.parallel.compiling import choose_compiling
         from vitpar.train.evaluate import evaluate
         from vitpar.train.input import Input
         from vitpar.weights.folder import load_weights
@@ -76,8 +78,9 @@ def evaluate(
             batch_size=train.batch_size,
             device=device,
             precision_name=train.precision,
-            compile_blocks=train.compile,
+            compile_blocks=choose_compiling(train.compile, plan, train.precision, device).blocks,
         )
+        choose_attention(train.attention, config, plan, train.batch_size, model.precision, device)
         load_weights(model, checkpoint)
         result = evaluate(model, Input(recipe, model), images)
         if dist.get_rank() == 0:

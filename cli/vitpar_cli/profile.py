@@ -130,7 +130,8 @@ def model(
     world = world or ALONE
     where = torch.device(kind)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
-    subject = Subject(config, merged.train.precision, largest, merged.train.compile)
+    compiled = kind == "cuda" if merged.train.compile is None else merged.train.compile
+    subject = Subject(config, merged.train.precision, largest, compiled)
     with _progress(shown=world.rank == 0 and not as_json) as progress:
         profile = profile_model(subject, where, clock, world.size, progress)
     if world.rank == 0:

@@ -120,7 +120,7 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
             )
     trained = {"precision": recipe.train.precision, "compile": recipe.train.compile}
     for name, value in (("precision", profile.precision), ("compile", profile.compiled)):
-        if value != trained[name]:
+        if trained[name] is not None and value != trained[name]:
             raise PlannerError(
                 f"{path} was measured with {name} {value} but the recipe has {trained[name]}: profile the model again, "
                 f"or set train.{name}"

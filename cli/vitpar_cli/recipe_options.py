@@ -54,6 +54,13 @@ Split = Annotated[
     ),
 ]
 Precision = Annotated[str | None, typer.Option("--precision", metavar="NAME", help="fp64, fp32, bf16 or fp16.")]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile each block: slow to start, faster steps.  \\[default: on GPUs, where that works]",
+    ),
+]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda.  \\[default: cuda where there is a GPU]")
 ]

@@ -38,9 +38,7 @@ def train(
     virtual_stages: o.VirtualStages = None,
     split: o.Split = None,
     precision: o.Precision = None,
-    compile_blocks: Annotated[
-        bool, typer.Option("--compile", help="Compile each block (slow to start, faster steps).")
-    ] = False,
+    compile_blocks: o.Compile = None,
     device: o.DeviceName = None,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/DATE-…]")
@@ -103,7 +101,7 @@ def train(
         parallel__virtual_stages=virtual_stages,
         parallel__split=o.parse_split(split),
         train__precision=precision,
-        train__compile=compile_blocks or None,
+        train__compile=compile_blocks,
         faults__debug_checks=debug_checks or None,
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged

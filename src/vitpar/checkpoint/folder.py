@@ -43,7 +43,7 @@ class Best(BaseModel):
 
 class Facts(BaseModel):
     """What a run knows besides its tensors. step: updates made. samples: of the training set, seen so far. data: the
-    fingerprint of the training set."""
+    fingerprint of the training set. attention: the kernel that computed it, None for whatever torch takes."""
 
     model_config = ConfigDict(extra="forbid")
     step: NonNegativeInt
@@ -51,6 +51,7 @@ class Facts(BaseModel):
     data: str
     loss_scale: Scale | None = None
     best: Best | None = None
+    attention: str | None = None
 
 
 @dataclass(frozen=True)

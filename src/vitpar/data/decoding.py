@@ -75,7 +75,8 @@ class Decoder:
 
     apply: from the decoded uint8 [height, width, 3] and the sample's key to uint8 [3, size, size]. workers: threads,
     0 to decode in the caller's own. bad_sample: what an image that cannot be decoded does: "fail" raises DataError,
-    "skip" leaves a zero image with label IGNORED and counts it in `skipped`.
+    "skip" leaves a zero image with label IGNORED and counts it in `skipped`. pin_memory: whether batches are in memory
+    that a GPU copies from by itself.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Decoder:
         *,
         workers: int,
         bad_sample: BadSample,
+        pin_memory: bool = False,
     ) -> None:
         if workers < 0:
             raise RecipeError(f"{workers} decoding workers: give 0 to decode in the main thread, or a positive number")
@@ -94,6 +96,7 @@ class Decoder:
         self.size = size
         self.workers = workers
         self.bad_sample = bad_sample
+        self.pin_memory = pin_memory
         self.skipped = Skipped()
 
     def fill(self, jobs: Iterable[Job]) -> Generator[Job]:
@@ -130,7 +133,8 @@ class Decoder:
         return [pool.submit(self._fill_rows, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
     def _allocate(self, job: Job) -> None:
-        job.images = torch.zeros(len(job.rows), 3, self.size, self.size, dtype=torch.uint8)
+        shape = (len(job.rows), 3, self.size, self.size)
+        job.images = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.pin_memory)
 
     def _fill_rows(self, job: Job, start: int, stop: int) -> None:
         assert job.images is not None

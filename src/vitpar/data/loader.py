@@ -64,7 +64,8 @@ class TrainLoader:
     there anew.
 
     order: of all samples of `shards`. batch_size: of the global batch. rows: which of its images to give, in this order
-    (None: all). workers: decoding threads (0: none), which change the speed only. skipped: bad samples met so far.
+    (None: all). workers: decoding threads (0: none), which change the speed only. pin_memory: whether images are in
+    memory that a GPU copies from by itself. skipped: bad samples met so far.
 
     With bad_sample="skip" only ranks that decode a sample can know that it is bad: elsewhere it keeps its label.
 
@@ -81,6 +82,7 @@ class TrainLoader:
         rows: Sequence[int] | None = None,
         workers: int = 2,
         bad_sample: BadSample = "fail",
+        pin_memory: bool = False,
         start: int = 0,
     ) -> None:
         assert order.size == len(shards), f"an order of {order.size} samples for {len(shards)}"
@@ -90,7 +92,11 @@ class TrainLoader:
         self.start = start
         self._rows = chosen_rows(batch_size, rows)
         self._decoder = Decoder(
-            lambda image, key: transform(image, Draws(key)), transform.size, workers=workers, bad_sample=bad_sample
+            lambda image, key: transform(image, Draws(key)),
+            transform.size,
+            workers=workers,
+            bad_sample=bad_sample,
+            pin_memory=pin_memory,
         )
 
     @property
@@ -138,12 +144,17 @@ class EvalLoader:
         rows: Sequence[int] | None = None,
         workers: int = 2,
         bad_sample: BadSample = "fail",
+        pin_memory: bool = False,
     ) -> None:
         self.shards = shards
         self.batch_size = batch_size
         self._rows = chosen_rows(batch_size, rows)
         self._decoder = Decoder(
-            lambda image, key: transform(image), transform.size, workers=workers, bad_sample=bad_sample
+            lambda image, key: transform(image),
+            transform.size,
+            workers=workers,
+            bad_sample=bad_sample,
+            pin_memory=pin_memory,
         )
 
     @property

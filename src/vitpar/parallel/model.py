@@ -45,7 +45,7 @@ class ParallelModel:
     over the ranks of the plan.
 
     pipe: the mesh (pp, stage). meshes: each layer's mesh, by name. loss_scale: what the loss is multiplied by before
-    backward, and so the gradients (fp16). phase: what the parts of a step run in.
+    backward, and so the gradients (fp16). compiled: whether its blocks are. phase: what the parts of a step run in.
     """
 
     def __init__(
@@ -62,9 +62,11 @@ class ParallelModel:
         device: torch.device,
         numbers: Precision,
         label_smoothing: float,
+        compiled: bool,
     ) -> None:
         self.config, self.plan, self.pipe, self.stages, self.device = config, plan, pipe, stages, device
         self.precision, self.batch_size, self.label_smoothing = numbers, batch_size, label_smoothing
+        self.compiled = compiled
         self.loss_scale: float | Tensor = 1.0
         self.phase: Phase = untimed
         self.batch = batch_arithmetic(plan, batch_size)

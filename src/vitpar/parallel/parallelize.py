@@ -91,6 +91,7 @@ def parallelize(
         device=device,
         numbers=numbers,
         label_smoothing=label_smoothing,
+        compiled=compile_blocks,
     )
 
 

@@ -1,6 +1,7 @@
 """From images, packed or streamed, to what a step takes: this rank's batches, its normalised images and its labels, as
 the recipe says."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,10 @@ class Input:
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
         self._recipe, self._model = recipe, model
-        self._train, self._eval, self._normalize = transforms(recipe, model.config.image_size)
+        self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
+        self._normalize = replace(normalize, compiled=model.compiled)
         self._mix = mixing(recipe)
+        self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._peers: dist.ProcessGroup | None = None
         for ranks in model.image_groups:
@@ -146,11 +149,11 @@ class Input:
             labels = mixed.labels(labels, IGNORED)
         if not self._model.takes_images:
             return None, labels, keys
-        needed = self._needed()
-        images = self._normalize(self._gathered(batch.images, len(needed)))
-        if mixed is not None:
-            images = mixed.images(images, needed, len(self._rows))
-        return images.to(self._model.precision.compute), labels, keys
+        needed, compute = self._needed(), self._model.precision.compute
+        images = self._gathered(batch.images, len(needed))
+        if mixed is None:
+            return self._normalize(images, compute), labels, keys
+        return mixed.images(self._normalize(images), needed, len(self._rows)).to(compute), labels, keys
 
     def images(self, batch: EvalBatch) -> Tensor | None:
         """This rank's images, normalised, on the device in the compute precision, [rows, 3, size, size], or None where
@@ -180,10 +183,15 @@ class Input:
         return told[:-1] if told[-1].item() else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device, without waiting for a GPU to finish its work."""
-        if self._model.device.type != "cuda":
+        """`tensor` on the device. A GPU copies it while it computes what it was given before."""
+        if self._copies is None:
             return tensor
-        return tensor.pin_memory().to(self._model.device, non_blocking=True)
+        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # a pinned tensor is itself
+        with torch.cuda.stream(self._copies):
+            sent = pinned.to(self._model.device, non_blocking=True)
+        computing.wait_stream(self._copies)
+        sent.record_stream(computing)
+        return sent
 
     def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Those of the whole batch, on the device."""
@@ -224,6 +232,7 @@ class Input:
             "rows": rows,
             "workers": data.workers,
             "bad_sample": data.bad_sample,
+            "pin_memory": self._model.device.type == "cuda",
         }
 
     def _gathered(self, images: Tensor | None, count: int) -> Tensor:

@@ -132,7 +132,7 @@ class Recipe(Section):
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)
-            refuse_clashes(fitting, precision, self.train.compile)
+            refuse_clashes(fitting, precision, bool(self.train.compile))
             # Settings that the first plan uses may well do nothing under the others.
             communication = self.communication if plan is wanted[0] else self.communication.used_by(fitting, precision)
             refuse_unused(fitting, precision, communication.model_dump())

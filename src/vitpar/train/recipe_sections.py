@@ -137,7 +137,9 @@ class TrainSection(Section):
 
     reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16 and fp16 alone (None: fp32).
     activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
-    1; what is dearest to compute again it keeps first (None: all).
+    1; what is dearest to compute again it keeps first (None: all). compile: whether blocks are compiled (None: on GPUs,
+    where that works). attention: the kernel that computes it (``vitpar.parallel.attention``); auto: on GPUs the fastest
+    of those tried when the run begins.
     """
 
     batch_size: int = Field(128, ge=1)
@@ -149,7 +151,8 @@ class TrainSection(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad_norm: float = Field(1.0, ge=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    compile: bool = False
+    compile: bool | None = None
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     eval_every: int | None = Field(None, ge=1)
     log_every: int = Field(10, ge=1)

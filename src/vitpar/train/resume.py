@@ -16,7 +16,7 @@ from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_file import read_recipe
 
 FREE = (
-    *(f"train.{key}" for key in ("compile", "activation_memory_budget", "eval_every", "log_every")),
+    *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
     *("stream.val", "stream.val_samples", "stream.allow_pipe"),
     *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…", "faults.…"),
 )

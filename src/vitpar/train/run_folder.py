@@ -2,7 +2,7 @@
 
 runs/<date>-<model>-<strategy>/
     recipe.toml      every setting, merged      plan.json       the plan
-    env.json         versions, hardware, git commit, command
+    env.json         versions, hardware, git commit, command, kernels
     log.txt          what happened when         metrics.jsonl   one object a line
     checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
     hang/            what each rank was doing, of a run that hung (``vitpar.train.watchdog``)
@@ -72,12 +72,12 @@ class RunFolder:
         except OSError:  # a mount without locks
             pass
 
-    def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int) -> None:
+    def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int, kernels: dict[str, Any]) -> None:
         """What is to be trained now. after: the step after which a run goes on that began earlier; what it did after
-        that is dropped from metrics.jsonl, since it does that again."""
+        that is dropped from metrics.jsonl, since it does that again. kernels: what it computes with."""
         write_text(self.path / "recipe.toml", recipe.to_toml())
         write_plan(self.path / "plan.json", plan)
-        write_text(self.path / "env.json", json.dumps(_environment(command), indent=1))
+        write_text(self.path / "env.json", json.dumps(_environment(command) | kernels, indent=1))
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             write_text(metrics, "".join(_rows_until(metrics, after)))

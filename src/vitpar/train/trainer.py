@@ -15,6 +15,8 @@ from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.parallel import parallelize
+from vitpar.parallel.attention import choose_attention
+from vitpar.parallel.compiling import choose_compiling
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.begin import begin
@@ -22,6 +24,7 @@ from vitpar.train.debug_checks import DebugChecks
 from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
+from vitpar.train.garbage import Garbage
 from vitpar.train.input import Input, open_data
 from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
@@ -75,6 +78,8 @@ class Trainer:
         train = recipe.train
         self.train_set, self.val_set = open_data(recipe)
         self.config = recipe.config(self.train_set.num_classes)
+        wanted = False if recipe.faults.debug_checks else train.compile  # checks look into blocks
+        compiling = choose_compiling(wanted, plan, train.precision, device)
         self.model = parallelize(
             self.config,
             plan,
@@ -84,7 +89,7 @@ class Trainer:
             reduce_dtype=train.reduce_dtype,
             seed=train.seed,
             label_smoothing=train.label_smoothing,
-            compile_blocks=train.compile,
+            compile_blocks=compiling.blocks,
             activation_memory_budget=train.activation_memory_budget,
             communication=recipe.communication.used_by(plan, train.precision).settings(),
         )
@@ -134,7 +139,10 @@ class Trainer:
         if self.folder:
             self.saver.checkpoints.clear()
         try:
-            if resume and (found := find(resume, self.reporter.note)):
+            found = find(resume, self.reporter.note) if resume else None
+            shape = (self.config, plan, train.batch_size, self.model.precision, device)
+            self.attention = choose_attention(train.attention, *shape, kept=found.facts.attention if found else None)
+            if found:
                 self._go_on(found, allow_change, goes_on)
             elif recipe.model.weights is not None:
                 told = begin(self.model, recipe, self.ema)
@@ -145,9 +153,12 @@ class Trainer:
                 self.folder.discard()
             raise
         if self.folder:
-            self.folder.begin(recipe, plan, command, self.done)
+            kernels = {"compiled": compiling.blocks, "attention": self.attention.to_json()}
+            self.folder.begin(recipe, plan, command, self.done, kernels)
             if note:
                 self.reporter.note(note)
+            if compiling.because:
+                self.reporter.note(f"blocks are not compiled: {compiling.because}")
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:
@@ -163,7 +174,7 @@ class Trainer:
         last: Evaluation | None = None
         log.resume_clock()
         loader = self.input.train_batches(self.train_set, start=self.samples)
-        with StopRequest() as stop, closing(iter(loader)) as batches:
+        with StopRequest() as stop, closing(iter(loader)) as batches, Garbage() as garbage:
             first = look_at = self.done + 1
             pace = 0.0
             for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
@@ -183,6 +194,7 @@ class Trainer:
                     look_at = number + (max(1, int(LOOK_S / slowest)) if slowest else 1)
                     self._record(rows, shown=logged)
                     self.saver.advance(told[3])
+                    garbage.look(number, slowest)
                     self.watchdog.settled = True
                 self._refuse(stuck)
                 if due or save or stopped:  # what is wrong by now must not be evaluated or saved
@@ -226,7 +238,8 @@ class Trainer:
 
     def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
-        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best)
+        kernel = self.attention.backend
+        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, attention=kernel)
         return texts(facts, self.recipe, self.config, self.plan)
 
     def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:

@@ -111,10 +111,15 @@ class StreamLoader(_Streamed):
         part: Part | None = Part(0, 1),
         workers: int = 2,
         bad_sample: BadSample = "fail",
+        pin_memory: bool = False,
         start: int = 0,
     ) -> None:
         decoder = Decoder(
-            lambda image, key: transform(image, Draws(key)), transform.size, workers=workers, bad_sample=bad_sample
+            lambda image, key: transform(image, Draws(key)),
+            transform.size,
+            workers=workers,
+            bad_sample=bad_sample,
+            pin_memory=pin_memory,
         )
         own = int(hash_numbers(_GOES_ON, seed, start)[0] >> np.uint64(1)) if start else seed
         super().__init__(data, decoder, batch_size=batch_size, rows=rows, part=part, seed=own)
@@ -151,8 +156,15 @@ class StreamEvalLoader(_Streamed):
         part: Part | None = Part(0, 1),
         workers: int = 2,
         bad_sample: BadSample = "fail",
+        pin_memory: bool = False,
     ) -> None:
-        decoder = Decoder(lambda image, key: transform(image), transform.size, workers=workers, bad_sample=bad_sample)
+        decoder = Decoder(
+            lambda image, key: transform(image),
+            transform.size,
+            workers=workers,
+            bad_sample=bad_sample,
+            pin_memory=pin_memory,
+        )
         super().__init__(data, decoder, batch_size=batch_size, rows=rows, part=part, seed=0)
 
     def __iter__(self) -> Generator[EvalBatch]:

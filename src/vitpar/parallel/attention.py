@@ -1,0 +1,153 @@
+"""Which kernel computes attention: the one that is named, or the fastest that runs here.
+
+| name      | kernel                                   | devices    |
+|-----------|------------------------------------------|------------|
+| flash     | FlashAttention-2; on CPUs torch's own    | CUDA, CPU  |
+| cudnn     | cuDNN's                                  | CUDA       |
+| efficient | memory-efficient attention of xFormers   | CUDA       |
+| math      | matrix products, all weights in memory   | CUDA, CPU  |
+
+torch takes the first that can do a shape, in an order of its own, which is not the order of their speed: on Hopper GPUs
+cuDNN's is often ahead of FlashAttention-2, on others behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from vitpar.errors import RecipeError
+from vitpar.models.config import ViTConfig
+from vitpar.parallel.precision import Precision
+from vitpar.strategy import Plan, batch_arithmetic
+
+CANDIDATES = {"cuda": ("cudnn", "flash", "efficient"), "cpu": ("flash", "math")}
+"""What is tried where nothing is named; on a CPU only when asked to."""
+EVERYWHERE = ("math",)
+WARM_UP, READINGS, TIMES = 3, 5, 5
+
+
+@dataclass(frozen=True)
+class Attention:
+    """backend: a name of the table; None for whatever torch takes. seconds: of attention forward and backward in one
+    block by each that was tried, the slowest rank's; not finite for one that cannot do the shape."""
+
+    backend: str | None = None
+    seconds: tuple[tuple[str, float], ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """For env.json: milliseconds, None for what did not run."""
+        tried = {name: round(1e3 * s, 4) if math.isfinite(s) else None for name, s in self.seconds}
+        return {"backend": self.backend or "torch's choice", "milliseconds": tried}
+
+
+def choose_attention(
+    wanted: str,
+    config: ViTConfig,
+    plan: Plan,
+    batch_size: int,
+    numbers: Precision,
+    device: torch.device,
+    kept: str | None = None,
+) -> Attention:
+    """Let attention be computed by `wanted`: a name of the table, or "auto" for the fastest on a GPU and torch's choice
+    on a CPU. Collective; equal on all ranks.
+
+    kept: what a run that goes on had before, which it keeps where it runs here. Raises RecipeError where what is named
+    cannot do the model's shape and precision on this device.
+    """
+    if wanted == "auto" and device.type == "cpu":
+        use_attention(None)
+        return Attention()
+    known = (*CANDIDATES[device.type], *EVERYWHERE)
+    if wanted not in ("auto", *known):
+        raise RecipeError(
+            f"train.attention '{wanted}' does not run on a {device.type} device: use auto, or {' or '.join(known)}"
+        )
+    for names in ((wanted,) if wanted != "auto" else (kept,) if kept in known else (), CANDIDATES[device.type]):
+        seconds = probe(names, config, plan, batch_size, numbers, device)
+        best = min(seconds, key=lambda name: seconds[name], default=None)
+        if best is not None and math.isfinite(seconds[best]):
+            use_attention(best)
+            return Attention(best, tuple(seconds.items()))
+        if wanted != "auto":
+            raise RecipeError(
+                f"train.attention '{wanted}' cannot compute heads of {config.width // config.heads} features in "
+                f"{numbers.compute} on this {device.type} device: use auto"
+            )
+    use_attention(None)
+    return Attention(None, tuple(seconds.items()))
+
+
+def use_attention(backend: str | None) -> None:
+    """Let all attention of this process be computed by `backend`, and by plain matrix products where that cannot;
+    None: as torch chooses."""
+    cuda = torch.backends.cuda
+    for name, enable in {
+        "flash": cuda.enable_flash_sdp,
+        "cudnn": cuda.enable_cudnn_sdp,
+        "efficient": cuda.enable_mem_efficient_sdp,
+    }.items():
+        enable(backend in (None, name))
+    cuda.enable_math_sdp(True)
+
+
+def probe(
+    names: Sequence[str | None],
+    config: ViTConfig,
+    plan: Plan,
+    batch_size: int,
+    numbers: Precision,
+    device: torch.device,
+) -> dict[str, float]:
+    """Seconds of attention forward and backward in one block, for one rank's part of a micro-batch, by each of `names`;
+    infinite for those that cannot. Collective: the slowest rank's."""
+    rows = max(1, batch_arithmetic(plan, batch_size).microbatch_rows // plan.stage_size)
+    tried = [name for name in names if name]
+    qkv = torch.randn(rows, config.tokens, 3 * config.width, device=device).to(numbers.compute).requires_grad_()
+    seconds = torch.tensor([_seconds(name, qkv, config.heads) for name in tried], dtype=torch.float64, device=device)
+    use_attention(None)
+    if tried and dist.get_world_size() > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return dict(zip(tried, seconds.tolist(), strict=True))
+
+
+def _seconds(backend: str, qkv: Tensor, heads: int) -> float:
+    use_attention(backend)
+    torch.backends.cuda.enable_math_sdp(backend == "math")  # or what cannot do it would seem to
+    try:
+        for _ in range(WARM_UP):
+            _attend(qkv, heads)
+        return statistics.median(_timed(qkv, heads) for _ in range(READINGS))
+    except RuntimeError:  # no kernel for this shape, precision or device
+        return math.inf
+
+
+def _timed(qkv: Tensor, heads: int) -> float:
+    _wait(qkv)
+    begun = time.perf_counter()
+    for _ in range(TIMES):
+        _attend(qkv, heads)
+    _wait(qkv)
+    return (time.perf_counter() - begun) / TIMES
+
+
+def _attend(qkv: Tensor, heads: int) -> None:
+    """As ``vitpar.models.vit.Attention`` does, strides included."""
+    q, k, v = rearrange(qkv, "b s (h three d) -> three b h s d", three=3, h=heads).unbind(0)
+    x = rearrange(scaled_dot_product_attention(q, k, v), "b h s d -> b s (h d)")
+    torch.autograd.grad(x, qkv, x.detach())
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

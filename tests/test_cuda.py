@@ -29,7 +29,7 @@ def vitpar(*words: str, cwd: Path) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [("--no-compile",), ("--compile",)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("mesh", "gpus"), [("dp1+ckpt", 1), ("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("pp2", 2), ("pp2xtp2xdp2", 8)]
@@ -56,6 +56,41 @@ def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
         rows = map(json.loads, (tmp_path / device / "metrics.jsonl").read_text().splitlines())
         runs[device] = [row["loss"] for row in rows]
     assert runs["cuda"] == pytest.approx(runs["cpu"], rel=1e-6)  # images are normalised in fp32
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.8])
+def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
+    """Input included. The first steps compile, allocate and choose; what is read at the log cadence comes after."""
+    data = pack_small(tmp_path)
+    program = (
+        "import sys, torch\n"
+        "from vitpar.train.trainer import Trainer\n"
+        "step = Trainer.step\n"
+        "def strict(self, number, batch):\n"
+        "    if number > 3: torch.cuda.set_sync_debug_mode('error')\n"
+        "    try: return step(self, number, batch)\n"
+        "    finally: torch.cuda.set_sync_debug_mode('default')\n"
+        "Trainer.step = strict\n"
+        "from vitpar_cli.main import main\n"
+        "sys.exit(main())\n"
+    )
+    sizes = {"image_size": 8, "patch_size": 2, "width": 64, "depth": 4, "heads": 2, "drop_path": 0.1, "dropout": 0.1}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    settings += [f"--set=augment.mixup={mixup}", "--set=train.ema_decay=0.9", "--precision", "bf16"]
+    words = ["train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "8", "--batch-size", "8"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}"}
+    command = [sys.executable, "-c", program, *words, "--device", "cuda", "--run-dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert kernels["compiled"] is True and kernels["attention"]["backend"] in ("cudnn", "flash", "efficient")
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
+def test_every_attention_computes_the_same(backend: str, tmp_path: Path) -> None:
+    mesh = ("--mesh", "dp1", "--precision", "bf16", "--device", "cuda", "--no-compile", "--json")
+    found = json.loads(vitpar("check", *mesh, "--set", f"train.attention={backend}", cwd=tmp_path))
+    assert found["passed"], found["worst"]
 
 
 def test_a_checkpoint_is_what_was_there_when_it_was_begun(alone: None, tmp_path: Path) -> None:

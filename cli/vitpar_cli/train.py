@@ -105,12 +105,14 @@ def train(
         faults__debug_checks=debug_checks or None,
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
+    from vitpar.parallel.attention import refuse_attention
     from vitpar.train.begin import beginning
     from vitpar.train.input import open_data, transforms
     from vitpar.train.resume import same_run
     from vitpar.train.run_folder import check_run_folder
 
     kind = choose_device(device)
+    refuse_attention(merged.train.attention, kind)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
     chosen = merged.chosen(config, lambda plan: resolve(plan, kind))

@@ -30,9 +30,9 @@ from vitpar.models.config import ViTConfig
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
 
-CANDIDATES = {"cuda": ("cudnn", "flash", "efficient"), "cpu": ("flash", "math")}
-"""What is tried where nothing is named; on a CPU only when asked to."""
-EVERYWHERE = ("math",)
+CANDIDATES = ("cudnn", "flash", "efficient")
+"""What is tried on a GPU where nothing is named."""
+KNOWN = {"cuda": ("cudnn", "flash", "efficient", "math"), "cpu": ("flash", "math")}
 WARM_UP, READINGS, TIMES = 3, 5, 5
 
 
@@ -65,15 +65,12 @@ def choose_attention(
     kept: what a run that goes on had before, which it keeps where it runs here. Raises RecipeError where what is named
     cannot do the model's shape and precision on this device.
     """
+    refuse_attention(wanted, device.type)
     if wanted == "auto" and device.type == "cpu":
         use_attention(None)
         return Attention()
-    known = (*CANDIDATES[device.type], *EVERYWHERE)
-    if wanted not in ("auto", *known):
-        raise RecipeError(
-            f"train.attention '{wanted}' does not run on a {device.type} device: use auto, or {' or '.join(known)}"
-        )
-    for names in ((wanted,) if wanted != "auto" else (kept,) if kept in known else (), CANDIDATES[device.type]):
+    known = KNOWN[device.type]
+    for names in ((wanted,) if wanted != "auto" else (kept,) if kept in known else (), CANDIDATES):
         seconds = probe(names, config, plan, batch_size, numbers, device)
         best = min(seconds, key=lambda name: seconds[name], default=None)
         if best is not None and math.isfinite(seconds[best]):
@@ -86,6 +83,15 @@ def choose_attention(
             )
     use_attention(None)
     return Attention(None, tuple(seconds.items()))
+
+
+def refuse_attention(wanted: str, device_type: str) -> None:
+    """Raise RecipeError for a name that no device of this type computes."""
+    known = KNOWN[device_type]
+    if wanted not in ("auto", *known):
+        raise RecipeError(
+            f"train.attention '{wanted}' does not run on a {device_type} device: use auto, {' or '.join(known)}"
+        )
 
 
 def use_attention(backend: str | None) -> None:

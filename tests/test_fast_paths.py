@@ -18,7 +18,7 @@ from vitpar.errors import RecipeError
 from vitpar.parallel import attention, compiling
 from vitpar.parallel.attention import Attention, choose_attention, probe, use_attention
 from vitpar.parallel.compiling import Compiling, choose_compiling, compiler_fault
-from vitpar.parallel.precision import precision
+from vitpar.parallel.precision import precision, slow_here
 from vitpar.strategy import Plan
 from vitpar.train.garbage import Garbage
 
@@ -89,6 +89,15 @@ def test_images_are_normalised_the_same_by_one_operation() -> None:
         at_once = replace(plain, compiled=True)(images, dtype)
         assert at_once.dtype is dtype
         assert torch.allclose(at_once, plain(images, dtype), rtol=1e-2 if dtype is torch.bfloat16 else 1e-6)
+
+
+def test_a_precision_without_instructions_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for supported in (True, False):
+        for name in ("bf16", "fp16"):
+            monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda answer=supported: answer)
+        assert (slow_here("bf16", CPU) is None) is supported
+    assert "no instructions for fp16" in (slow_here("fp16", CPU) or "")
+    assert slow_here("fp32", CPU) is None and slow_here("bf16", CUDA) is None
 
 
 # compiling

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import RankPool
@@ -39,9 +40,12 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.phase, self.counts = "", Counter[str]()
         self.waits: list[str] = []
+        self.on_dtensors: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[self.phase] += 1
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.on_dtensors.add(str(func))
         if func.overloadpacket.__name__ in WAITS:
             self.waits.append(f"{func} in '{self.phase}'")
         return func(*args, **(kwargs or {}))
@@ -140,6 +144,13 @@ def test_what_follows_backward_is_as_many_operations_for_any_depth(mesh: str, ra
             "norm and clipping": 0,
             "update": 0,
         }
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "dp2+zero1", "tp2", "tp2+sp"])
+def test_nothing_is_computed_on_dtensors(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Dispatching on one costs the host more than a small layer computes; autograd detaches gradients, nothing more."""
+    for found in ranks(2).run(operations, mesh):
+        assert found.on_dtensors <= {"aten.detach.default"}
 
 
 def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:

@@ -64,3 +64,11 @@ def precision(name: str, reduce_dtype: str | None = None) -> Precision:
         kinds = "fp32 or itself" if numbers.compute is not numbers.parameters else "itself alone"
         raise RecipeError(f"{name} cannot reduce gradients in '{reduce_dtype}': it reduces in {kinds}")
     return replace(numbers, reduce=PRECISIONS[reduce_dtype].compute)
+
+
+def slow_here(name: str, device: torch.device) -> str | None:
+    """A warning where this device has no instructions for the precision `name`; None where it has."""
+    known = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    if device.type != "cpu" or name not in known or getattr(torch.ops.mkldnn, known[name])():
+        return None
+    return f"this CPU has no instructions for {name}, so that steps take far longer than in fp32"

@@ -246,5 +246,5 @@ class TensorSums:
 def _add_up(shards: list[Tensor], group: ProcessGroup, device: torch.device) -> None:
     """device: where the group can send, which is not where offloaded gradients are."""
     total = all_reduce(torch.cat([shard.flatten() for shard in shards]).to(device), group)
-    for shard, part in zip(shards, total.split([shard.numel() for shard in shards]), strict=True):
-        shard.copy_(part.view_as(shard))
+    parts = total.split([shard.numel() for shard in shards])
+    torch._foreach_copy_(shards, [part.view_as(shard) for shard, part in zip(shards, parts, strict=True)])

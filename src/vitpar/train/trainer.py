@@ -17,6 +17,7 @@ from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.parallel import parallelize
 from vitpar.parallel.attention import choose_attention
 from vitpar.parallel.compiling import choose_compiling
+from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.begin import begin
@@ -155,10 +156,9 @@ class Trainer:
         if self.folder:
             kernels = {"compiled": compiling.blocks, "attention": self.attention.to_json()}
             self.folder.begin(recipe, plan, command, self.done, kernels)
-            if note:
-                self.reporter.note(note)
-            if compiling.because:
-                self.reporter.note(f"blocks are not compiled: {compiling.because}")
+            because = compiling.because and f"blocks are not compiled: {compiling.because}"
+            for told in filter(None, (note, because, slow_here(train.precision, device))):
+                self.reporter.note(told)
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:

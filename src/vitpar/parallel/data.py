@@ -114,6 +114,11 @@ class GradientSum:
                 whole = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
             parameter.grad = whole
 
+    @property
+    def message(self) -> tuple[dist.ProcessGroup, int]:
+        """Who sums, and how many bytes."""
+        return self._group, sum(local(p).nbytes for p in self._parameters)
+
     def wait(self) -> None:
         """Must follow the step's last backward: from here on the gradients are the sums."""
         if self._running is None:

@@ -117,6 +117,12 @@ class ParallelModel:
         """How many ranks compute the logits of the same sample."""
         return len(copies(self._logits, self._stage_rank))
 
+    @property
+    def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
+        """The all-reduces that a step has waited for when its gradients are there, in order: their group and bytes.
+        ``fully_shard`` sends its own during backward."""
+        return [*(total.message for total in self._gradient_sums), *self._tensor_sums.messages]
+
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy summed over the samples here, divided by the global batch size, times `loss_scale`.
 

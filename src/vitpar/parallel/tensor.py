@@ -233,6 +233,12 @@ class TensorSums:
         for gradient in gradients:
             self._by_group.setdefault(gradient.group, []).append(gradient)
 
+    @property
+    def messages(self) -> list[tuple[ProcessGroup, int]]:
+        """Who adds up, and how many bytes."""
+        parameters = {group: [getattr(p.module, p.name) for p in found] for group, found in self._by_group.items()}
+        return [(group, sum(local(p).nbytes for p in found)) for group, found in parameters.items()]
+
     def run(self) -> None:
         """Must follow the step's last backward and the reduction over data-parallel ranks."""
         for group, partial in self._by_group.items():

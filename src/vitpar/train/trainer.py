@@ -14,32 +14,25 @@ import torch.distributed as dist
 from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
-from vitpar.parallel import parallelize
-from vitpar.parallel.attention import choose_attention
-from vitpar.parallel.compiling import choose_compiling
-from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.begin import begin
+from vitpar.train.build import build
 from vitpar.train.debug_checks import DebugChecks
-from vitpar.train.ema import EMA
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
 from vitpar.train.garbage import Garbage
 from vitpar.train.input import Input, open_data
 from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
-from vitpar.train.loss_scale import LossScaler
 from vitpar.train.lr_schedule import CosineWithWarmup
 from vitpar.train.metrics import StepLog
-from vitpar.train.non_finite import NonFinite
-from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.recipe import Recipe
 from vitpar.train.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.train.run_folder import RunFolder
 from vitpar.train.saver import Saver
 from vitpar.train.state import state_size
-from vitpar.train.step import Stepped, TrainStep, nothing
+from vitpar.train.step import Stepped, nothing
 from vitpar.train.stop_request import StopRequest
 from vitpar.train.training_state import TrainingState, texts
 from vitpar.train.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
@@ -76,28 +69,11 @@ class Trainer:
     ) -> None:
         self.watchdog = watchdog or Watchdog()
         self.recipe, self.plan, self.device = recipe, plan, device
-        train = recipe.train
         self.train_set, self.val_set = open_data(recipe)
         self.config = recipe.config(self.train_set.num_classes)
-        wanted = False if recipe.faults.debug_checks else train.compile  # checks look into blocks
-        compiling = choose_compiling(wanted, plan, train.precision, device)
-        self.model = parallelize(
-            self.config,
-            plan,
-            batch_size=train.batch_size,
-            device=device,
-            precision_name=train.precision,
-            reduce_dtype=train.reduce_dtype,
-            seed=train.seed,
-            label_smoothing=train.label_smoothing,
-            compile_blocks=compiling.blocks,
-            activation_memory_budget=train.activation_memory_budget,
-            communication=recipe.communication.used_by(plan, train.precision).settings(),
-        )
-        self.optimizer = ShardedOptimizer(self.model.named_parameters(), recipe.optimizer, heads=self.config.heads)
-        self.scaler = LossScaler(recipe.loss_scale) if self.model.precision.scales_loss else None
-        self.non_finite = NonFinite(recipe, self.model, self.scaler)
-        self.ema = EMA(self.model, train.ema_decay) if train.ema_decay else None
+        trained = build(recipe, self.config, plan, device)
+        self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
+        self.scaler, self.non_finite = trained.scaler, trained.non_finite
         self.total_steps = recipe.total_steps(len(self.train_set))
         self.lr = CosineWithWarmup(
             recipe.optimizer.lr, self.total_steps, recipe.warmup_steps(len(self.train_set)), recipe.lr_schedule.min_lr
@@ -121,28 +97,20 @@ class Trainer:
             Checkpoints(checkpoints_of(self.path)),
             self.state,
             recipe.checkpoint,
-            interval=recipe.checkpoint.interval(len(self.train_set), train.batch_size),
+            interval=recipe.checkpoint.interval(len(self.train_set), recipe.train.batch_size),
             last=self.total_steps,
             texts=self._texts,
             log=self.folder.log if self.folder else lambda text: None,
             beat=lambda: self.watchdog.beat(SAVING, self.done),
         )
-        self._step = TrainStep(
-            self.model,
-            self.optimizer,
-            clip_grad_norm=train.clip_grad_norm,
-            scaler=self.scaler,
-            ema=self.ema,
-            non_finite=self.non_finite,
-            after_gradients=self.checks.gradients if self.checks else nothing,
-            before_update=self.saver.staged,
+        self._step = trained.step(
+            after_gradients=self.checks.gradients if self.checks else nothing, before_update=self.saver.staged
         )
         if self.folder:
             self.saver.checkpoints.clear()
         try:
             found = find(resume, self.reporter.note) if resume else None
-            shape = (self.config, plan, train.batch_size, self.model.precision, device)
-            self.attention = choose_attention(train.attention, *shape, kept=found.facts.attention if found else None)
+            self.attention = trained.choose_attention(found.facts.attention if found else None)
             if found:
                 self._go_on(found, allow_change, goes_on)
             elif recipe.model.weights is not None:
@@ -154,11 +122,11 @@ class Trainer:
                 self.folder.discard()
             raise
         if self.folder:
-            kernels = {"compiled": compiling.blocks, "attention": self.attention.to_json()}
+            kernels = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
             self.folder.begin(recipe, plan, command, self.done, kernels)
-            because = compiling.because and f"blocks are not compiled: {compiling.because}"
-            for told in filter(None, (note, because, slow_here(train.precision, device))):
-                self.reporter.note(told)
+            for told in (note, *trained.warnings):
+                if told:
+                    self.reporter.note(told)
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:

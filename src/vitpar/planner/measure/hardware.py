@@ -30,6 +30,7 @@ from vitpar.planner.measure.clock import Clock, Group
 from vitpar.planner.measure.device import device_name, memory_bytes
 from vitpar.planner.measure.sending import Shape, group_shapes, message, operations, own_group, scratch
 from vitpar.planner.measure.slack import slack
+from vitpar.planner.measure.work import copied, products
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import Hardware, Host, Link, Matmul, Operation, Overlap
 from vitpar.strategy import parse
@@ -180,15 +181,11 @@ class _Steps:
 
 
 def _product(clock: Clock, dtype: str, side: int) -> Timing:
-    a, b = (torch.randn(side, side, device=clock.device).to(getattr(torch, dtype)) for _ in range(2))
-    out = torch.empty_like(a)
-    return clock.timing(2 * side**3, lambda: torch.mm(a, b, out=out))
+    return clock.timing(2 * side**3, products(clock.device, getattr(torch, dtype), [(side, side, side)]))
 
 
 def _copy(clock: Clock, size: int) -> Timing:
-    source = torch.ones(size // 8, device=clock.device)
-    target = torch.empty_like(source)
-    return clock.timing(size, lambda: target.copy_(source))
+    return clock.timing(size, copied(clock.device, size))
 
 
 def _host(clock: Clock, effort: Effort) -> Host:

@@ -14,7 +14,8 @@ and the products that Muon's update consists of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from vitpar.train.build import Trained
 from vitpar.train.optimizer import local
 
 SECONDS = 0.25  # to spend on each measurement, about
+LONG = 0.05  # seconds of a piece of work at least: ranks that share cores have to take turns on them, as in a step
 COPIES = 2**20, 2**30  # bytes: a copy is as large as what an update reads and writes, within these
 BACKWARD = 2  # products of backward for one of forward
 
@@ -59,7 +61,7 @@ def measure_limits(trained: Trained) -> Limits:
     size = min(max(update, COPIES[0]), COPIES[1])
     largest = torch.tensor(size, device=model.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    bandwidth = int(largest) / clock.timing(int(largest), copied(model.device, int(largest))).seconds
+    bandwidth = int(largest) / _seconds(clock, copied(model.device, int(largest)))
     if not any(local(p).device != model.device for _, p in model.named_parameters()):
         # What is offloaded is updated by the host, whose memory was not measured.
         phases |= {"norm and clipping": norm / bandwidth, "update": update / bandwidth}
@@ -79,8 +81,8 @@ def matmul_rates(clock: Clock, model: ParallelModel) -> tuple[float, float]:
     turned = [turn for m, k, n in shapes for turn in ((m, n, k), (k, m, n))]  # of inputs, of weights
     flops = sum(2 * m * k * n for m, k, n in shapes)
     works = [products(model.device, model.precision.compute, kind) for kind in (shapes, turned)]
-    forward, backward = clock.timings(flops, *works)
-    return flops / forward.seconds, BACKWARD * flops / backward.seconds
+    forward, backward = (_seconds(clock, work) for work in works)
+    return flops / forward, BACKWARD * flops / backward
 
 
 def block_products(model: ParallelModel) -> list[Shape]:
@@ -117,4 +119,15 @@ def _sending(clock: Clock, model: ParallelModel) -> float:
         for group, message in messages:
             dist.all_reduce(message, group=group)
 
-    return clock.timing(1, send).seconds if int(most) else 0.0
+    return _seconds(clock, send) if int(most) else 0.0
+
+
+def _seconds(clock: Clock, work: Callable[[], object]) -> float:
+    """How long `work` takes, for the slowest rank, while all do it again and again. Collective."""
+    times = math.ceil(LONG / clock.timing(1, work).seconds)
+
+    def repeated() -> None:
+        for _ in range(times):
+            work()
+
+    return clock.timing(1, repeated).seconds / times

@@ -32,8 +32,8 @@ class Repeated:
 
 @dataclass(frozen=True)
 class DataCost:
-    """What real input costs. synthetic: seconds of a step without it. share: by what part steps would be shorter without
-    it, repeat by repeat; below 0 where chance is greater than that."""
+    """What real input costs. synthetic: seconds of a step without it. share: the part of a step that is then saved, in
+    each repeat; below 0 where chance is greater than that."""
 
     name: str
     synthetic: Repeated

@@ -113,7 +113,8 @@ def _reached(found: Benchmark) -> Iterator[tuple[str, str]]:
 
 def _phases(found: Benchmark) -> Table:
     whole = found.phased.mean
-    table = Table("phase", box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
+    table.add_column("phase", no_wrap=True)
     for heading in ("ms", "share", "slowest", "limit", "of limit"):
         table.add_column(heading, justify="right")
     for phase in found.phases:
@@ -165,11 +166,16 @@ def _print(console: Console, rows: Iterator[tuple[str, str]]) -> None:
 
 
 def _ms(seconds: Repeated) -> str:
-    return f"{_milliseconds(seconds.mean)} ± {_milliseconds(seconds.deviation)}"
+    digits = _digits(seconds.mean)
+    return f"{seconds.mean * 1e3:,.{digits}f} ± {seconds.deviation * 1e3:,.{digits}f}"
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.{1 if abs(seconds) >= 0.1 else 2}f}"
+    return f"{seconds * 1e3:,.{_digits(seconds)}f}"
+
+
+def _digits(seconds: float) -> int:
+    return 2 if abs(seconds) < 0.1 else 1 if abs(seconds) < 1 else 0
 
 
 def _spread(values: Repeated, factor: float, digits: int | None = None) -> str:
@@ -180,7 +186,7 @@ def _spread(values: Repeated, factor: float, digits: int | None = None) -> str:
 
 def _short(number: float) -> str:
     """`12.3 G` of 12.3e9."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {prefix}"
     return f"{number:.3g} "

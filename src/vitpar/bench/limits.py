@@ -15,6 +15,7 @@ and the products that Muon's update consists of.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -124,7 +125,14 @@ def _sending(clock: Clock, model: ParallelModel) -> float:
 
 def _seconds(clock: Clock, work: Callable[[], object]) -> float:
     """How long `work` takes, for the slowest rank, while all do it again and again. Collective."""
-    times = math.ceil(LONG / clock.timing(1, work).seconds)
+
+    def once() -> float:
+        begun = time.perf_counter()
+        work()
+        clock.computed()
+        return time.perf_counter() - begun
+
+    times = math.ceil(LONG / clock.middle(once, samples=3))
 
     def repeated() -> None:
         for _ in range(times):

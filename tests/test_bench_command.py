@@ -23,7 +23,6 @@ from vitpar.bench.kernels import _kernel_flops
 from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.runner import STEADY, Runner
 from vitpar.parallel.model import untimed
-from vitpar.planner.measure.clock import Clock, Group
 from vitpar.train.build import Trained, build
 from vitpar.train.input import open_split
 from vitpar.train.optimizer import local
@@ -212,7 +211,7 @@ def test_products_of_a_rank_are_its_share_of_a_block(mesh: str, tensor: int, par
 
 def test_rates_and_bytes_are_those_of_the_step(alone: None, data: Path) -> None:
     trained = trained_parts(CPU, recipe_of(data, "dp1"))
-    rates = matmul_rates(Clock(CPU, Group(CPU), 0.01), trained.model)
+    rates = matmul_rates(trained.model)
     assert all(1e7 < rate < 1e14 for rate in rates)
     held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
     trained.optimizer.allocate()

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
-from vitpar.planner.measure.clock import Clock, Group
+from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.work import Shape, copied, products
 from vitpar.train.build import Trained
 from vitpar.train.optimizer import local
 
-SECONDS = 0.25  # to spend on each measurement, about
+READINGS = 7
 LONG = 0.05  # seconds of a piece of work at least: ranks that share cores have to take turns on them, as in a step
 COPIES = 2**20, 2**30  # bytes: a copy is as large as what an update reads and writes, within these
 BACKWARD = 2  # products of backward for one of forward
@@ -49,20 +49,19 @@ def measure_limits(trained: Trained) -> Limits:
     """After a step at least, so that there is optimizer state. Collective: all ranks measure at the same time, as they
     train."""
     model = trained.model
-    clock = Clock(model.device, Group(model.device), SECONDS)
-    forward, backward = matmul_rates(clock, model)
+    forward, backward = matmul_rates(model)
     flops = rank_flops(model)
     seconds = flops / (1 + BACKWARD) / forward, flops * BACKWARD / (1 + BACKWARD) / backward
     phases = {"pipeline": sum(seconds)}
     if model.plan.pipeline_degree == 1:
         phases = dict(zip(("forward", "backward"), seconds, strict=True))
-    if sending := _sending(clock, model):
+    if sending := _sending(model):
         phases["waiting for gradients"] = sending
     norm, update = update_bytes(trained)
     size = min(max(update, COPIES[0]), COPIES[1])
     largest = torch.tensor(size, device=model.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    bandwidth = int(largest) / _seconds(clock, copied(model.device, int(largest)))
+    bandwidth = int(largest) / _seconds(model.device, copied(model.device, int(largest)))
     if not any(local(p).device != model.device for _, p in model.named_parameters()):
         # What is offloaded is updated by the host, whose memory was not measured.
         phases |= {"norm and clipping": norm / bandwidth, "update": update / bandwidth}
@@ -76,13 +75,13 @@ def rank_flops(model: ParallelModel) -> float:
     return sum(each[name] for name in names) * model.batch_size / model.plan.stage_size
 
 
-def matmul_rates(clock: Clock, model: ParallelModel) -> tuple[float, float]:
+def matmul_rates(model: ParallelModel) -> tuple[float, float]:
     """FLOP/s of a rank in the products of a block's forward and backward. Collective."""
     shapes = block_products(model)
     turned = [turn for m, k, n in shapes for turn in ((m, n, k), (k, m, n))]  # of inputs, of weights
     flops = sum(2 * m * k * n for m, k, n in shapes)
     works = [products(model.device, model.precision.compute, kind) for kind in (shapes, turned)]
-    forward, backward = (_seconds(clock, work) for work in works)
+    forward, backward = (_seconds(model.device, work) for work in works)
     return flops / forward, BACKWARD * flops / backward
 
 
@@ -110,7 +109,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
-def _sending(clock: Clock, model: ParallelModel) -> float:
+def _sending(model: ParallelModel) -> float:
     """Seconds of the messages that a step waits for, one after the other; 0 where no rank sends any. Collective."""
     messages = [(group, torch.zeros(max(1, size // 4), device=model.device)) for group, size in model.gradient_messages]
     most = torch.tensor(len(messages), device=model.device)
@@ -120,22 +119,23 @@ def _sending(clock: Clock, model: ParallelModel) -> float:
         for group, message in messages:
             dist.all_reduce(message, group=group)
 
-    return _seconds(clock, send) if int(most) else 0.0
+    return _seconds(model.device, send) if int(most) else 0.0
 
 
-def _seconds(clock: Clock, work: Callable[[], object]) -> float:
-    """How long `work` takes, for the slowest rank, while all do it again and again. Collective."""
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """How long `work` takes, while all ranks do it again and again: for the slowest rank, when that was fastest, since
+    what slows down some of the readings limits nothing. Collective."""
+    group = Group(device)
 
-    def once() -> float:
+    def read(times: int) -> float:
+        group.meet()
         begun = time.perf_counter()
-        work()
-        clock.computed()
-        return time.perf_counter() - begun
-
-    times = math.ceil(LONG / clock.middle(once, samples=3))
-
-    def repeated() -> None:
         for _ in range(times):
             work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return group.agree([(time.perf_counter() - begun) / times])[0][0]
 
-    return clock.timing(1, repeated).seconds / times
+    read(1)
+    times = math.ceil(LONG / read(1))
+    return min(read(times) for _ in range(READINGS))

@@ -24,10 +24,9 @@ USED = (
 )
 """Settings that matter to a benchmark."""
 USED_WITH_DATA = (
-    *("augment.…", "train.seed"),
+    *("augment.…", "stream.…", "train.seed"),
     *(f"data.{key}" for key in ("path", "crop_scale", "crop_ratio", "flip", "interpolation", "mean", "std")),
     *(f"data.{key}" for key in ("shuffle_window", "shuffle_block", "workers", "bad_sample")),
-    *(f"stream.{key}" for key in ("train", "samples", "classes", "label", "shuffle_buffer", "allow_pipe")),
 )
 """Further ones where data is read."""
 

@@ -186,8 +186,9 @@ def test_warm_up_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch
     assert runner.warm_up(Synthetic(runner._model), 2, lambda words: None).steps == 2
 
 
-def test_ranks_share_the_model_s_flops(ranks: Callable[[int], RankPool], data: Path) -> None:
-    recipe = recipe_of(data, "pp2", **{"parallel.microbatches": 2})
+@pytest.mark.parametrize("mesh", ["pp2", "dp2"])
+def test_ranks_share_the_model_s_flops(mesh: str, ranks: Callable[[int], RankPool], data: Path) -> None:
+    recipe = recipe_of(data, mesh)
     config = recipe.config(CLASSES)
     shares = ranks(2).run(flops_of_a_rank, recipe)
     assert sum(shares) == pytest.approx(config.flops * recipe.train.batch_size)
@@ -209,15 +210,18 @@ def test_products_of_a_rank_are_its_share_of_a_block(mesh: str, tensor: int, par
     assert {rows for rows, *_ in shapes} == {24 // parts * config.tokens}
 
 
-def test_rates_and_bytes_are_those_of_the_step(alone: None, data: Path) -> None:
-    trained = trained_parts(CPU, recipe_of(data, "dp1"))
-    rates = matmul_rates(trained.model)
-    assert all(1e7 < rate < 1e14 for rate in rates)
-    held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
+def rates_and_bytes(device: torch.device, recipe: Recipe) -> tuple[tuple[float, float], int, tuple[int, int]]:
+    trained = trained_parts(device, recipe)
     trained.optimizer.allocate()
-    norm, update = update_bytes(trained)
-    # AdamW: parameter, gradient and two moments are read, all but the gradient written; the average: 3 more.
+    held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
+    return matmul_rates(trained.model), held, update_bytes(trained)
+
+
+def test_rates_and_bytes_are_those_of_the_step(ranks: Callable[[int], RankPool], data: Path) -> None:
+    ((rates, held, (norm, update)),) = ranks(1).run(rates_and_bytes, recipe_of(data, "dp1"))
+    assert all(1e7 < rate < 1e14 for rate in rates)
     assert norm == 3 * held
+    # AdamW reads parameter, gradient and two moments and writes all but the gradient; the average takes 3 more.
     assert update == pytest.approx((7 + 3) * held, rel=0.01)
 
 

@@ -106,7 +106,7 @@ def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None
     assert found.kernels is not None
     assert PRODUCTS & {kernel.name for kernel in found.kernels[:12]}
     assert [k.seconds for k in found.kernels] == sorted((k.seconds for k in found.kernels), reverse=True)
-    assert 0.1 < sum(kernel.share for kernel in found.kernels) < 1.2
+    assert 0.1 < sum(kernel.share for kernel in found.kernels) < 1.02
     products = [kernel for kernel in found.kernels if kernel.name in PRODUCTS]
     attention = found.config.depth * found.config.tokens**2 * found.config.width * 12  # the profiler does not know it
     expected = (found.config.flops - attention) * found.batch_size

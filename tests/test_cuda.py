@@ -124,3 +124,14 @@ def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         rows = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
         runs.append({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
     assert runs[1] == {step: loss for step, loss in runs[0].items() if step > 5} != {}
+
+
+@pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
+def test_phases_and_kernels_are_timed_on_the_device(options: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("--model", "vit_tiny_patch16_224", "--batch-size", "64", "--precision", "bf16", *options)
+    found = json.loads(vitpar("bench", *words, "--device", "cuda", "--profile", "traces", "--json", cwd=tmp_path))
+    assert sum(phase["seconds"]["mean"] for phase in found["phases"]) < 1.05 * found["phased_step_seconds"]["mean"]
+    limits = {phase["name"]: phase["limit_share"] for phase in found["phases"]}
+    assert all(0 < limits[name] < 1.1 for name in ("forward", "backward", "update"))
+    products = [kernel for kernel in found["kernels"] if kernel["flops"]]
+    assert products and sum(kernel["share"] for kernel in found["kernels"]) < 1.5

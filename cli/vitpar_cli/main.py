@@ -12,6 +12,7 @@ import typer
 
 from vitpar.errors import FaultError, UserError
 from vitpar_cli import (
+    bench,
     check,
     checkpoint,
     data,
@@ -37,6 +38,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
+app.command("bench")(bench.bench)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(profile.app, name="profile")

@@ -1,0 +1,193 @@
+"""How `vitpar bench` shows what it does and what it found."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vitpar.strategy import Plan, batch_arithmetic
+from vitpar.strategy.words import count, size
+from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
+
+if TYPE_CHECKING:
+    from vitpar.bench import Benchmark, Kernel, Repeated
+
+CADENCE = 10.0  # seconds between two plain lines at least
+PLAIN_WIDTH = 100  # of tables where there is no terminal
+NAMES = 12  # columns of names before values
+KERNELS = 12  # that are shown
+FIGURES = 54  # columns of all that stands beside a kernel's name
+SHORT = 1e-5  # seconds below which a phase is nothing: its limit says nothing
+
+
+class Status:
+    """One line on stderr that says what is done now; plain lines now and then where it is no terminal."""
+
+    def __init__(self, shown: bool) -> None:
+        console = Console(stderr=True)
+        self._shown, self._live = shown, console.is_terminal and not console.is_dumb_terminal
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._write("\r\x1b[K" if self._live else "")
+
+    def tell(self, words: str) -> None:
+        """`words` are what is done now."""
+        if self._live:
+            self._write(f"\r\x1b[K{words} …")
+        elif time.monotonic() - self._said > CADENCE:
+            self._said = time.monotonic()
+            self._write(f"{words}\n")
+
+    def _write(self, text: str) -> None:
+        if self._shown:
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def show(found: Benchmark, traces: Path | None) -> None:
+    """Print what ran, the result, the phases, and the kernels where they were recorded."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    for rows in (_ran(found), _reached(found)):
+        _print(console, rows)
+    console.print(_phases(found))
+    if found.kernels is not None:
+        console.print(_kernels(found.kernels, found.device, console.width))
+        console.print(
+            Text(f"traces      {traces}/rank_*.json, for chrome://tracing or ui.perfetto.dev"), soft_wrap=True
+        )
+
+
+def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
+    """What ran, as names and values."""
+    from vitpar.parallel.bubble import idle_share
+    from vitpar.parallel.held import layer_parameters
+
+    config, plan = found.config, found.plan
+    batch = batch_arithmetic(plan, found.batch_size)
+    parameters = sum(layer_parameters(config, Plan()).values())
+    flops = f"{_short(config.flops)}FLOP for a step of an image"
+    yield "model", f"{config.name}, {millions(parameters)} parameters, {flops}"
+    yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {found.device}, {found.device_name}"
+    if plan.pipeline_degree > 1:
+        yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
+    yield "batch", batch_words(batch)
+    attention = f", attention by {found.attention}" if found.attention else ""
+    yield "precision", found.precision + (", blocks compiled" if found.compiled else "") + attention
+    yield "input", found.data.name if found.data else "synthetic: random images that are on the device"
+    warm = found.warm_up
+    words = f"{count(warm.steps, 'step')}, the first of {warm.first:.1f} s" + (
+        "" if warm.steady else "; not steady yet"
+    )
+    yield "warm-up", words
+
+
+def _reached(found: Benchmark) -> Iterator[tuple[str, str]]:
+    """How fast it was, as names and values."""
+    rates = found.rates
+    how = f"{count(len(found.seconds.values), 'repeat')} of {count(found.steps, 'step')}"
+    yield "step", f"{_ms(found.seconds)} ms, mean ± deviation of {how}"
+    yield "speed", f"{_spread(found.images_per_second, 1.0)} images/s"
+    if found.mfu is not None and rates.peak is not None:
+        yield "MFU", f"{percent(found.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s a rank"
+    measured = f"{_short(rates.matmul)}FLOP/s a rank, at which matrix products of these shapes run here"
+    yield "products", f"{percent(found.matmul_share)} of {measured}"
+    yield "memory", f"{size(found.memory_bytes)} at most on a rank"
+    if found.data:
+        share = _spread(found.data.share, 100.0, 1)
+        yield "data share", f"{share} % of a step; on synthetic input it takes {_ms(found.data.synthetic)} ms"
+
+
+def _phases(found: Benchmark) -> Table:
+    whole = found.phased.mean
+    table = Table(box=box.SIMPLE)
+    table.add_column("phase", no_wrap=True)
+    for heading in ("ms", "share", "slowest", "limit", "of limit"):
+        table.add_column(heading, justify="right")
+    for phase in found.phases:
+        limited = phase.limit is not None and phase.seconds.mean > SHORT
+        table.add_row(
+            phase.name,
+            _ms(phase.seconds),
+            percent(phase.seconds.mean / whole),
+            _milliseconds(phase.slowest),
+            "" if phase.limit is None else _milliseconds(phase.limit),
+            percent(phase.limit_share) if limited and phase.limit_share is not None else "",
+        )
+    table.add_row("between", _milliseconds(found.between), percent(found.between / whole))
+    table.add_section()
+    table.add_row("step, timed by phase", _ms(found.phased))
+    return table
+
+
+def _kernels(kernels: tuple[Kernel, ...], device: str, width: int) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("kernel" if device == "cuda" else "operator", no_wrap=True)
+    for heading in ("ms", "share", "calls", "FLOP/s", "of limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    room = max(10, width - FIGURES)
+    for kernel in kernels[:KERNELS]:
+        known = kernel.flops is not None and kernel.limit_share is not None
+        table.add_row(
+            kernel.name if len(kernel.name) <= room else f"{kernel.name[: room - 1]}…",
+            _milliseconds(kernel.seconds),
+            percent(kernel.share),
+            f"{kernel.calls:,.0f}",
+            _short(kernel.flops / kernel.seconds) if kernel.flops is not None else "",
+            percent(kernel.limit_share) if known and kernel.limit_share is not None else "",
+        )
+    rest = kernels[KERNELS:]
+    if rest:
+        seconds, share = sum(kernel.seconds for kernel in rest), sum(kernel.share for kernel in rest)
+        table.add_row(f"… {len(rest)} more", _milliseconds(seconds), percent(share))
+    return table
+
+
+def _print(console: Console, rows: Iterator[tuple[str, str]]) -> None:
+    """Names and values; a value that is too long goes on below itself."""
+    for name, value in rows:
+        lines = textwrap.wrap(value, console.width - NAMES, break_on_hyphens=False)
+        for number, line in enumerate(lines):
+            console.print(Text.assemble((f"{'' if number else name:<{NAMES}}", "bold"), line), soft_wrap=True)
+    console.print()
+
+
+def _ms(seconds: Repeated) -> str:
+    digits = _digits(seconds.mean)
+    return f"{seconds.mean * 1e3:,.{digits}f} ± {seconds.deviation * 1e3:,.{digits}f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.{_digits(seconds)}f}"
+
+
+def _digits(seconds: float) -> int:
+    return 2 if abs(seconds) < 0.1 else 1 if abs(seconds) < 1 else 0
+
+
+def _spread(values: Repeated, factor: float, digits: int | None = None) -> str:
+    mean, deviation = values.mean * factor, values.deviation * factor
+    digits = (0 if mean >= 100 else 1) if digits is None else digits
+    return f"{mean:,.{digits}f} ± {deviation:,.{digits}f}"
+
+
+def _short(number: float) -> str:
+    """`12.3 G` of 12.3e9."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return f"{number:.3g} "

@@ -1,0 +1,73 @@
+"""Where the batches of measured steps come from: a recipe's data, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vitpar.parallel import ParallelModel
+from vitpar.parallel.model import Phase
+from vitpar.train.input import ImageSet, Input
+from vitpar.train.recipe import Recipe
+
+Given = tuple[Tensor | None, Tensor, Tensor]
+"""Images, labels and keys, as ``ParallelModel.forward_backward`` takes them."""
+Take = Callable[[Phase], Given]
+"""Gives the next batch. What it does is done in phases."""
+
+
+class Feed(Protocol):
+    """Batches without end, while it is open. settling: how many are taken from it before it goes on evenly."""
+
+    settling: int
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        """Collective, as what it yields is."""
+
+
+class Synthetic:
+    """The same random images every time, which are on the device already."""
+
+    settling = 1
+
+    def __init__(self, model: ParallelModel) -> None:
+        c, size, device = model.config, model.batch_size, model.device
+        images = None
+        if model.takes_images:
+            shape = (len(model.image_rows(size)), c.channels, c.image_size, c.image_size)
+            images = torch.randn(shape, device=device).to(model.precision.compute)
+        numbers = torch.arange(size, device=device)
+        self._given = images, numbers % c.num_classes, numbers
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        yield lambda phase: self._given
+
+
+class Loaded:
+    """`images` as the trainer gets them: read, decoded and augmented by threads, brought to the device, normalised and
+    mixed. Every time it is opened it goes on where it was, with empty queues. Made by all ranks together."""
+
+    settling = 4  # a loader's queues hold two batches, a stream's two more
+
+    def __init__(self, recipe: Recipe, model: ParallelModel, images: ImageSet) -> None:
+        self._images, self._input, self._samples = images, Input(recipe, model), 0
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        with closing(iter(self._input.train_batches(self._images, start=self._samples))) as batches:
+
+            def take(phase: Phase) -> Given:
+                with phase("waiting for data"):
+                    batch = next(batches)
+                with phase("input"):
+                    given = self._input.train_step(batch)
+                self._samples = batch.samples
+                return given
+
+            yield take

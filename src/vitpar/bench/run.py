@@ -1,0 +1,137 @@
+"""Runs the steps of a recipe and measures them.
+
+1. steps that do not count, until they are steady: what compiles, connects and allocates is done then
+2. in every repeat, in turns: steps without input, steps with the recipe's data, and steps timed phase by phase
+3. what the device can do with nothing else to do (``vitpar.bench.limits``)
+4. if wanted, steps under torch's profiler (``vitpar.bench.kernels``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitpar.bench.feeds import Feed, Loaded, Synthetic
+from vitpar.bench.kernels import record
+from vitpar.bench.limits import Limits, measure_limits
+from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated
+from vitpar.bench.runner import Phased, Runner, Told
+from vitpar.models.config import ViTConfig
+from vitpar.planner.measure.device import device_name
+from vitpar.strategy import Plan
+from vitpar.train.build import build
+from vitpar.train.input import ImageSet
+from vitpar.train.metrics import memory_bytes, peak_flops
+from vitpar.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured. steps: in a repeat, between two synchronisations. warm_up: steps that do not count at first
+    (None: until they are steady)."""
+
+    steps: int = 10
+    repeats: int = 5
+    warm_up: int | None = None
+
+
+def bench(
+    recipe: Recipe,
+    config: ViTConfig,
+    plan: Plan,
+    device: torch.device,
+    images: ImageSet | None,
+    settings: Settings = Settings(),
+    *,
+    traces: Path | None = None,
+    told: Told = lambda words: None,
+) -> Benchmark:
+    """Measure the steps of `recipe` under `plan`. Collective; equal for all ranks.
+
+    config, plan: as ``vitpar.train.build`` takes them. images: the training set to read (None: input is synthetic).
+    traces: a folder for the profiler's traces, one a rank (None: nothing is profiled).
+
+    The learning rate is 0, so that every step does the same work, whatever is trained. Raises DataError for data that
+    cannot be used.
+    """
+    told("building the model")
+    trained = build(recipe, config, plan, device)
+    attention = trained.choose_attention()
+    synthetic = Synthetic(trained.model)
+    feed: Feed = synthetic if images is None else Loaded(recipe, trained.model, images)
+    runner = Runner(trained)
+    warm_up = runner.warm_up(feed, settings.warm_up, told)
+    seconds: list[float] = []
+    without: list[float] = []
+    phased: list[Phased] = []
+    for repeat in range(settings.repeats):
+        works = [lambda: seconds.append(runner.run(feed, settings.steps))]
+        if images is not None:
+            works.append(lambda: without.append(runner.run(synthetic, settings.steps)))
+        works.append(lambda: phased.append(runner.phases(feed, settings.steps)))
+        told(f"repeat {repeat + 1} of {settings.repeats}")
+        for work in works[:: -1 if repeat % 2 else 1]:
+            work()
+    memory = int(runner.most(memory_bytes(device)))
+    told("measuring the limits")
+    limits = measure_limits(trained)
+    kernels = None
+    if traces is not None:
+        told("recording a trace")
+        with runner.open(feed) as take:
+            path = traces / f"rank_{dist.get_rank()}.json"
+            kernels = record(lambda: runner.step(take), device, path, limits.matmul_rate)
+    phases, whole, rates = _over_ranks(phased, limits, peak_flops(device, recipe.train.precision))
+    data = None
+    if images is not None:
+        shares = tuple(1 - bare / full for bare, full in zip(without, seconds, strict=True))
+        data = DataCost(recipe.data_name, Repeated(tuple(without)), Repeated(shares))
+    return Benchmark(
+        config=config,
+        plan=plan,
+        batch_size=recipe.train.batch_size,
+        precision=recipe.train.precision,
+        compiled=trained.model.compiled,
+        attention=attention.backend,
+        warnings=trained.warnings,
+        device=device.type,
+        device_name=device_name(device),
+        steps=settings.steps,
+        warm_up=warm_up,
+        seconds=Repeated(tuple(seconds)),
+        data=data,
+        memory_bytes=memory,
+        rates=rates,
+        phases=phases,
+        phased=whole,
+        kernels=kernels,
+    )
+
+
+def _over_ranks(
+    phased: list[Phased], limits: Limits, peak: float | None
+) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
+    """Phases, whole steps and rates of all ranks together. Collective."""
+    world = dist.get_world_size()
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, (phased, limits))
+    names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / world
+
+    repeats = range(len(phased))
+    phases = []
+    for name in names:
+        each = Repeated(tuple(mean(runs[n].phases.get(name, 0.0) for runs, _ in every) for n in repeats))
+        slowest = max(sum(run.phases.get(name, 0.0) for run in runs) / len(runs) for runs, _ in every)
+        bound = [found.phases[name] for _, found in every if name in found.phases]
+        phases.append(PhaseTime(name, each, slowest, sum(bound) / world if bound else None))
+    whole = Repeated(tuple(mean(runs[n].step for runs, _ in every) for n in repeats))
+    matmul, bandwidth = (mean(getattr(found, rate) for _, found in every) for rate in ("matmul_rate", "bandwidth"))
+    return tuple(phases), whole, Rates(matmul, peak, bandwidth)

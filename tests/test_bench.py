@@ -91,6 +91,7 @@ def test_peers_program_compares_who_is_there_and_says_who_is_not(tmp_path: Path)
     assert "timm, plain loop is left out" in printed
 
 
+@pytest.mark.slow
 def test_peers_program_finds_the_deepest_model_of_a_pretended_memory(tmp_path: Path) -> None:
     arguments = ("--tiny", "--largest", "--pretend-mb", "25", "--only", "plain", "--json", str(tmp_path / "r.json"))
     run("bench_peers.py", *arguments)
@@ -122,7 +123,7 @@ def test_initial_parameters_go_where_the_import_finds_them() -> None:
                 shapes |= {f"blocks.0.norm{i}.{end}": (8,) for i in (1, 2)}
             self.shapes, self.values = shapes, {n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
 
-        def named_parameters(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
+        def named_parameters(self, *args: object, **kwargs: object):
             return iter(self.values.items())
 
     options = {"patch_size": 2, "image_size": 4, "width": 8, "depth": 1, "heads": 2, "num_classes": 3}

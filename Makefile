@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-checkpoint bench-planner clean
+.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -54,6 +54,15 @@ bench-checkpoint: $(READY)  ## Ways to save side by side, restarts beside cold s
 
 bench-planner: $(READY)  ## How long searches take, how far predictions are off on 2, 4 and 8 CPU ranks
 	$(BIN)/python experiments/bench_planner.py
+
+bench-peers: $(READY)  ## Beside timm, transformers, Lightning and PyTorch by hand, as far as they are installed
+	$(BIN)/python experiments/bench_peers.py
+
+bench-steady: $(READY)  ## Step time and memory over 2,000 steps, and what logging every step costs
+	$(BIN)/python experiments/bench_steady.py
+
+bench-gpu: $(READY)  ## On one CUDA GPU: rates beside the chip's limits, JPEG input, a plain compiled loop
+	$(BIN)/python experiments/bench_gpu.py
 
 clean:           ## Remove the virtual environment and caches, no data and no runs
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

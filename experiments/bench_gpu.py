@@ -1,86 +1,68 @@
-"""One GPU, synthetic data, bf16: vitpar beside timm's model and beside its own ViT in a plain loop.
+"""One GPU, bf16: how fast vitpar trains, what the chip could do at most, and a plain compiled loop beside it.
 
-    PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json       # about 6 minutes on an H200
+    PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json       # ten minutes
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
 
-Contenders, each with AdamW (fused), clipping by the global norm and one fixed batch in the GPU's memory:
+The most important comes first, a row is told and written as soon as it is there, and what would not end within
+--minutes is left out and named:
 
-- vitpar: the trainer's step (``fully_shard`` carries bf16), every block compiled
-- plain: the same ViT, unwrapped, ``torch.compile`` on the whole, bf16 autocast
-- timm: timm's model of that name in the same plain loop, where timm is installed
+1. limits: the rate of the model's own matrix products (the linear layers of a block, forward and backward, in bf16),
+   and bytes a second of a copy
+2. vitpar: the trainer's step on one batch in the GPU's memory, every block compiled. Beside MFU stand its target and
+   the rate of the products alone, over the chip's dense bf16 peak; then how often a step waits for the GPU, its
+   kernels, the part of the time in which the GPU is busy with them, and its phases
+3. input: the first model on JPEG files of 500x375 pixels out of shards, beside the batch in memory, in turns
+   (needs all of vitpar's packages)
+4. plain: the same ViT unwrapped, ``torch.compile`` on the whole, bf16 autocast; in turns with vitpar
 
-First vitpar's first loss and gradient norm are compared with the unwrapped, uncompiled ViT in bf16. Then the contenders
-take turns, in blocks of --steps steps between two synchronisations, after a warm-up that also compiles. Shown are means
-± standard deviations over REPEATS blocks. MFU counts the matrix products of forward × 3 (``ViTConfig.flops``) over the
-chip's dense bf16 peak. Memory is the peak of what the contender allocated itself.
+All train with AdamW (fused) and clipping by the global norm. First vitpar's first loss and gradient norm are compared
+with the unwrapped, uncompiled ViT in bf16. Times are of blocks of --steps steps between two synchronisations, after a
+warm-up that also compiles; shown are medians ± half the distance between quartiles over the blocks. MFU counts the
+matrix products of forward × 3 (``ViTConfig.flops``). Memory is the peak of what the contender allocated itself.
 
-Needs torch, einops and this checkout; not pydantic, webdataset or rich.
+timm, transformers and Lightning: bench_peers.py. This needs torch, einops, numpy and this checkout; not rich.
 """
 
 import argparse
 import gc
-import importlib.util
-import json
-import statistics
+import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench.header import header
-from bench.settings import BETAS, CLIP, EPS, LR, SEED, Step, decay_groups
-from bench.timing import take_turns
-from torch import Tensor, nn
+from bench.settings import SEED, Step
+from bench.timing import Spread, ratio, take_turns
+from torch import Tensor
 
 try:
+    from bench.gpu_rows import Memory, Run, gibibytes, named, percent
+    from bench.one_gpu import bandwidth, kernels, matrix_products, phases, settle, waits
     from bench.ours import vitpar_step
+    from bench.plain_loop import plain_step
 
     from vitpar.launch import ALONE, join, leave
     from vitpar.models import ViTConfig, model_config
     from vitpar.models.initial import initialise
     from vitpar.models.vit import ViT
-    from vitpar.strategy import parse
-    from vitpar.train.metrics import peak_flops
+    from vitpar.strategy import parse, validate
 except ModuleNotFoundError as error:
     sys.exit(f"error: there is no module {error.name}: install it, and run from the checkout with PYTHONPATH=src")
 
-BATCH_SIZES = {"vit_base_patch16_224": 512, "vit_large_patch16_224": 256, "vit_huge_patch14_224": 128}
+BATCH_SIZES = {
+    "vit_base_patch16_224": 512,
+    "vit_large_patch16_224": 256,
+    "vit_huge_patch14_224": 128,
+    "vit_giant_patch14_224": 128,
+}
+"""For 141 GB; halve them for 80."""
+TARGETS = dict(zip(BATCH_SIZES, (0.45, 0.55, 0.55, 0.60), strict=True))
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 WARM_UP = 5
 REPEATS = 5
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one contender did. seconds: of a step, one mean for each block. mfu: None where the peak is not known."""
-
-    model: str
-    contender: str
-    batch_size: int
-    seconds: list[float]
-    mfu: float | None
-    memory_bytes: int | None
-
-    def cells(self, ours: list[float]) -> list[str]:
-        """As the table shows it; `ours`: vitpar's seconds in the same rounds."""
-        milliseconds = [1e3 * s for s in self.seconds]
-        rates = [self.batch_size / s for s in self.seconds]
-        faster = statistics.mean(theirs / s for theirs, s in zip(self.seconds, ours, strict=True))
-        return [
-            f"{self.model}, batch {self.batch_size}",
-            self.contender,
-            f"{statistics.mean(milliseconds):.2f} ± {statistics.stdev(milliseconds):.2f}",
-            f"{statistics.mean(rates):.1f} ± {statistics.stdev(rates):.1f}",
-            "–" if self.mfu is None else f"{100 * self.mfu:.1f} %",
-            "–" if self.memory_bytes is None else f"{self.memory_bytes / 2**30:.2f}",
-            f"{faster:.3f}",
-        ]
-
-
-COLUMNS = ["model", "contender", "ms/step", "images/s", "MFU", "peak GiB", "time over vitpar's"]
 
 
 def main() -> int:
@@ -90,23 +72,17 @@ def main() -> int:
     facts = header()
     for name, value in facts.items():
         print(f"- {name}: {value}")
-    contenders = ["vitpar", "plain", "timm"]
-    if options.no_timm or not installed("timm"):
-        contenders.remove("timm")
-        print("- timm: left out" if options.no_timm else "- timm: not installed, so it is left out (pip install timm)")
-    rows: list[Row] = []
-    for name in options.models:
-        config = model_config(name, **(TINY if options.tiny else {}))
-        batch_size = options.batch_size or (4 if options.tiny else BATCH_SIZES.get(name, 128))
-        try:
-            rows += measure(config, batch_size, options.steps, contenders, device)
-        except torch.OutOfMemoryError:
-            print(f"- {name}: batch {batch_size} does not fit into the GPU's memory: give a smaller --batch-size")
-        gc.collect()
-        torch._dynamo.reset()
-    print_table(rows)
-    if options.json:
-        options.json.write_text(json.dumps({"header": facts, "rows": [asdict(row) for row in rows]}, indent=1))
+    run = Run(options, device, facts)
+    models = {name: model_config(name, **(TINY if options.tiny else {})) for name in options.models}
+    sizes = {name: options.batch_size or (4 if options.tiny else BATCH_SIZES.get(name, 128)) for name in models}
+    jobs = [(models[name], sizes[name]) for name in models]
+    for config, size in jobs:
+        limits(run, config, size)
+    for number, (config, size) in enumerate(jobs):
+        attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=number == 0))
+    for config, size in jobs:
+        attempt(run, "plain", 60 + 2.5 * config.depth, config, size, side_by_side)
+    run.show()
     leave()
     return 0
 
@@ -117,7 +93,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(BATCH_SIZES), metavar="NAME", help="timm's names")
     parser.add_argument("--batch-size", type=int, metavar="N", help="images a step, for every model")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a timed block (default 10)")
-    parser.add_argument("--no-timm", action="store_true", help="leave timm out")
+    parser.add_argument("--minutes", type=float, default=10, metavar="N", help="nothing new begins after (default 10)")
+    parser.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help=f"{TINY_MODEL} cut to {TINY}: only to see the program run")
@@ -131,65 +108,140 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def installed(name: str) -> bool:
-    """Whether the package `name` can be imported."""
-    return importlib.util.find_spec(name) is not None
+def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: int, measure: Any) -> None:
+    """Measure one model if there is time and memory for it."""
+    if not run.has_time(f"{what}, {config.name}", seconds):
+        return
+    try:
+        measure(run, config, batch_size)
+    except torch.OutOfMemoryError:
+        run.leave_out(f"{what}, {config.name}", f"batch {batch_size} does not fit: give a smaller --batch-size")
+    gc.collect()
+    torch._dynamo.reset()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def measure(config: ViTConfig, batch_size: int, steps: int, contenders: list[str], device: torch.device) -> list[Row]:
-    """Check vitpar, then time the contenders on one model."""
-    compiled = device.type == "cuda"  # on the CPU compiling takes minutes, and speed there is not the question
+def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
+    """What the chip does with this model's products, and with nothing but memory."""
+    rate = matrix_products(config, batch_size, run.device).rate
+    copied = bandwidth(run.device, 16 if run.options.tiny else 1024)
+    cells = [
+        named(config, batch_size),
+        f"{rate / 1e12:.1f}",
+        percent(run.peak and rate / run.peak),
+        f"{copied / 1e9:.0f}",
+    ]
+    run.row("limits", cells, model=config.name, batch_size=batch_size, products=rate, copy=copied, peak=run.peak)
+
+
+def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> None:
+    """vitpar alone, and with `with_input` fed with JPEG files."""
+    batch = random_batch(config, batch_size, run.device)
+    expected = reference(config, *batch)
+    memory, step = Memory(run.device), make_ours(run, config, batch_size)
+    print_difference(config.name, [value.item() for value in step(*batch)], expected)
+    repeat(step, batch, WARM_UP)
+    memory.forget()
+    times = take_turns(
+        {"vitpar": partial(repeat, step, batch, run.options.steps)}, REPEATS, partial(settle, run.device)
+    )
+    seconds = [wall / run.options.steps for wall in times["vitpar"].wall]
+    middle = Spread.of(seconds).middle
+    mfu = config.flops * batch_size / middle / run.peak if run.peak else None
+    peak_bytes = memory.peak()
+    waited, launched = waits(partial(step, *batch)), kernels(partial(step, *batch))
+    parts = phases(step, batch, run.device)
+    rate = matrix_products(config, batch_size, run.device).rate
+    busy = launched[1] / middle if launched else None
+    run.row(
+        "vitpar",
+        [
+            named(config, batch_size),
+            Spread.of([1e3 * s for s in seconds]).text(2),
+            Spread.of([batch_size / s for s in seconds]).text(1),
+            percent(mfu),
+            f"≥ {TARGETS[config.name]:.0%}" if config.name in TARGETS else "–",
+            percent(run.peak and rate / run.peak),
+            "–" if waited is None else f"{waited:g}",
+            "–" if launched is None else f"{launched[0]:.0f}",
+            percent(busy),
+            gibibytes(peak_bytes),
+        ],
+        model=config.name,
+        batch_size=batch_size,
+        seconds=seconds,
+        mfu=mfu,
+        memory_bytes=peak_bytes,
+        waits=waited,
+        kernels=launched,
+        products=rate,
+    )
+    told = ", ".join(f"{name} {time:.2f}" for name, time in parts.items())
+    run.row("phases", [named(config, batch_size), told], model=config.name, batch_size=batch_size, ms=parts)
+    if with_input and run.has_time(f"input, {config.name}", 90):
+        jpeg(run, config, step, batch)
+
+
+def jpeg(run: Run, config: ViTConfig, step: Any, batch: tuple[Tensor, Tensor]) -> None:
+    """The model's rate with real input."""
+    try:
+        from bench.jpeg_input import beside_synthetic
+    except ImportError as error:
+        run.leave_out(f"input, {config.name}", f"there is no {error.name}")
+        return
+    tiny = run.options.tiny
+    workers = run.options.workers or max(1, (os.cpu_count() or 2) - 1)
+    sizes = {"steps": 2, "rounds": 2, "photographs": 20} if tiny else {"steps": 40, "rounds": 5, "photographs": 5000}
+    found = beside_synthetic(step, batch, run.device, workers=workers, **sizes)
+    size, seconds = len(batch[1]), found["seconds"]
+    rates = [Spread.of([size / s for s in seconds[name]]).text(1) for name in ("synthetic", "JPEG")]
+    kept = ratio(seconds["synthetic"], seconds["JPEG"])
+    cells = [named(config, size), *rates, kept.text(3), "≥ 0.97", f"{found['input_alone']:.0f} ({workers} threads)"]
+    run.row("input", cells, model=config.name, batch_size=size, **found)
+
+
+def side_by_side(run: Run, config: ViTConfig, batch_size: int) -> None:
+    """vitpar and the plain loop, in turns."""
+    batch, steps = random_batch(config, batch_size, run.device), run.options.steps
+    makers = {
+        "vitpar": lambda: make_ours(run, config, batch_size),
+        "plain": lambda: plain_step(plain_model(config, run.device), run.compiled),
+    }
+    contenders, memory = {}, {}
+    for name, make in makers.items():
+        measured = Memory(run.device)
+        step = make()
+        repeat(step, batch, WARM_UP)
+        measured.forget()
+        repeat(step, batch, 1)
+        memory[name], contenders[name] = measured.peak(), partial(repeat, step, batch, steps)
+    times = take_turns(contenders, REPEATS, partial(settle, run.device))
+    seconds = {name: [wall / steps for wall in one.wall] for name, one in times.items()}
+    shown = [Spread.of([1e3 * s for s in seconds[name]]).text(2) for name in contenders]
+    over = ratio(seconds["plain"], seconds["vitpar"]).text(3)
+    cells = [named(config, batch_size), *shown, over, *(gibibytes(memory[name]) for name in contenders)]
+    run.row("plain", cells, model=config.name, batch_size=batch_size, seconds=seconds, memory_bytes=memory)
+
+
+def make_ours(run: Run, config: ViTConfig, batch_size: int) -> Any:
+    """vitpar's step under dp1."""
+    plan = validate(parse("dp1"), config, batch_size)
+    return vitpar_step(config, plan, batch_size, run.device, precision="bf16", compile_blocks=run.compiled)
+
+
+def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images in bf16 and labels, on the device."""
     g = torch.Generator().manual_seed(SEED)
     images = torch.randn(batch_size, config.channels, config.image_size, config.image_size, generator=g)
-    batch = (
-        images.to(device, torch.bfloat16),
-        torch.randint(0, config.num_classes, (batch_size,), generator=g).to(device),
-    )
-    expected = reference(config, *batch)
-    makers: dict[str, Callable[[], Step]] = {
-        "vitpar": lambda: vitpar_step(
-            config, parse("dp1"), batch_size, device, precision="bf16", compile_blocks=compiled
-        ),
-        "plain": lambda: plain_step(plain_model(config, device), compiled),
-        "timm": lambda: plain_step(timm_model(config, device), compiled),
-    }
-    running: dict[str, Callable[[], object]] = {}
-    memory: dict[str, int | None] = {}
-    for name in contenders:
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        step = makers[name]()
-        first = [value.item() for value in step(*batch)]
-        if name == "vitpar":
-            print_difference(config.name, first, expected)
-        for _ in range(WARM_UP):
-            step(*batch)
-        settle(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        step(*batch)
-        settle(device)
-        memory[name] = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
-        running[name] = partial(block, step, batch, steps)
-    times = take_turns(running, REPEATS, partial(settle, device))
-    peak = peak_flops(device, "bf16")
-    rows = []
-    for name in contenders:
-        seconds = [s / steps for s in times[name].wall]
-        mfu = config.flops * batch_size / statistics.mean(seconds) / peak if peak else None
-        rows.append(Row(config.name, name, batch_size, seconds, mfu, memory[name]))
-    return rows
+    labels = torch.randint(0, config.num_classes, (batch_size,), generator=g)
+    return images.to(device, torch.bfloat16), labels.to(device)
 
 
-def block(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> None:
+def repeat(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> None:
     """Several steps in a row."""
     for _ in range(steps):
         step(*batch)
-
-
-def settle(device: torch.device) -> None:
-    """Wait until the GPU has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def reference(config: ViTConfig, images: Tensor, labels: Tensor) -> list[float]:
@@ -207,54 +259,14 @@ def print_difference(model: str, values: list[float], expected: list[float]) -> 
         f"{what} {a:.6f} against {b:.6f} (relative difference {abs(a - b) / abs(b):.1e})"
         for what, a, b in zip(("loss", "gradient norm"), values, expected, strict=True)
     ]
-    print(f"- {model}, first step, vitpar against the unwrapped ViT in bf16: {', '.join(parts)}", flush=True)
+    print(f"\n- {model}, first step, vitpar against the unwrapped ViT in bf16: {', '.join(parts)}", flush=True)
 
 
-def plain_model(config: ViTConfig, device: torch.device) -> nn.Module:
+def plain_model(config: ViTConfig, device: torch.device) -> ViT:
     """The unwrapped ViT with the parameters that vitpar starts from, float32."""
     model = ViT(config).to(device)
     initialise(model, SEED, config)
     return model
-
-
-def timm_model(config: ViTConfig, device: torch.device) -> nn.Module:
-    """timm's model of the same shape."""
-    import timm
-
-    model = timm.create_model(
-        config.name, num_classes=config.num_classes, img_size=config.image_size, depth=config.depth
-    ).to(device)
-    with torch.device("meta"):
-        ours = sum(p.numel() for p in ViT(config).parameters())
-    theirs = sum(p.numel() for p in model.parameters())
-    assert ours == theirs, f"{config.name} has {theirs} parameters in timm and {ours} in vitpar: not the same model"
-    return model
-
-
-def plain_step(model: nn.Module, compiled: bool) -> Step:
-    """The loop that everyone writes: autocast, backward, clip, fused AdamW."""
-    optimizer = torch.optim.AdamW(decay_groups(model), lr=LR, betas=BETAS, eps=EPS, fused=True)
-    forward = torch.compile(model) if compiled else model
-
-    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(images.device.type, torch.bfloat16):
-            loss = F.cross_entropy(forward(images), labels)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), norm
-
-    return step
-
-
-def print_table(rows: list[Row]) -> None:
-    """All rows in Markdown."""
-    ours = {row.model: row.seconds for row in rows if row.contender == "vitpar"}
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(row.cells(ours[row.model]) for row in rows)]
-    print()
-    for line in lines:
-        print(f"| {' | '.join(line)} |")
 
 
 if __name__ == "__main__":

@@ -104,12 +104,12 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
     class Spoilt(data_parallel.GradientSum):
         def __init__(self, layers: Any, group: Any, backwards: int) -> None:
             super().__init__(layers, group, backwards)
-            self._divisor = divisor(layers[0], group.size())
+            self._divisors = [divisor(layer, group.size()) for layer in layers for _ in layer.parameters()]
 
         def wait(self) -> None:
             super().wait()
-            for parameter in self._parameters:
-                parameter.grad /= self._divisor
+            for parameter, by in zip(self._parameters, self._divisors, strict=True):
+                parameter.grad /= by
 
     patch.setattr(data_parallel, "GradientSum", Spoilt)
     patch.setattr(parallelize, "shard", shard)

@@ -3,12 +3,24 @@
 import torch
 from torch import Tensor
 
-from bench.settings import CLIP, LR, OPTIMIZER, SEED, Step
+from bench.settings import CLIP, LR, OPTIMIZER, SEED
 from vitpar.models import ViTConfig
-from vitpar.parallel import parallelize
+from vitpar.parallel import ParallelModel, parallelize
 from vitpar.strategy import Plan
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.step import TrainStep
+
+
+class VitparStep:
+    """The step of ``vitpar.train.trainer.Trainer``; a ``bench.settings.Step``."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model = model
+        self._update = TrainStep(model, ShardedOptimizer(model.named_parameters(), OPTIMIZER), clip_grad_norm=CLIP)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        done = self._update(1, LR, images if self.model.takes_images else None, labels)
+        return done.loss / self.model.sample_replicas, done.norm
 
 
 def vitpar_step(
@@ -19,21 +31,16 @@ def vitpar_step(
     *,
     precision: str = "fp32",
     compile_blocks: bool = False,
-) -> Step:
-    """The step of ``vitpar.train.trainer.Trainer`` under `plan`."""
-    model = parallelize(
-        config,
-        plan,
-        batch_size=batch_size,
-        device=device,
-        precision_name=precision,
-        seed=SEED,
-        compile_blocks=compile_blocks,
+) -> VitparStep:
+    """A model under `plan`, and its step."""
+    return VitparStep(
+        parallelize(
+            config,
+            plan,
+            batch_size=batch_size,
+            device=device,
+            precision_name=precision,
+            seed=SEED,
+            compile_blocks=compile_blocks,
+        )
     )
-    update = TrainStep(model, ShardedOptimizer(model.named_parameters(), OPTIMIZER), clip_grad_norm=CLIP)
-
-    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        done = update(1, LR, images if model.takes_images else None, labels)
-        return done.loss / model.sample_replicas, done.norm
-
-    return step

@@ -92,6 +92,11 @@ class ParallelModel:
             ]
             self._schedule = build_schedule(plan, pipeline, self.batch.microbatches, self.loss)
 
+    @property
+    def _scales(self) -> bool:
+        """Whether the loss is scaled at all: a product with 1 would be kernels for nothing."""
+        return isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
+
     def image_rows(self, batch: int) -> list[int]:
         """Which images, of `batch` over all ranks, this rank takes, in order."""
         return self._rows(self._images[self._stage_rank], batch)
@@ -139,7 +144,8 @@ class ParallelModel:
             first, other, weight = here.unbind(1)
             one, two = (loss(label.long(), reduction="none") for label in (first, other))
             total = torch.lerp(two, one, weight.to(wide.dtype)).sum()
-        return total / self.batch_size * self.loss_scale
+        mean = total / self.batch_size
+        return mean * self.loss_scale if self._scales else mean
 
     def forward_backward(self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None) -> Tensor:
         """Gradients of one step, accumulated over the micro-batches and reduced over the data-parallel ranks.
@@ -150,7 +156,8 @@ class ParallelModel:
         ranks that differ in their samples is the loss of the global batch.
         """
         for stage in self.stages.values():
-            stage.train()
+            if not stage.training:  # it walks through every module
+                stage.train()
         keys = keys if self.config.stochastic else None
         losses: list[Tensor] = []
         if self._schedule is not None:
@@ -177,7 +184,8 @@ class ParallelModel:
             self._tensor_sums.run()
         if not losses:
             return torch.zeros((), device=self.device)
-        return torch.stack(losses).sum().detach() / self.loss_scale
+        whole = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        return whole.detach() / self.loss_scale if self._scales else whole.detach()
 
     @torch.no_grad()
     def predict(self, images: Tensor | None, batch: int) -> Tensor | None:

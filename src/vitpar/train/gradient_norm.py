@@ -45,7 +45,8 @@ def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor |
     wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
     total = torch.zeros((), device=model.device, dtype=wide)
     for _, replicas, norms in parts:
-        total += norms.square().sum().to(model.device) / replicas
+        squares = norms.square().sum().to(model.device)
+        total += squares / replicas if replicas > 1 else squares
     if loss is not None:
         total += loss * 0  # NaN where the loss is not finite, else nothing
     if dist.get_world_size() > 1:
@@ -62,7 +63,8 @@ def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor
 def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float, scale: float = 1.0) -> None:
     """Divide all gradients by `scale`, and by ``norm / limit`` where the global `norm` (after the first division)
     exceeds `limit`: both at once, and without reading `norm` on the host. limit: 0 for none."""
-    multiply_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0) / scale if limit else 1 / scale)
+    factor: Tensor | float = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else 1.0
+    multiply_(gradients, factor / scale if scale != 1.0 else factor)
 
 
 @torch.no_grad()

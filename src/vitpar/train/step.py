@@ -72,7 +72,8 @@ class TrainStep:
             gradients = self.optimizer.gradients()
             parts = shard_norms(gradients, model)
             waits = self._non_finite is not None and self._non_finite.waits
-            norm = total_norm(parts, model, loss if waits else None) / scale
+            norm = total_norm(parts, model, loss if waits else None)
+            norm = norm / scale if self._scaler else norm
             told = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
             self._before_update()
             if not told.get("skipped") and (self._limit or self._scaler):

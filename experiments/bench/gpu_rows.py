@@ -1,0 +1,112 @@
+"""What is measured on one GPU, row by row: told and written as soon as it is there, in tables at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+
+from bench.one_gpu import settle
+from vitpar.models import ViTConfig
+from vitpar.train.metrics import peak_flops
+
+COLUMNS = {
+    "limits": ("model", "products, TFLOP/s", "of the peak", "copy, GB/s"),
+    "vitpar": (
+        *("model", "ms a step", "images/s", "MFU", "target", "products alone", "waits a step", "kernels a step"),
+        *("GPU busy", "peak GiB"),
+    ),
+    "phases": ("model", "ms of a step"),
+    "input": (
+        "model",
+        "synthetic, images/s",
+        "JPEG, images/s",
+        "JPEG over synthetic",
+        "target",
+        "input alone, images/s",
+    ),
+    "plain": ("model", "vitpar, ms", "plain, ms", "plain over vitpar", "vitpar, GiB", "plain, GiB"),
+}
+"""Of the table of each section."""
+
+
+class Run:
+    """What is measured with: options and device, the time that is left, and where rows go."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, facts: dict[str, str]) -> None:
+        self.options, self.device = options, device
+        self.compiled = device.type == "cuda"  # on the CPU it takes minutes, and speed there is not the question
+        self.peak = peak_flops(device, "bf16")
+        self._end = time.monotonic() + 60 * options.minutes
+        self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}
+        self._shown: dict[str, list[list[str]]] = {section: [] for section in COLUMNS}
+
+    def has_time(self, what: str, seconds: float) -> bool:
+        """Whether `seconds`, an estimate for a fast GPU, are left; says so where they are not."""
+        left = self._end - time.monotonic()
+        if seconds > left and not self.options.tiny:
+            self.leave_out(what, f"about {seconds:.0f} s, and {max(0.0, left):.0f} s are left of --minutes")
+            return False
+        return True
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say that something is not measured."""
+        print(f"- {what}: left out ({why})", flush=True)
+        self._found["left_out"].append(f"{what}: {why}")
+        self._write()
+
+    def row(self, section: str, cells: list[str], **raw: Any) -> None:
+        """One row of a table, and all that was measured for it."""
+        told = (f"{column} {cell}" for column, cell in zip(COLUMNS[section][1:], cells[1:], strict=True))
+        print(f"- {section}, {cells[0]}: {'; '.join(told)}", flush=True)
+        self._shown[section].append(cells)
+        self._found[section].append(raw)
+        self._write()
+
+    def show(self) -> None:
+        """All tables, in Markdown."""
+        for section, rows in self._shown.items():
+            lines = [COLUMNS[section], ["---"] * len(COLUMNS[section]), *rows]
+            if rows:
+                print(f"\n{section}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+    def _write(self) -> None:
+        if self.options.json:
+            self.options.json.write_text(json.dumps(self._found, indent=1))
+
+
+class Memory:
+    """The peak of what is allocated on the GPU from here on, beyond what is now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+    def forget(self) -> None:
+        """Begin the peak anew."""
+        if self._device.type == "cuda":
+            settle(self._device)
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int | None:
+        """Bytes; None without a GPU."""
+        settle(self._device)
+        return torch.cuda.max_memory_allocated() - self._before if self._device.type == "cuda" else None
+
+
+def named(config: ViTConfig, batch_size: int) -> str:
+    """As tables name it."""
+    return f"{config.name}, batch {batch_size}"
+
+
+def percent(part: float | None) -> str:
+    """0.456 as 45.6 %."""
+    return "–" if part is None else f"{100 * part:.1f} %"
+
+
+def gibibytes(count: int | None) -> str:
+    """Bytes in GiB."""
+    return "–" if count is None else f"{count / 2**30:.2f}"

@@ -1,0 +1,83 @@
+"""Training on JPEG files out of shards beside training on a batch that is there: how much of the rate is left."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.one_gpu import settle
+from bench.ours import VitparStep
+from bench.photographs import write_photographs
+from bench.timing import take_turns
+from vitpar.data import pack
+from vitpar.train.input import Input, open_split
+from vitpar.train.recipe import Recipe
+
+
+def beside_synthetic(
+    step: VitparStep,
+    batch: tuple[Tensor, Tensor],
+    device: torch.device,
+    *,
+    steps: int,
+    rounds: int,
+    photographs: int,
+    workers: int,
+) -> dict[str, Any]:
+    """Seconds of a step of both, a mean for every round, taking turns; and images a second of the input alone.
+
+    Images are decoded, cropped at random to the model's size, flipped, sent to the device and normalised, as the
+    trainer does it. `steps` must be many beside the few batches that are decoded ahead, or those are all that is seen.
+    """
+    size = len(batch[1])
+    with tempfile.TemporaryDirectory() as folder:
+        images, packed = Path(folder, "images"), Path(folder, "packed")
+        mean_bytes = write_photographs(images, photographs)
+        pack(images, packed, workers=workers)
+        recipe = Recipe.model_validate(
+            {
+                "data": {"path": str(packed), "workers": workers},
+                "train": {"batch_size": size, "precision": "bf16", "steps": 1},
+            }
+        )
+        given = Input(recipe, step.model)
+        with closing(iter(given.train_batches(open_split(recipe, "train")))) as batches:
+            alone = _alone(batches, steps, size)
+            contenders = {
+                "synthetic": partial(_synthetic, step, batch, steps),
+                "JPEG": partial(_real, step, given, batches, steps),
+            }
+            contenders["JPEG"]()
+            times = take_turns(contenders, rounds, partial(settle, device))
+    seconds = {name: [wall / steps for wall in one.wall] for name, one in times.items()}
+    return {"seconds": seconds, "input_alone": alone, "mean_bytes": mean_bytes, "workers": workers}
+
+
+def _alone(batches: Iterator[Any], steps: int, size: int) -> float:
+    """Images a second, those decoded ahead left out."""
+    for _ in range(3):
+        next(batches)
+    begun = time.perf_counter()
+    for _ in range(steps):
+        next(batches)
+    return steps * size / (time.perf_counter() - begun)
+
+
+def _synthetic(step: VitparStep, batch: tuple[Tensor, Tensor], steps: int) -> None:
+    for _ in range(steps):
+        step(*batch)
+
+
+def _real(step: VitparStep, given: Input, batches: Iterator[Any], steps: int) -> None:
+    for _ in range(steps):
+        images, labels, _ = given.train_step(next(batches))
+        assert images is not None
+        step(images, labels)

@@ -1,0 +1,158 @@
+"""What one GPU can do at most, and what a step does on it: rates of matrix products and memory, kernels, waits,
+phases."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bench.ours import VitparStep
+from vitpar.models import ViTConfig
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the GPU has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, least: float = 0.2) -> float:
+    """Seconds of one call, a mean over as many as take `least` seconds, after two that are not timed."""
+    run(), run()
+    calls = 1
+    while True:
+        settle(device)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        settle(device)
+        taken = time.perf_counter() - begun
+        if taken >= least:
+            return taken / calls
+        calls = max(2 * calls, int(calls * least / max(taken, 1e-6)))
+
+
+@dataclass(frozen=True)
+class MatrixProducts:
+    """The linear layers of a block at the model's shapes, forward and backward. flops: of all of them. seconds: by
+    layer."""
+
+    flops: int
+    seconds: dict[str, float]
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s over all of them."""
+        return self.flops / sum(self.seconds.values())
+
+
+def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) -> MatrixProducts:
+    """The three products of each linear layer of a block in bf16, one after the other: outputs, and gradients of inputs
+    and weights."""
+    c, rows = config, batch_size * config.tokens
+    layers = {
+        "qkv": (c.width, 3 * c.width),
+        "proj": (c.width, c.width),
+        "fc1": (c.width, c.hidden),
+        "fc2": (c.hidden, c.width),
+    }
+    found = {}
+    for name, (inner, outer) in layers.items():
+        x, w, y = (
+            torch.randn(shape, device=device, dtype=torch.bfloat16)
+            for shape in ((rows, inner), (outer, inner), (rows, outer))
+        )
+
+        def products(x: Tensor = x, w: Tensor = w, y: Tensor = y) -> None:
+            torch.mm(x, w.t())
+            torch.mm(y, w)
+            torch.mm(y.t(), x)
+
+        found[name] = seconds_of(products, device)
+    return MatrixProducts(sum(6 * rows * inner * outer for inner, outer in layers.values()), found)
+
+
+def bandwidth(device: torch.device, megabytes: int = 1024) -> float:
+    """Bytes a second read and written by a copy."""
+    source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
+
+
+def waits(step: Callable[[], object], steps: int = 3) -> float | None:
+    """How often a step makes the host wait for the GPU, as torch notices; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(steps):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in caught) / steps
+
+
+def kernels(step: Callable[[], object], steps: int = 2) -> tuple[float, float] | None:
+    """Kernels (copies and fills among them) of a step, and the seconds they take together; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    return len(events) / steps, sum(event.device_time_total for event in events) / steps / 1e6
+
+
+@dataclass
+class Phases:
+    """Milliseconds of the parts of a step, by name, on the device's clock."""
+
+    device: torch.device
+    _marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time what is inside the ``with``."""
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._marks.append((name, begin, end))
+        else:
+            begun = time.perf_counter()
+            yield
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def milliseconds(self, steps: int) -> dict[str, float]:
+        """Of each part in one of `steps`, in the order they come. Waits for the device."""
+        settle(self.device)
+        found = {name: 1e3 * seconds for name, seconds in self._seconds.items()}
+        for name, begin, end in self._marks:
+            found[name] = found.get(name, 0.0) + begin.elapsed_time(end)
+        return {name: total / steps for name, total in found.items()}
+
+
+def phases(step: VitparStep, batch: tuple[Tensor, Tensor], device: torch.device, steps: int = 3) -> dict[str, float]:
+    """Milliseconds of the parts of vitpar's step."""
+    timed, untimed = Phases(device), step.model.phase
+    step.model.phase = timed
+    try:
+        for _ in range(steps):
+            step(*batch)
+    finally:
+        step.model.phase = untimed
+    return timed.milliseconds(steps)

@@ -1,0 +1,37 @@
+"""vitpar's ViT, unwrapped, in a loop by hand."""
+
+from itertools import cycle
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.peers.job import Job
+from bench.peers.same import batches, count, our_vit
+from bench.peers.turns import Turns
+from bench.plain_loop import plain_step
+
+
+def train(job: Job, turns: Turns) -> NoReturn:
+    """Without end."""
+    model = our_vit(job)
+    if job.saving:
+        recompute(model.blocks.values())
+    train_plainly(model, job, turns, f"torch {torch.__version__}")
+
+
+def train_plainly(model: nn.Module, job: Job, turns: Turns, version: str) -> NoReturn:
+    """Any model that makes logits of images."""
+    step = plain_step(model, job.compiled, job.precision)
+    turns.ready(count(model), version)
+    for images, labels in cycle(batches(job)):
+        turns.stepped(step(images, labels)[0])
+    raise AssertionError("there is always another batch")
+
+
+def recompute(blocks: Any) -> None:
+    """Let every block be computed again in backward."""
+    for block in blocks:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)

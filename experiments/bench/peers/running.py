@@ -1,0 +1,112 @@
+"""The side of taking turns that asks: starts contenders, gives turns, compares. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from bench.peers import CONTENDERS
+from bench.peers.job import Job
+
+EXPERIMENTS = Path(__file__).parents[2]
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative, of the losses of the first steps. Autocast rounds in other places than parameters cast to bf16 do."""
+
+
+class Left(Exception):
+    """A contender has no further steps to give: kind is `missing`, `failed`, `full`, or `died`."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind, self.why = kind, why
+
+
+class Contender:
+    """A worker, which waits until it is asked. Ends with the ``with`` it is used in.
+
+    parameters, version: known after `ready`.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.name = job, CONTENDERS[job.contender]
+        self.parameters, self.version = 0, ""
+        path = os.pathsep.join([str(EXPERIMENTS), str(EXPERIMENTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.peers.worker", job.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sys.stderr if os.environ.get("VERBOSE") else subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            text=True,
+        )
+
+    def ready(self) -> Self:
+        """Wait until it could take its first step. Raises Left."""
+        answer = self._answer()
+        self.parameters, self.version = answer["parameters"], answer["version"]
+        return self
+
+    def turn(self, steps: int, untimed: int = 0, losses: bool = False) -> dict[str, Any]:
+        """Let it take `untimed` steps, then `steps` whose time is taken. Raises Left."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"steps": steps, "untimed": untimed, "losses": losses}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its answer says why
+        return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Left("died", f"ended with exit code {self._process.wait()}: see its messages with VERBOSE=1")
+        answer = json.loads(line)
+        for kind in ("missing", "failed", "full"):
+            if kind in answer:
+                raise Left(kind, answer[kind])
+        return answer
+
+
+@dataclass
+class Timed:
+    """What was measured of one contender. wall, cpu: seconds of a step, a mean for every round."""
+
+    contender: Contender
+    losses: list[float]
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    memory_bytes: int | None = None
+
+
+def take_turns(timed: Sequence[Timed], rounds: int, steps: int) -> None:
+    """Fill in the times of each contender in every round; the order turns around every round. The first step of a turn
+    is not timed: it finds caches, and a GPU's allocator, as the one before left them."""
+    for number in range(rounds):
+        for one in timed[:: 1 if number % 2 else -1]:
+            answer = one.contender.turn(steps, untimed=1)
+            one.wall.append(answer["wall"] / steps)
+            one.cpu.append(answer["cpu"] / steps)
+            one.memory_bytes = answer.get("memory_bytes")
+
+
+def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative one."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))

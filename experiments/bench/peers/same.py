@@ -1,0 +1,63 @@
+"""The same for all contenders: batches, and initial parameters under whatever names."""
+
+import torch
+from torch import Tensor, nn
+
+from bench.peers.job import Job
+from bench.settings import SEED
+from vitpar.models.initial import initialise
+from vitpar.models.vit import ViT
+from vitpar.weights.formats import parts, renamed
+
+BATCHES = 3
+
+
+def batches(job: Job) -> list[tuple[Tensor, Tensor]]:
+    """Random images [batch, channels, size, size] in the precision of the job, and labels [batch], on the device."""
+    config, g = job.config, torch.Generator().manual_seed(SEED)
+    dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
+    shape = (job.batch_size, config.channels, config.image_size, config.image_size)
+    found = []
+    for _ in range(BATCHES):
+        images = torch.randn(shape, generator=g).to(job.device, dtype)
+        found.append((images, torch.randint(0, config.num_classes, shape[:1], generator=g).to(job.device)))
+    return found
+
+
+def our_vit(job: Job) -> ViT:
+    """vitpar's model, unwrapped, float32, with the parameters that vitpar starts from."""
+    config = job.config
+    with torch.device("meta"):
+        model = ViT(config)
+    model.to_empty(device=job.device)
+    initialise(model, SEED, config)
+    return model
+
+
+@torch.no_grad()
+def start_as_ours(model: nn.Module, job: Job) -> None:
+    """Give the model of timm or transformers the parameters that vitpar starts from.
+
+    The import of such weights says which of their elements, in which order, make each parameter of ours: where it is
+    given their indices, it gives back where each of ours has to go.
+    """
+    theirs = dict(model.named_parameters())
+    ours = dict(our_vit(job).named_parameters())
+    made = parts(renamed("the contender", {name: tuple(p.shape) for name, p in theirs.items()}), job.config)
+    assert made.keys() == ours.keys(), f"parameters differ: {sorted(made.keys() ^ ours.keys())}"
+    for name, part in made.items():
+        places, end = [], 0
+        for theirs_name in part.names:
+            numbers = torch.arange(end, end + theirs[theirs_name].numel()).view(theirs[theirs_name].shape)
+            places.append(numbers)
+            end += numbers.numel()
+        order = part.make(*places).flatten().to(job.device)
+        values = torch.empty(end, device=job.device)
+        values[order] = ours[name].flatten()
+        for theirs_name, piece in zip(part.names, values.split([x.numel() for x in places]), strict=True):
+            theirs[theirs_name].copy_(piece.view(theirs[theirs_name].shape))
+
+
+def count(model: nn.Module) -> int:
+    """Its parameters."""
+    return sum(p.numel() for p in model.parameters())

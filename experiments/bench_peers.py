@@ -1,0 +1,228 @@
+"""vitpar beside timm, transformers' Trainer, Lightning's Trainer and PyTorch by hand: the same ViT, side by side.
+
+    python experiments/bench_peers.py                          # CPU, fp32 and bf16, about 8 minutes on two cores
+    python experiments/bench_peers.py --compile --precision fp32
+    python experiments/bench_peers.py --device cuda --json peers.json     # B/16 and L/16, compiled, about 15 minutes
+    python experiments/bench_peers.py --device cuda --largest  # the deepest model of g/14's width that can be trained
+    python experiments/bench_peers.py --tiny                   # seconds: does the program run?
+
+Every contender trains from the same initial parameters on the same batches, which are in memory (on the device), with
+the same AdamW (fused; decay of matrices only), clipping and precision (autocast where it is not vitpar's); nothing is
+evaluated, saved or shown. Each lives in a process of its own. Trainers run their own loops and are held between two
+steps while others have their turn; turns are blocks of --steps steps, of which one more at the begin is not timed, and
+the order turns around every round. Before anything is timed, numbers of parameters must be equal, and the losses of the
+first three steps agree: to 1e-4 in fp32, to 2e-2 in bf16.
+
+"vitpar, whole loop" is its Trainer with its log interval of 10 steps, watchdog and metrics. Ratios are over it, where
+its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.
+CPU time is that of all threads of a process. Memory is the peak of what a process allocated on the GPU.
+Who is not installed is left out, and the reason said. Exit code 1: a contender that is there failed, or losses differ.
+"""
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.header import header
+from bench.peers import CONTENDERS, OURS
+from bench.peers.job import Job
+from bench.peers.largest import Trials, deepest
+from bench.peers.running import TOLERANCE, Contender, Left, Timed, difference, take_turns
+from bench.timing import Spread, ratio
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+SMALL = {"heads": 4, "num_classes": 100}
+TINY = {"depth": 2, "image_size": 32, "num_classes": 10}
+GPU_BATCHES = {"vit_base_patch16_224": 256, "vit_large_patch16_224": 128}
+WARM_UP = 5
+COLUMNS = ("contender", "version", "ms a step", "images/s", "time over vitpar's", "CPU time over vitpar's", "GiB")
+
+
+def main() -> int:
+    """The program; returns its exit code."""
+    options = arguments()
+    facts = header()
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    for name, value in facts.items():
+        console.print(f"- {name}: {value}", soft_wrap=True)
+    found: dict[str, Any] = {"header": facts, "cases": []}
+    failed = False
+    for job in jobs(options):
+        title = f"{job.model}, batch {job.batch_size}, {job.precision}" + (", compiled" if job.compiled else "")
+        console.print(f"\n{title}\n", soft_wrap=True)
+        measure = largest if options.largest else beside
+        case, ok = measure(job, options, console)
+        failed |= not ok
+        found["cases"].append({"title": title, **vars(job), **case})
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+    return 1 if failed else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), help="default: fp32 bf16; on CUDA bf16")
+    parser.add_argument("--compile", action="store_true", help="on the CPU too; CUDA always does")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="timm's names")
+    parser.add_argument("--batch-size", type=int, metavar="N")
+    parser.add_argument("--steps", type=int, metavar="N", help="timed steps of a turn (default 3, CUDA 20)")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of each (default 9)")
+    parser.add_argument("--largest", action="store_true", help="instead: the deepest model of g/14's width that fits")
+    parser.add_argument("--pretend-mb", type=int, metavar="N", help="with --largest: memory for parameters and AdamW")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, few steps: only to see the program run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
+    options = parser.parse_args()
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("no CUDA device can be seen: run on a machine with a GPU, or leave --device out")
+    elif options.largest and options.pretend_mb is None:
+        parser.error("--largest fills a GPU's memory: give --device cuda, or a memory to pretend with --pretend-mb")
+    options.precision = options.precision or (["bf16"] if options.device == "cuda" or options.largest else None)
+    options.precision = options.precision or ["fp32", "bf16"]
+    options.steps = options.steps or (1 if options.tiny else 20 if options.device == "cuda" else 3)
+    if options.steps < 1 or options.rounds < 2:
+        parser.error("--steps must be at least 1 and --rounds at least 2")
+    return options
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """What is trained, contenders aside."""
+    gpu = options.device == "cuda"
+    if options.tiny:
+        models, size, sizes = ["vit_tiny_patch16_224"], TINY, {}
+    elif options.largest:
+        models, size, sizes = ["vit_giant_patch14_224"], {}, {"vit_giant_patch14_224": 16}
+    elif gpu:
+        models, size, sizes = list(GPU_BATCHES), {}, GPU_BATCHES
+    else:
+        models, size, sizes = ["vit_tiny_patch16_112"], SMALL, {"vit_tiny_patch16_112": 16}
+    return [
+        Job(
+            "plain",
+            model,
+            options.batch_size or (4 if options.tiny else sizes.get(model, 64 if gpu else 16)),
+            size,
+            precision,
+            options.device,
+            compiled=gpu or options.compile,
+            limit_bytes=options.pretend_mb and options.pretend_mb * 2**20,
+        )
+        for model in options.models or models
+        for precision in options.precision
+    ]
+
+
+def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
+    """Times of all contenders, and whether all did what they should."""
+    left: dict[str, str] = {}
+    ok, timed = True, list[Timed]()
+    with ExitStack() as ends:
+        names = options.only or CONTENDERS
+        started = [ends.enter_context(Contender(replace(job, contender=name))) for name in names]
+        for contender in started:
+            try:
+                contender.ready()
+                losses = contender.turn(3, losses=True)["losses"]
+                contender.turn(WARM_UP if not options.tiny else 1)
+                timed.append(Timed(contender, losses))
+            except Left as gone:
+                ok &= gone.kind == "missing"
+                left[contender.name] = f"{gone.kind}: {gone.why}"
+                console.print(f"- {contender.name} is left out, {gone.kind}: {gone.why}", soft_wrap=True)
+        if not timed:
+            return {"left_out": left}, False
+        ok &= alike(timed, job.precision, console)
+        take_turns(timed, options.rounds, options.steps)
+    console.print(table(timed, job))
+    rows = [
+        {
+            "contender": one.contender.job.contender,
+            "version": one.contender.version,
+            "parameters": one.contender.parameters,
+            "losses": one.losses,
+            "wall": one.wall,
+            "cpu": one.cpu,
+            "memory_bytes": one.memory_bytes,
+        }
+        for one in timed
+    ]
+    return {"left_out": left, "rows": rows}, ok
+
+
+def alike(timed: list[Timed], precision: str, console: Console) -> bool:
+    """Whether all train the same; says how far their losses are apart."""
+    first, ok = timed[0], True
+    for one in timed[1:]:
+        apart = difference(one.losses, first.losses)
+        same = one.contender.parameters == first.contender.parameters
+        ok &= same and apart <= TOLERANCE[precision]
+        console.print(
+            f"- {one.contender.name}: {one.contender.parameters:,} parameters"
+            f"{'' if same else f', not {first.contender.parameters:,}'}; losses of the first steps up to {apart:.1e} "
+            f"from those of {first.contender.name}{'' if apart <= TOLERANCE[precision] else ': not the same training'}",
+            soft_wrap=True,
+        )
+    return ok
+
+
+def table(timed: list[Timed], job: Job) -> Table:
+    """A row a contender."""
+    made = Table(*COLUMNS, box=box.MARKDOWN)
+    ours = next((one for name in OURS for one in timed if one.contender.job.contender == name), timed[0])
+    for one in timed:
+        memory = "–" if one.memory_bytes is None else f"{one.memory_bytes / 2**30:.2f}"
+        made.add_row(
+            one.contender.name,
+            one.contender.version,
+            Spread.of([1e3 * seconds for seconds in one.wall]).text(2),
+            Spread.of([job.batch_size / seconds for seconds in one.wall]).text(1),
+            ratio(one.wall, ours.wall).text(3) if one is not ours else "1",
+            ratio(one.cpu, ours.cpu).text(3) if one is not ours else "1",
+            memory,
+        )
+    return made
+
+
+def largest(job: Job, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
+    """The deepest model of each contender, each with what it has to save memory."""
+    made = Table("contender", "blocks", "parameters, M", "the next one", box=box.MARKDOWN)
+    found: dict[str, Any] = {}
+    ok = True
+    for name in options.only or [name for name in CONTENDERS if name != "vitpar_trainer"]:
+        trials = Trials(replace(job, contender=name))
+        try:
+            depth = deepest(trials, most=4096)
+        except Left as gone:
+            ok &= gone.kind == "missing"
+            console.print(f"- {CONTENDERS[name]} is left out, {gone.kind}: {gone.why}", soft_wrap=True)
+            continue
+        found[name] = {"depth": depth, "trials": trials.done, "full": trials.full}
+        made.add_row(CONTENDERS[name], f"{depth}", f"{parameters(job, depth) / 1e6:,.0f}", trials.full[:80])
+    console.print(made)
+    return {"largest": found}, ok
+
+
+def parameters(job: Job, depth: int) -> int:
+    """Of the job's model with so many blocks."""
+    import torch
+
+    from vitpar.models.vit import ViT
+
+    with torch.device("meta"):
+        shape = replace(job, options={**job.options, "depth": depth}).config
+        return sum(p.numel() for p in ViT(shape).parameters())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,7 @@ from vitpar.bench.feeds import Loaded, Synthetic
 from vitpar.bench.kernels import _kernel_flops
 from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.runner import STEADY, Runner
-from vitpar.parallel.model import untimed
+from vitpar.parallel.phases import untimed
 from vitpar.train.build import Trained, build
 from vitpar.train.input import open_split
 from vitpar.train.optimizer import local
@@ -285,7 +285,18 @@ heads = 2
 path = "nowhere"
 """
 KEYS = {
-    *("model", "plan", "schedule", "microbatches", "ranks", "batch_size", "precision", "compile", "device"),
+    *(
+        "model",
+        "plan",
+        "schedule",
+        "microbatches",
+        "ranks",
+        "batch_size",
+        "precision",
+        "compile",
+        "attention",
+        "device",
+    ),
     *("device_name", "warm_up", "steps", "step_seconds", "images_per_second", "mfu", "matmul_share", "rates"),
     *("memory_bytes", "data", "phased_step_seconds", "phases", "between_seconds", "kernels"),
 }

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench.ours import VitparStep
 from vitpar.models import ViTConfig
+from vitpar.parallel.phases import PhaseClock, untimed
 
 
 def settle(device: torch.device) -> None:
@@ -115,44 +115,12 @@ def kernels(step: Callable[[], object], steps: int = 2) -> tuple[float, float] |
     return len(events) / steps, sum(event.device_time_total for event in events) / steps / 1e6
 
 
-@dataclass
-class Phases:
-    """Milliseconds of the parts of a step, by name, on the device's clock."""
-
-    device: torch.device
-    _marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time what is inside the ``with``."""
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._marks.append((name, begin, end))
-        else:
-            begun = time.perf_counter()
-            yield
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
-
-    def milliseconds(self, steps: int) -> dict[str, float]:
-        """Of each part in one of `steps`, in the order they come. Waits for the device."""
-        settle(self.device)
-        found = {name: 1e3 * seconds for name, seconds in self._seconds.items()}
-        for name, begin, end in self._marks:
-            found[name] = found.get(name, 0.0) + begin.elapsed_time(end)
-        return {name: total / steps for name, total in found.items()}
-
-
 def phases(step: VitparStep, batch: tuple[Tensor, Tensor], device: torch.device, steps: int = 3) -> dict[str, float]:
     """Milliseconds of the parts of vitpar's step."""
-    timed, untimed = Phases(device), step.model.phase
-    step.model.phase = timed
+    step.model.phase = clock = PhaseClock(device)
     try:
         for _ in range(steps):
             step(*batch)
     finally:
         step.model.phase = untimed
-    return timed.milliseconds(steps)
+    return {name: 1e3 * seconds / steps for name, seconds in clock.read().items()}

@@ -6,6 +6,8 @@ from torch import Tensor
 from bench.settings import CLIP, LR, OPTIMIZER, SEED
 from vitpar.models import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
+from vitpar.parallel.attention import choose_attention
+from vitpar.parallel.precision import precision as numbers
 from vitpar.strategy import Plan
 from vitpar.train.optimizer import ShardedOptimizer
 from vitpar.train.step import TrainStep
@@ -32,7 +34,8 @@ def vitpar_step(
     precision: str = "fp32",
     compile_blocks: bool = False,
 ) -> VitparStep:
-    """A model under `plan`, and its step."""
+    """A model under `plan`, and its step, with the attention that the trainer would take: for all of this process."""
+    choose_attention("auto", config, plan, batch_size, numbers(precision), device)
     return VitparStep(
         parallelize(
             config,

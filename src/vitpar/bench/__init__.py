@@ -2,8 +2,8 @@
 the kernels they are made of."""
 
 from vitpar.bench.kernels import Kernel
-from vitpar.bench.phases import PhaseClock
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Repeated
 from vitpar.bench.run import Settings, bench
+from vitpar.parallel.phases import PhaseClock
 
 __all__ = ["Benchmark", "DataCost", "Kernel", "PhaseClock", "PhaseTime", "Repeated", "Settings", "bench"]

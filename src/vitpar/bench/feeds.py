@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
-from vitpar.parallel.model import Phase
+from vitpar.parallel.phases import Phase
 from vitpar.train.input import ImageSet, Input
 from vitpar.train.recipe import Recipe
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from vitpar.bench.feeds import Feed, Take
-from vitpar.bench.phases import PhaseClock
 from vitpar.bench.result import WarmUp
-from vitpar.parallel.model import Phase, untimed
+from vitpar.parallel.phases import Phase, PhaseClock, untimed
 from vitpar.planner.measure.clock import Group
 from vitpar.train.build import Trained
 from vitpar.train.garbage import Garbage

@@ -6,8 +6,7 @@ summed over data-parallel ranks and micro-batches, never averaged.
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
+from vitpar.parallel.phases import Phase, untimed
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tokens, send_tokens, travel_layouts
 from vitpar.parallel.precision import Precision
 from vitpar.parallel.stage import Stage
@@ -26,15 +26,6 @@ from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.strategy import SCHEDULES, Part, Plan, batch_arithmetic, image_layout, logit_layout
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.layout import copies
-
-_UNTIMED = nullcontext()
-Phase = Callable[[str], AbstractContextManager[object]]
-"""What the parts of a step run in, by name: for whoever wants to know how long each takes."""
-
-
-def untimed(name: str) -> AbstractContextManager[object]:
-    """Nobody wants to know."""
-    return _UNTIMED
 
 
 class ParallelModel:

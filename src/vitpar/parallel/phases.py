@@ -1,17 +1,26 @@
-"""How long the parts of a step take."""
+"""The parts of a step by name, for whoever wants to know how long each takes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+Phase = Callable[[str], AbstractContextManager[object]]
+"""What the parts of a step run in, by name."""
+_UNTIMED = nullcontext()
+
+
+def untimed(name: str) -> AbstractContextManager[object]:
+    """Nobody wants to know."""
+    return _UNTIMED
+
 
 class PhaseClock:
-    """A ``vitpar.parallel.Phase`` that takes the time: ``model.phase = PhaseClock(device)``.
+    """A `Phase` that takes the time: ``model.phase = PhaseClock(device)``.
 
     On a GPU it is the time between two events in the queue of its work, so that nothing waits for the device before
     `read`; a phase in which the GPU has nothing to do, because the host is late, lasts as long as that.

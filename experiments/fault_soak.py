@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ TRAIN = {"steps": STEPS, "batch_size": 16, "log_every": 1, "eval_every": 20, "em
 SETTINGS = [
     *(f"model.{key}={value}" for key, value in MODEL.items()),
     *(f"train.{key}={value}" for key, value in TRAIN.items()),
-    *(f"checkpoint.every_steps={EVERY}", "checkpoint.keep=3", "augment.mixup=0.8"),
+    *(f"checkpoint.every_steps={EVERY}", "checkpoint.keep=3", "augment.mixup=0.8", "faults.hang_minutes=1"),
 ]
 PLANS = {"dp1": 1, "dp2": 2, "fsdp2": 2, "tp2": 2, "pp2": 2, "dp2+zero1": 2, "pp2xtp2": 4}
 DAMAGE = ("newest checkpoint cut", "newest checkpoint with one bit flipped", "newest index cut")
+STANDS_STILL = 240.0
+"""Seconds after which a run that has not ended is given up."""
 ENDS_WITHIN = 30.0
 """Seconds that a run may take to end after a fault: what asks ranks to end is heard within 5."""
 
@@ -88,11 +91,12 @@ class Soak:
             self._place, [str(HERE / "faults" / "injected.py"), fault, str(rank), str(count), "fired", *words]
         )
         try:
-            out, _ = process.communicate(timeout=150)
+            out, _ = process.communicate(timeout=STANDS_STILL)
             ended = time.time()
         except subprocess.TimeoutExpired:
+            standing = "\n".join(map(threads, processes(self._place)))
             process.kill()
-            out, ended = "", time.time()
+            out, ended = f"{self._log()[-1000:]}\n{standing}\n{process.communicate()[0]}", time.time()
         fired = self._fired.stat().st_mtime if self._fired.exists() else None
         came = fired is not None if kind not in DAMAGE else damaged is not None
         said = f"{kind}, {mesh}, rank {rank}, {count}"
@@ -206,6 +210,17 @@ def processes(place: Path) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def threads(pid: int) -> str:
+    """What each thread of a process is doing, as the kernel sees it."""
+    lines = [f"process {pid}"]
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with suppress(OSError):
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            words = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+            lines.append(f"  {state} {' '.join(words)}")
+    return "\n".join(lines)
 
 
 def main() -> int:

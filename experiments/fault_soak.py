@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -96,7 +97,8 @@ class Soak:
         except subprocess.TimeoutExpired:
             standing = "\n".join(map(threads, processes(self._place)))
             process.kill()
-            out, ended = f"{self._log()[-1000:]}\n{standing}\n{process.communicate()[0]}", time.time()
+            process.wait()
+            out, ended = f"{self._log()[-1000:]}\n{standing}", time.time()
         fired = self._fired.stat().st_mtime if self._fired.exists() else None
         came = fired is not None if kind not in DAMAGE else damaged is not None
         said = f"{kind}, {mesh}, rank {rank}, {count}"
@@ -146,7 +148,10 @@ class Soak:
 
     def _left(self, there: Checkpoints, before: list[int]) -> list[str]:
         """In what is left of it."""
-        wrong = [f"process {pid} is left" for pid in processes(self._place)]
+        time.sleep(0.5)  # who noticed just now that the launcher is gone
+        wrong = [f"process {pid} is left: {threads(pid)}" for pid in processes(self._place)]
+        for pid in processes(self._place):
+            os.kill(pid, signal.SIGKILL)
         for step in there.steps():
             try:
                 damage = Checkpoint.open(there.path(step)).damage()

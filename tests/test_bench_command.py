@@ -285,19 +285,8 @@ heads = 2
 path = "nowhere"
 """
 KEYS = {
-    *(
-        "model",
-        "plan",
-        "schedule",
-        "microbatches",
-        "ranks",
-        "batch_size",
-        "precision",
-        "compile",
-        "attention",
-        "device",
-    ),
-    *("device_name", "warm_up", "steps", "step_seconds", "images_per_second", "mfu", "matmul_share", "rates"),
+    *("model", "plan", "schedule", "microbatches", "ranks", "batch_size", "precision", "compile", "attention"),
+    *("device", "device_name", "warm_up", "steps", "step_seconds", "images_per_second", "mfu", "matmul_share", "rates"),
     *("memory_bytes", "data", "phased_step_seconds", "phases", "between_seconds", "kernels"),
 }
 

@@ -13,7 +13,8 @@ The most important comes first, a row is told and written as soon as it is there
    kernels, the part of the time in which the GPU is busy with them, and its phases
 3. input: the first model on JPEG files of 500x375 pixels out of shards, beside the batch in memory, in turns
    (needs all of vitpar's packages)
-4. plain: the same ViT unwrapped, ``torch.compile`` on the whole, bf16 autocast; in turns with vitpar
+4. plain: the same ViT unwrapped, ``torch.compile`` on the whole, bf16 autocast, and the attention kernel that vitpar
+   found to be the fastest; in turns with vitpar
 
 All train with AdamW (fused) and clipping by the global norm. First vitpar's first loss and gradient norm are compared
 with the unwrapped, uncompiled ViT in bf16. Times are of blocks of --steps steps between two synchronisations, after a
@@ -176,6 +177,7 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
         waits=waited,
         kernels=launched,
         products=rate,
+        attention=step.attention.to_json(),
     )
     told = ", ".join(f"{name} {time:.2f}" for name, time in parts.items())
     run.row("phases", [named(config, batch_size), told], model=config.name, batch_size=batch_size, ms=parts)

@@ -6,7 +6,7 @@ from torch import Tensor
 from bench.settings import CLIP, LR, OPTIMIZER, SEED
 from vitpar.models import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
-from vitpar.parallel.attention import choose_attention
+from vitpar.parallel.attention import Attention, choose_attention
 from vitpar.parallel.precision import precision as numbers
 from vitpar.strategy import Plan
 from vitpar.train.optimizer import ShardedOptimizer
@@ -16,8 +16,8 @@ from vitpar.train.step import TrainStep
 class VitparStep:
     """The step of ``vitpar.train.trainer.Trainer``; a ``bench.settings.Step``."""
 
-    def __init__(self, model: ParallelModel) -> None:
-        self.model = model
+    def __init__(self, model: ParallelModel, attention: Attention) -> None:
+        self.model, self.attention = model, attention
         self._update = TrainStep(model, ShardedOptimizer(model.named_parameters(), OPTIMIZER), clip_grad_norm=CLIP)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,15 +35,14 @@ def vitpar_step(
     compile_blocks: bool = False,
 ) -> VitparStep:
     """A model under `plan`, and its step, with the attention that the trainer would take: for all of this process."""
-    choose_attention("auto", config, plan, batch_size, numbers(precision), device)
-    return VitparStep(
-        parallelize(
-            config,
-            plan,
-            batch_size=batch_size,
-            device=device,
-            precision_name=precision,
-            seed=SEED,
-            compile_blocks=compile_blocks,
-        )
+    attention = choose_attention("auto", config, plan, batch_size, numbers(precision), device)
+    model = parallelize(
+        config,
+        plan,
+        batch_size=batch_size,
+        device=device,
+        precision_name=precision,
+        seed=SEED,
+        compile_blocks=compile_blocks,
     )
+    return VitparStep(model, attention)

@@ -13,7 +13,7 @@ steps while others have their turn; turns are blocks of --steps steps, of which 
 the order turns around every round. Before anything is timed, numbers of parameters must be equal, and the losses of the
 first three steps agree: to 1e-4 in fp32, to 2e-2 in bf16.
 
-"vitpar, whole loop" is its Trainer with its log interval of 10 steps, watchdog and metrics. Ratios are over it, where
+"vitpar, whole loop" is its Trainer with its log interval of 10 steps and metrics. Ratios are over it, where
 its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.
 CPU time is that of all threads of a process. Memory is the peak of what a process allocated on the GPU.
 Who is not installed is left out, and the reason said. Exit code 1: a contender that is there failed, or losses differ.
@@ -129,8 +129,8 @@ def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dic
     ok, timed = True, list[Timed]()
     with ExitStack() as ends:
         names = options.only or CONTENDERS
-        started = [ends.enter_context(Contender(replace(job, contender=name))) for name in names]
-        for contender in started:
+        for name in names:  # one after the other: vitpar tries kernels when it starts
+            contender = ends.enter_context(Contender(replace(job, contender=name)))
             try:
                 contender.ready()
                 losses = contender.turn(3, losses=True)["losses"]

@@ -46,6 +46,7 @@ SETTINGS = {
     "data.workers": 1,
 }
 WINDOW = 200
+PARTS = 4  # of a window, for each of which one value of memory is taken
 
 
 def train(place: Path, run: str, steps: int, log_every: int, device: str) -> subprocess.Popen[bytes]:
@@ -111,7 +112,11 @@ def steady(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
         )
     # A time stands for its whole log interval: one value each, or the error comes out too small.
     time_slope = Slope.of(times[size::10])
-    memory_slope = Slope.of([memory for step, memory in samples if step > size])
+    # So do samples of memory that were taken shortly after each other.
+    parts: dict[int, list[int]] = {}
+    for step, memory in samples:
+        parts.setdefault(step * PARTS // size, []).append(memory)
+    memory_slope = Slope.of([statistics.median(part) for number, part in sorted(parts.items()) if number >= PARTS])
     table.add_row(f"rise after step {size}", time_slope.text(), memory_slope.text())
     return table, {
         "step_ms": times,

@@ -126,7 +126,7 @@ def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     assert runs[1] == {step: loss for step, loss in runs[0].items() if step > 5} != {}
 
 
-@pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [("--no-compile",), ("--compile",)], ids=["eager", "compiled"])
 def test_phases_and_kernels_are_timed_on_the_device(options: tuple[str, ...], tmp_path: Path) -> None:
     words = ("--model", "vit_tiny_patch16_224", "--batch-size", "64", "--precision", "bf16", *options)
     found = json.loads(vitpar("bench", *words, "--device", "cuda", "--profile", "traces", "--json", cwd=tmp_path))

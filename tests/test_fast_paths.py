@@ -3,6 +3,9 @@
 import gc
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from command_line import refusal, run
+from command_line import ROOT, refusal, run
 from small_data import pack_small
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.data import Normalize
@@ -160,6 +163,52 @@ def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypat
         choose_attention("flash", config, plan, BATCH, numbers, CUDA)
 
 
+TRACED = """
+import sys
+import torch
+from vitpar.models.vit import Attention
+from vitpar.parallel.attention import use_attention
+
+attention = Attention(32, 4, False)
+forward = torch.compile(attention.forward, backend=sys.argv[1])
+for backend in sys.argv[2:]:
+    use_attention(backend)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        forward(torch.randn(2, 9, 32)).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    print("flash" if "aten::_scaled_dot_product_flash_attention_for_cpu" in names else "math")
+"""
+
+
+def kernels_of(compiler: str, *backends: str, cache: Path) -> list[str]:
+    """Which kernel a compiled attention runs when each of `backends` is asked for, in a process of its own."""
+    paths = {"PYTHONPATH": str(ROOT / "src"), "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TRACED, compiler, *backends]
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_compiled_blocks_follow_the_choice(tmp_path: Path) -> None:
+    """A graph keeps the kernel it was traced with, whatever is asked for later."""
+    assert kernels_of("aot_eager", "flash", "math", "flash", cache=tmp_path) == ["flash", "math", "flash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_was_compiled_by_another_run_does_not_stand_in(tmp_path: Path) -> None:
+    """torch's cache on disk does not tell graphs of different kernels apart by itself."""
+    for backend in ("flash", "math", "flash"):
+        assert kernels_of("inductor", backend, cache=tmp_path) == [backend]
+
+
+def test_small_differences_do_not_choose(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = plan_of()
+    rates = {"cudnn": 1.0, "flash": 0.98, "efficient": 1.5}
+    monkeypatch.setattr(attention, "probe", lambda names, *_: {name: rates[name] for name in names})
+    assert choose_attention("auto", config, plan, BATCH, precision("bf16"), CUDA).backend == "cudnn"
+
+
 def test_on_a_cpu_torch_chooses_unless_it_is_named(alone: None) -> None:
     config, plan = plan_of()
     numbers = precision("fp32")
@@ -175,9 +224,11 @@ def test_on_a_cpu_torch_chooses_unless_it_is_named(alone: None) -> None:
 def test_the_command_refuses_an_attention_that_does_not_run_here(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "--data", str(data), "--model", "vit_tiny_patch16_224", "--steps", "1", "--device", "cpu"]
-    words += ["--mesh", "dp2", "--set", "train.attention=cudnn", "--run-dir", str(tmp_path / "run")]
-    assert "train.attention 'cudnn' does not run on a cpu device" in refusal(words, monkeypatch, capsys)
+    common = ["--mesh", "dp2", "--set", "train.attention=cudnn", "--device", "cpu", "--model", "vit_tiny_patch16_224"]
+    training = ["--data", str(data), "--steps", "1", "--run-dir", str(tmp_path / "run")]
+    for words in (["train", *training], ["check"], ["bench"]):
+        told = refusal([words[0], *common, *words[1:]], monkeypatch, capsys)
+        assert "train.attention 'cudnn' does not run on a cpu device" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -81,10 +81,13 @@ def check(
         train__precision=precision,
         train__compile=compile_blocks,
     )
+    from vitpar.parallel.attention import refuse_attention
+
     kind = choose_device(device)
+    refuse_attention(merged.train.attention, kind)
     parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, kind)).plan
-    named = any(assignment.partition("=")[0].strip() == "train.batch_size" for assignment in assignments or ())
-    size = merged.train.batch_size if named or batch_size else _batch_that_divides(parts)
+    named = batch_size or o.assigned(assignments, "train.batch_size")
+    size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(num_classes)
     chosen = merged.chosen(config, lambda plan: resolve(plan, kind))

@@ -40,6 +40,7 @@ def evaluate(
     Example: vitpar eval --checkpoint runs/20260102-…/weights --data data_shards/digits
     """
     from vitpar.errors import DataError
+    from vitpar.parallel.attention import refuse_attention
     from vitpar.train.input import open_split, transforms
     from vitpar.train.recipe import ParallelSection
     from vitpar.train.recipe_file import read_recipe
@@ -58,6 +59,11 @@ def evaluate(
             f"know {config.num_classes}: name the data they were trained on with --data"
         )
     kind = choose_device(device)
+    # How fast the weights were trained is not theirs; to compile takes longer than most evaluations.
+    plain = {"attention": "auto", "compile": False}
+    ours = {key: value for key, value in plain.items() if not o.assigned(assignments, f"train.{key}")}
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=ours)})
+    refuse_attention(recipe.train.attention, kind)
     plan = recipe.plan(config, lambda plan: resolve(plan, kind))
     transforms(recipe, config.image_size)  # refuses wrong settings before anything starts
 

@@ -124,13 +124,15 @@ def model(
     import torch
 
     from vitpar.launch.process_group import meeting_place
+    from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
     from vitpar.planner.measure.model import Subject, profile_model
 
     world = world or ALONE
     where = torch.device(kind)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
-    compiled = kind == "cuda" if merged.train.compile is None else merged.train.compile
+    wanted = merged.train.compile
+    compiled = kind == "cuda" and compiler_fault(where) is None if wanted is None else wanted
     subject = Subject(config, merged.train.precision, largest, compiled)
     with _progress(shown=world.rank == 0 and not as_json) as progress:
         profile = profile_model(subject, where, clock, world.size, progress)

@@ -118,9 +118,12 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
                 f"{path} is of a model with {field} {value} but the recipe's has {wanted[field]}: profile the recipe's "
                 "model by vitpar profile model --recipe, or name the recipe that was profiled"
             )
-    trained = {"precision": recipe.train.precision, "compile": recipe.train.compile}
+    compiled = recipe.train.compile
+    if compiled is None:  # on GPUs as it came out when they were profiled
+        compiled = profile.compiled and profile.device == "cuda"
+    trained = {"precision": recipe.train.precision, "compile": compiled}
     for name, value in (("precision", profile.precision), ("compile", profile.compiled)):
-        if trained[name] is not None and value != trained[name]:
+        if value != trained[name]:
             raise PlannerError(
                 f"{path} was measured with {name} {value} but the recipe has {trained[name]}: profile the model again, "
                 f"or set train.{name}"

@@ -76,6 +76,11 @@ def parse_split(text: str | None) -> str | list[int] | None:
     return text
 
 
+def assigned(assignments: list[str] | None, key: str) -> bool:
+    """Whether ``--set`` gives `key`."""
+    return any(assignment.partition("=")[0].strip() == key for assignment in assignments or ())
+
+
 def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]) -> None:
     """Refuse ``--set`` of a setting that does nothing here. doing: what the command does. used: keys, or "section.…"
     for all of a section."""

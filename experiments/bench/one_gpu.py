@@ -111,7 +111,7 @@ def kernels(step: Callable[[], object], steps: int = 2) -> tuple[float, float] |
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    events = [e for e in profiled.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     return len(events) / steps, sum(event.device_time_total for event in events) / steps / 1e6
 
 

@@ -1,4 +1,4 @@
-"""vitpar's Trainer, whole: its step, and between steps its watchdog, metrics, log interval and look at the clock.
+"""vitpar's Trainer, whole: its step, and between steps its metrics, log interval and look at the clock.
 
 Only where batches come from is another: they are in memory, on the device. Its data set has an index and no images.
 """

@@ -111,7 +111,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _sending(model: ParallelModel) -> float:
     """Seconds of the messages that a step waits for, one after the other; 0 where no rank sends any. Collective."""
-    messages = [(group, torch.zeros(max(1, size // 4), device=model.device)) for group, size in model.gradient_messages]
+    largest = torch.zeros(max((size for _, size in model.gradient_messages), default=0) // 4 + 1, device=model.device)
+    messages = [(group, largest[: max(1, size // 4)]) for group, size in model.gradient_messages]
     most = torch.tensor(len(messages), device=model.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
 

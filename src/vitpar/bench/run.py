@@ -62,10 +62,13 @@ def bench(
     told("building the model")
     trained = build(recipe, config, plan, device)
     attention = trained.choose_attention()
-    synthetic = Synthetic(trained.model)
-    feed: Feed = synthetic if images is None else Loaded(recipe, trained.model, images)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # what was tried when attention was chosen
+    feed: Feed = Synthetic(trained.model) if images is None else Loaded(recipe, trained.model, images)
     runner = Runner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, told)
+    memory = int(runner.most(memory_bytes(device)))
+    synthetic = feed if images is None else Synthetic(trained.model)
     seconds: list[float] = []
     without: list[float] = []
     phased: list[Phased] = []
@@ -77,7 +80,6 @@ def bench(
         told(f"repeat {repeat + 1} of {settings.repeats}")
         for work in works[:: -1 if repeat % 2 else 1]:
             work()
-    memory = int(runner.most(memory_bytes(device)))
     told("measuring the limits")
     limits = measure_limits(trained)
     kernels = None

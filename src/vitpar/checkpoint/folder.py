@@ -43,7 +43,8 @@ class Best(BaseModel):
 
 class Facts(BaseModel):
     """What a run knows besides its tensors. step: updates made. samples: of the training set, seen so far. data: the
-    fingerprint of the training set. attention: the kernel that computed it, None for whatever torch takes."""
+    fingerprint of the training set. attention: the kernel that computed it, None for whatever torch takes.
+    compiled: whether blocks were."""
 
     model_config = ConfigDict(extra="forbid")
     step: NonNegativeInt
@@ -52,6 +53,7 @@ class Facts(BaseModel):
     loss_scale: Scale | None = None
     best: Best | None = None
     attention: str | None = None
+    compiled: bool | None = None
 
 
 @dataclass(frozen=True)

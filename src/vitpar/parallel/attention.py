@@ -14,8 +14,8 @@ cuDNN's is often ahead of FlashAttention-2, on others behind it.
 from __future__ import annotations
 
 import math
-import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +34,8 @@ CANDIDATES = ("cudnn", "flash", "efficient")
 """What is tried on a GPU where nothing is named."""
 KNOWN = {"cuda": ("cudnn", "flash", "efficient", "math"), "cpu": ("flash", "math")}
 WARM_UP, READINGS, TIMES = 3, 5, 5
+CLEARLY = 0.97
+"""Of the first one's time, below which another is taken."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,28 @@ def choose_attention(
         use_attention(None)
         return Attention()
     known = KNOWN[device.type]
-    for names in ((wanted,) if wanted != "auto" else (kept,) if kept in known else (), CANDIDATES):
+    tries = [(wanted,)] if wanted != "auto" else [(kept,), CANDIDATES] if kept in known else [CANDIDATES]
+    for names in tries:
         seconds = probe(names, config, plan, batch_size, numbers, device)
-        best = min(seconds, key=lambda name: seconds[name], default=None)
-        if best is not None and math.isfinite(seconds[best]):
+        if (best := _fastest(seconds)) is not None:
             use_attention(best)
             return Attention(best, tuple(seconds.items()))
-        if wanted != "auto":
-            raise RecipeError(
-                f"train.attention '{wanted}' cannot compute heads of {config.width // config.heads} features in "
-                f"{numbers.compute} on this {device.type} device: use auto"
-            )
+    if wanted != "auto":
+        raise RecipeError(
+            f"train.attention '{wanted}' cannot compute heads of {config.width // config.heads} features in "
+            f"{numbers.compute} on this {device.type} device, or not in its memory: use auto"
+        )
     use_attention(None)
     return Attention(None, tuple(seconds.items()))
+
+
+def _fastest(seconds: dict[str, float]) -> str | None:
+    """The first, unless another is clearly faster: small shapes take as long as it takes to start them."""
+    able = [name for name in seconds if math.isfinite(seconds[name])]
+    if not able:
+        return None
+    best = min(able, key=lambda name: seconds[name])
+    return best if seconds[best] < CLEARLY * seconds[able[0]] else able[0]
 
 
 def refuse_attention(wanted: str, device_type: str) -> None:
@@ -96,19 +107,20 @@ def refuse_attention(wanted: str, device_type: str) -> None:
 
 def use_attention(backend: str | None) -> None:
     """Let all attention of this process be computed by `backend`, and by plain matrix products where that cannot;
-    None: as torch chooses."""
-    cuda = torch.backends.cuda
-    for name, enable in {
-        "flash": cuda.enable_flash_sdp,
-        "cudnn": cuda.enable_cudnn_sdp,
-        "efficient": cuda.enable_mem_efficient_sdp,
-    }.items():
-        enable(backend in (None, name))
-    cuda.enable_math_sdp(True)
+    None: as torch chooses.
+
+    A compiled graph keeps the kernel that it was traced with, and neither torch's guards nor its cache on disk know of
+    the choice: what was compiled under another is dropped, and the cache is told.
+    """
+    _enable(backend, math=True)
+    tag = f"attention={backend}" if backend else ""
+    if torch.compiler.config.cache_key_tag != tag:
+        torch.compiler.config.cache_key_tag = tag
+        torch.compiler.reset()
 
 
 def probe(
-    names: Sequence[str | None],
+    names: Sequence[str],
     config: ViTConfig,
     plan: Plan,
     batch_size: int,
@@ -116,26 +128,35 @@ def probe(
     device: torch.device,
 ) -> dict[str, float]:
     """Seconds of attention forward and backward in one block, for one rank's part of a micro-batch, by each of `names`;
-    infinite for those that cannot. Collective: the slowest rank's."""
+    infinite for those that cannot, or for which there is no memory. Collective: the slowest rank's."""
     rows = max(1, batch_arithmetic(plan, batch_size).microbatch_rows // plan.stage_size)
-    tried = [name for name in names if name]
-    qkv = torch.randn(rows, config.tokens, 3 * config.width, device=device).to(numbers.compute).requires_grad_()
-    seconds = torch.tensor([_seconds(name, qkv, config.heads) for name in tried], dtype=torch.float64, device=device)
-    use_attention(None)
-    if tried and dist.get_world_size() > 1:
+    shape = (rows, config.tokens, 3 * config.width)
+    mine = [_seconds(name, shape, config.heads, numbers.compute, device) for name in names]
+    _enable(None, math=True)
+    seconds = torch.tensor(mine, dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return dict(zip(tried, seconds.tolist(), strict=True))
+    return dict(zip(names, seconds.tolist(), strict=True))
 
 
-def _seconds(backend: str, qkv: Tensor, heads: int) -> float:
-    use_attention(backend)
-    torch.backends.cuda.enable_math_sdp(backend == "math")  # or what cannot do it would seem to
-    try:
-        for _ in range(WARM_UP):
-            _attend(qkv, heads)
-        return statistics.median(_timed(qkv, heads) for _ in range(READINGS))
-    except RuntimeError:  # no kernel for this shape, precision or device
-        return math.inf
+def _enable(backend: str | None, *, math: bool) -> None:
+    cuda = torch.backends.cuda
+    cuda.enable_flash_sdp(backend in (None, "flash"))
+    cuda.enable_cudnn_sdp(backend in (None, "cudnn"))
+    cuda.enable_mem_efficient_sdp(backend in (None, "efficient"))
+    cuda.enable_math_sdp(math)
+
+
+def _seconds(backend: str, shape: tuple[int, int, int], heads: int, dtype: torch.dtype, device: torch.device) -> float:
+    _enable(backend, math=backend == "math")  # or what cannot do it would seem to
+    with warnings.catch_warnings(action="ignore"):  # why a kernel cannot
+        try:
+            qkv = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+            for _ in range(WARM_UP):
+                _attend(qkv, heads)
+            return min(_timed(qkv, heads) for _ in range(READINGS))
+        except RuntimeError:  # no kernel for this shape, precision or device; no memory
+            return math.inf
 
 
 def _timed(qkv: Tensor, heads: int) -> float:

@@ -69,6 +69,8 @@ def precision(name: str, reduce_dtype: str | None = None) -> Precision:
 def slow_here(name: str, device: torch.device) -> str | None:
     """A warning where this device has no instructions for the precision `name`; None where it has."""
     known = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
-    if device.type != "cpu" or name not in known or getattr(torch.ops.mkldnn, known[name])():
+    if device.type != "cpu" or name not in known:
+        return None
+    if torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, known[name])():
         return None
     return f"this CPU has no instructions for {name}, so that steps take far longer than in fp32"

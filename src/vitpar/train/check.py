@@ -5,6 +5,7 @@ and clipping hide a wrong gradient scale). Every rank compares its own shards, s
 Rank 0 alone runs the one-process model; its values are broadcast parameter by parameter.
 """
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
@@ -178,7 +180,8 @@ def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: 
     for step in range(len(images)):
         inputs = (images[step].to(device, numbers.compute), keys[step].to(device) if config.stochastic else None)
         computed = {name: p.to(numbers.compute) for name, p in model.named_parameters()}
-        logits = functional_call(model, computed, inputs).to(numbers.parameters)
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():  # not what is to be checked
+            logits = functional_call(model, computed, inputs).to(numbers.parameters)
         loss = F.cross_entropy(logits, labels[step].to(device), label_smoothing=parallel.label_smoothing)
         model.zero_grad()
         (loss * scale).backward()

@@ -33,9 +33,13 @@ class Garbage:
         if self._was_on:
             gc.enable()
 
+    def collect(self) -> None:
+        """Now."""
+        gc.collect()
+
     def look(self, number: int, seconds: float) -> None:
         """After step `number`. seconds: that a step takes, as all ranks were told. The first steps make most of what
         is never freed."""
         if number >= self._next:
-            gc.collect()
+            self.collect()
             self._next = number + (max(1, int(EVERY_S / seconds)) if seconds else 1)

@@ -170,6 +170,7 @@ class Trainer:
                 if due:
                     last = self.evaluate(number)
                     save = self.saver.best(number, last.top1) or save
+                    garbage.collect()
                 if save or stopped:
                     self.saver.save(self.done, self.samples)
                 if stopped and number < self.total_steps:
@@ -206,8 +207,8 @@ class Trainer:
 
     def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
-        kernel = self.attention.backend
-        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, attention=kernel)
+        paths = {"attention": self.attention.backend, "compiled": self.model.compiled}
+        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)
         return texts(facts, self.recipe, self.config, self.plan)
 
     def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
@@ -224,6 +225,9 @@ class Trainer:
                 "anew: name another folder with --run-dir"
             )
         self.state.load(found, changed)
+        for name, mine in (("compiled", self.model.compiled), ("attention", self.attention.backend)):
+            if self.folder and (before := getattr(found.facts, name)) not in (None, mine):
+                self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:
             self.saver.go_on(found)
         if self.folder:

@@ -32,7 +32,7 @@ class Normalize:
 
 
 def _normalized(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    return images.float().sub_(mean).div_(std).to(dtype)
+    return images.float().sub(mean).div_(std).to(dtype)
 
 
 @cache

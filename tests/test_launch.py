@@ -56,6 +56,12 @@ def fail():
 with reporting():
     world = find_world()
     way, last = sys.argv[1], world.rank == world.size - 1
+    if way == "finished":
+        import atexit
+        from vitpar.launch import finish
+        atexit.register(os.abort)
+        print("done")
+        finish(0 if last else 75)
     if way == "sum":
         import torch
         print("device", join(world, "cpu", timeout=60), flush=True)
@@ -197,6 +203,17 @@ def test_rank_0_reports_like_the_others(program: list[str], capfd) -> None:
     assert spawn(1, [*program, "user"], device="cpu", debug=True) == 2
     error = capfd.readouterr().err
     assert error.startswith("Traceback") and error.endswith("\nerror: batch 7 does not divide by 2: use batch 8\n")
+
+
+def test_what_a_library_does_at_the_end_of_a_process_is_no_failure(tmp_path: Path) -> None:
+    """Threads of torch abort there now and then."""
+    for rank, code in ((0, 75), (1, 0)):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "finished"], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
 
 
 def test_exit_code_on_which_all_agree_is_passed_on_silently(capfd) -> None:

@@ -84,9 +84,7 @@ class ConsoleReporter:
 
     def finished(self, summary: dict[str, Any]) -> None:
         """Print the result, where the weights are and how to evaluate them."""
-        if self._live:
-            self._live.stop()
-            atexit.unregister(self._live.stop)
+        self.close()
         rate = summary["images_per_second"]
         average = f", {_rate(rate)} on average" if rate else ""
         recipe = self._header.recipe
@@ -97,6 +95,13 @@ class ConsoleReporter:
         self._print(f"result     {_result(summary)}", style="bold green")
         self._print(f"weights    {summary['weights']}")
         self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._live:
+            self._live.stop()
+            atexit.unregister(self._live.stop)
+            self._live = None
 
     def _print(self, text: str, style: str = "") -> None:
         """A line of its own, above the live line, never wrapped by us so that it can be copied and searched."""

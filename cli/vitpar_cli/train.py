@@ -145,6 +145,8 @@ def train(
                 watchdog=watchdog,
             )
             summary = trainer.run()
+        if isinstance(reporter, ConsoleReporter):
+            reporter.close()
         if as_json and trainer.rank == 0:
             typer.echo(json.dumps(summary))
         return SAVED if "stopped" in summary else 0

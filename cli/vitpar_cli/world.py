@@ -81,7 +81,7 @@ def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], in
     Without a launcher and with more than one rank, this process starts the ranks, each running the same command line,
     and waits.
     """
-    from vitpar.launch import ALONE, find_world, join, leave, spawn
+    from vitpar.launch import ALONE, find_world, finish, join, leave, spawn
 
     world = find_world()
     if world is None and plan.world_size > 1:
@@ -92,5 +92,7 @@ def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], in
     assert world is None or world.size == plan.world_size, f"'{plan}' was chosen in a world of {world.size}"
     code = work(join(world or ALONE, device))
     leave()
+    if world is not None:
+        finish(code)
     if code:
         raise typer.Exit(code)

@@ -12,8 +12,19 @@ package does not import torch.
 """
 
 from vitpar.launch.local import spawn
-from vitpar.launch.process_group import join, leave
+from vitpar.launch.process_group import finish, join, leave
 from vitpar.launch.report import report_failure, reporting
 from vitpar.launch.world import ALONE, World, expand_hosts, find_world
 
-__all__ = ["ALONE", "World", "expand_hosts", "find_world", "join", "leave", "report_failure", "reporting", "spawn"]
+__all__ = [
+    "ALONE",
+    "World",
+    "expand_hosts",
+    "find_world",
+    "finish",
+    "join",
+    "leave",
+    "report_failure",
+    "reporting",
+    "spawn",
+]

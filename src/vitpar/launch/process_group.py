@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
@@ -84,6 +85,18 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def finish(code: int) -> NoReturn:
+    """Ends this rank, whose work is done, with `code`, without what Python and libraries still do when a process ends.
+
+    There threads of torch and gloo may abort the process or wait for each other, so that a run that went well seems to
+    have failed (upstream: seen on torch 2.13, once in hundreds of runs: "terminate called without an active
+    exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _own_device(world: World, device: Device) -> torch.device:

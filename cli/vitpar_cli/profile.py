@@ -1,7 +1,5 @@
 """`vitpar profile`: measures what the planner needs to know."""
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from vitpar.strategy import parse
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.profile_view import show_hardware, show_model
-from vitpar_cli.world import choose_device, ranks_available, resolve, run_in_world
+from vitpar_cli.world import choose_device, end, enter, ranks_available, resolve, run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +96,6 @@ def model(
 
     Example: vitpar profile model --recipe experiments/digits.toml --ranks 4 --out model.json
     """
-    from vitpar.launch import ALONE, find_world, spawn
     from vitpar.launch.cores import cpu_cores
 
     o.refuse_idle(assignments, "a profile", USED)
@@ -115,11 +112,7 @@ def model(
     largest = ranks or ranks_available(kind) or cpu_cores()
     config = merged.config(num_classes)
     refuse_unwritable(out)
-    processes = largest if kind == "cpu" else 1
-    world = find_world()
-    if world is None and processes > 1:
-        argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
-        raise typer.Exit(spawn(processes, argv, device=kind, debug=bool(os.environ.get("VITPAR_DEBUG"))))
+    world = enter(largest if kind == "cpu" else 1, kind)
 
     import torch
 
@@ -128,7 +121,6 @@ def model(
     from vitpar.planner.measure.clock import Clock, Neighbours
     from vitpar.planner.measure.model import Subject, profile_model
 
-    world = world or ALONE
     where = torch.device(kind)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
     wanted = merged.train.compile
@@ -139,6 +131,7 @@ def model(
     if world.rank == 0:
         profile.save(out)
         typer.echo(profile.model_dump_json()) if as_json else show_model(profile, out)
+    end(world)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from vitpar.strategy.words import count
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
-from vitpar_cli.world import choose_device, resolve
+from vitpar_cli.world import choose_device, end, enter, resolve
 
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
@@ -55,7 +55,6 @@ def validate(
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
-    from vitpar.launch import ALONE, find_world, spawn
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.examples import example_plans
     from vitpar.planner.profile.correction import correction
@@ -84,17 +83,14 @@ def validate(
             "--batch-size"
         )
     prices = [price(plan, costs, size, moments(merged)) for plan in chosen]
-    world = find_world()
     resolve(chosen[0], kind)  # refuses ranks that a launcher or the GPUs do not give
-    if world is None and machine.ranks > 1:
-        argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
-        raise typer.Exit(spawn(machine.ranks, argv, device=kind, debug=bool(os.environ.get("VITPAR_DEBUG"))))
+    world = enter(machine.ranks, kind)
 
     from vitpar.planner.measure.steps import Runner, Training
 
-    world = world or ALONE
     runner = Runner(world, kind, seconds)
-    training = Training(costs.config, size, profile.precision, profile.compiled, merged.optimizer)
+    profiled = {"precision": profile.precision, "compile": profile.compiled}
+    training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.config)
     console = Console(highlight=False)
     rows: list[Row] = []
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
@@ -113,6 +109,7 @@ def validate(
             better[1].save(corrected[1])
             print(f"corrected profiles written to {correct}: {found}", file=sys.stderr)
         print(json.dumps(_to_json(rows))) if as_json else _show(console, rows)
+    end(world)
 
 
 def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:

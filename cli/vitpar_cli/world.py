@@ -73,26 +73,39 @@ def _given_world() -> "World | None":
     return None if world is None or world.launcher == "vitpar" else world
 
 
-def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
-    """Run `work` on every rank of `plan` and exit with its code (the same on all ranks).
+def enter(ranks: int, device: Device, *, saves: bool = False) -> "World":
+    """The world of `ranks` in which this process is one.
 
-    saves: whether ranks that are asked to end save first, and so are waited for.
-
-    Without a launcher and with more than one rank, this process starts the ranks, each running the same command line,
-    and waits.
+    Without a launcher and with more than one, this process starts them, each running the same command line, waits, and
+    exits with their code. saves: whether ranks that are asked to end save first, and so are waited for.
     """
-    from vitpar.launch import ALONE, find_world, finish, join, leave, spawn
+    from vitpar.launch import ALONE, find_world, spawn
 
     world = find_world()
-    if world is None and plan.world_size > 1:
+    if world is None and ranks > 1:
         # -P: no file of the folder we are in takes the place of a module.
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         debug = bool(os.environ.get("VITPAR_DEBUG"))
-        raise typer.Exit(spawn(plan.world_size, argv, device=device, debug=debug, patient=saves))
-    assert world is None or world.size == plan.world_size, f"'{plan}' was chosen in a world of {world.size}"
-    code = work(join(world or ALONE, device))
-    leave()
-    if world is not None:
+        raise typer.Exit(spawn(ranks, argv, device=device, debug=debug, patient=saves))
+    return world or ALONE
+
+
+def end(world: "World", code: int = 0) -> None:
+    """Ends a rank, whose work is done, with `code`; a program that is alone goes on to its own end."""
+    from vitpar.launch import ALONE, finish
+
+    if world is not ALONE:
         finish(code)
     if code:
         raise typer.Exit(code)
+
+
+def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
+    """Run `work` on every rank of `plan` and exit with its code (the same on all ranks). saves: see `enter`."""
+    from vitpar.launch import join, leave
+
+    world = enter(plan.world_size, device, saves=saves)
+    assert world.size == plan.world_size, f"'{plan}' was chosen in a world of {world.size}"
+    code = work(join(world, device))
+    leave()
+    end(world, code)

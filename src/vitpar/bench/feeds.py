@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
 from vitpar.train.input import ImageSet, Input
 from vitpar.train.recipe import Recipe
+from vitpar.train.synthetic import synthetic_batch
 
 Given = tuple[Tensor | None, Tensor, Tensor]
 """Images, labels and keys, as ``ParallelModel.forward_backward`` takes them."""
@@ -36,13 +36,7 @@ class Synthetic:
     settling = 1
 
     def __init__(self, model: ParallelModel) -> None:
-        c, size, device = model.config, model.batch_size, model.device
-        images = None
-        if model.takes_images:
-            shape = (len(model.image_rows(size)), c.channels, c.image_size, c.image_size)
-            images = torch.randn(shape, device=device).to(model.precision.compute)
-        numbers = torch.arange(size, device=device)
-        self._given = images, numbers % c.num_classes, numbers
+        self._given = synthetic_batch(model)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:

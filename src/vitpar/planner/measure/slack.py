@@ -12,6 +12,7 @@ from vitpar.parallel.held import layer_parameters
 from vitpar.planner.measure.resident import Peak, tensors_given_back
 from vitpar.planner.measure.steps import Training
 from vitpar.strategy import parse, validate
+from vitpar.train.recipe import Recipe
 
 TINY = {"width": 16, "depth": 4, "heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 COPIES = 4
@@ -22,10 +23,11 @@ def slack(device: torch.device) -> int:
     """Bytes, in the middle of some plans on all ranks; 0 where the system does not tell. Collective, and before
     anything large was computed."""
     config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
-    training, found = Training(config, 4 * ranks), []
+    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
+    training, found = Training(recipe, config), []
     with tensors_given_back():
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
-            plan = validate(parse(words), config, training.batch_size)
+            plan = validate(parse(words), config, recipe.train.batch_size)
             training.step(plan, device)()  # what is loaded or made once does not count
             peak = Peak(device)
             step = training.step(plan, device)

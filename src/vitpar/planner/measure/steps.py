@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeVar
 
@@ -15,15 +15,14 @@ import torch.distributed as dist
 from vitpar.launch.process_group import join, leave, meeting_place
 from vitpar.launch.world import World
 from vitpar.models.config import ViTConfig
-from vitpar.parallel import ParallelModel, parallelize
 from vitpar.planner.measure.apart import apart
 from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.pace import Pace
 from vitpar.planner.measure.resident import Peak, tensors_given_back
 from vitpar.strategy import Plan
-from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.optimizer_section import OptimizerSection
-from vitpar.train.step import TrainStep
+from vitpar.train.build import build
+from vitpar.train.recipe import Recipe
+from vitpar.train.synthetic import synthetic_batch
 
 T = TypeVar("T")
 
@@ -34,25 +33,21 @@ LEADING, TURNS = 4, 4  # plans that are compared with each other at the end, and
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: a model on random images, `batch_size` a step, in `precision`."""
+    """What is trained: a recipe's model, of the shape `config`, on random images."""
 
+    recipe: Recipe
     config: ViTConfig
-    batch_size: int
-    precision: str = "fp32"
-    compile_blocks: bool = False
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
 
     def step(self, plan: Plan, device: torch.device) -> Callable[[], None]:
         """What the trainer does in a step, without data and records. Collective."""
-        model = parallelize(
-            self.config,
-            plan,
-            batch_size=self.batch_size,
-            device=device,
-            precision_name=self.precision,
-            compile_blocks=self.compile_blocks,
-        )
-        return _step(model, self.batch_size, self.optimizer)
+        trained = build(self.recipe, self.config, plan, device)
+        trained.choose_attention()
+        update, batch = trained.step(), synthetic_batch(trained.model)
+
+        def step() -> None:
+            update(1, self.recipe.optimizer.lr, *batch)
+
+        return step
 
 
 @dataclass(frozen=True)
@@ -185,18 +180,3 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
     if work is None:
         return Run(tuple(taken))
     return Run(tuple(taken), tuple((before + after) / 2 for before, after in pairwise(group.mean(paces))))
-
-
-def _step(model: ParallelModel, batch_size: int, settings: OptimizerSection) -> Callable[[], None]:
-    optimizer = ShardedOptimizer(model.named_parameters(), settings, heads=model.config.heads)
-    update = TrainStep(model, optimizer, clip_grad_norm=1.0)
-    c, device = model.config, model.device
-    rows = len(model.image_rows(batch_size)) if model.takes_images else 0
-    images = torch.randn(rows, c.channels, c.image_size, c.image_size, device=device).to(model.precision.compute)
-    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    keys = torch.zeros(batch_size, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        update(1, 1e-3, images if model.takes_images else None, labels, keys)
-
-    return step

@@ -1,4 +1,4 @@
-"""One GPU, bf16: how fast vitpar trains, what the chip could do at most, and a plain compiled loop beside it.
+"""One GPU, bf16 and fp8: how fast vitpar trains, what the chip could do at most, and a plain compiled loop beside it.
 
     PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json       # ten minutes
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
@@ -15,6 +15,8 @@ The most important comes first, a row is told and written as soon as it is there
    (needs all of vitpar's packages)
 4. plain: the same ViT unwrapped, ``torch.compile`` on the whole, bf16 autocast, and the attention kernel that vitpar
    found to be the fastest; in turns with vitpar
+5. fp8: vitpar's step in fp8 beside bf16, in turns, of models at least 1280 wide; both losses after as many steps on one
+   batch
 
 All train with AdamW (fused) and clipping by the global norm. First vitpar's first loss and gradient norm are compared
 with the unwrapped, uncompiled ViT in bf16. Times are of blocks of --steps steps between two synchronisations, after a
@@ -62,6 +64,8 @@ BATCH_SIZES = {
 """For 141 GB; halve them for 80."""
 TARGETS = dict(zip(BATCH_SIZES, (0.45, 0.55, 0.55, 0.60), strict=True))
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
+FP8_WIDTH = 1280
+"""Narrower models gain little: scaling their tokens takes about as long as float8 saves."""
 WARM_UP = 5
 REPEATS = 5
 
@@ -82,7 +86,10 @@ def main() -> int:
     for number, (config, size) in enumerate(jobs):
         attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=number == 0))
     for config, size in jobs:
-        attempt(run, "plain", 60 + 2.5 * config.depth, config, size, side_by_side)
+        attempt(run, "plain", 60 + 2.5 * config.depth, config, size, partial(side_by_side, section="plain"))
+    for config, size in sorted(jobs, key=lambda job: -job[0].width):
+        if config.width >= FP8_WIDTH or options.tiny:
+            attempt(run, "fp8", 60 + 2.5 * config.depth, config, size, partial(side_by_side, section="fp8"))
     run.show()
     leave()
     return 0
@@ -203,33 +210,37 @@ def jpeg(run: Run, config: ViTConfig, step: Any, batch: tuple[Tensor, Tensor]) -
     run.row("input", cells, model=config.name, batch_size=size, **found)
 
 
-def side_by_side(run: Run, config: ViTConfig, batch_size: int) -> None:
-    """vitpar and the plain loop, in turns."""
+def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) -> None:
+    """vitpar in bf16 and what it is compared with, in turns."""
     batch, steps = random_batch(config, batch_size, run.device), run.options.steps
-    makers = {
-        "vitpar": lambda: make_ours(run, config, batch_size),
+    others = {
         "plain": lambda: plain_step(plain_model(config, run.device), run.compiled),
+        "fp8": lambda: make_ours(run, config, batch_size, "fp8"),
     }
-    contenders, memory = {}, {}
+    makers = {"vitpar": lambda: make_ours(run, config, batch_size), section: others[section]}
+    contenders, memory, made = {}, {}, {}
     for name, make in makers.items():
         measured = Memory(run.device)
-        step = make()
+        step = made[name] = make()
         repeat(step, batch, WARM_UP)
         measured.forget()
         repeat(step, batch, 1)
         memory[name], contenders[name] = measured.peak(), partial(repeat, step, batch, steps)
     times = take_turns(contenders, REPEATS, partial(settle, run.device))
+    losses = {name: step(*batch)[0].item() for name, step in made.items()}  # after as many steps
     seconds = {name: [wall / steps for wall in one.wall] for name, one in times.items()}
     shown = [Spread.of([1e3 * s for s in seconds[name]]).text(2) for name in contenders]
-    over = ratio(seconds["plain"], seconds["vitpar"]).text(3)
+    over = ratio(seconds[section], seconds["vitpar"]).text(3)
     cells = [named(config, batch_size), *shown, over, *(gibibytes(memory[name]) for name in contenders)]
-    run.row("plain", cells, model=config.name, batch_size=batch_size, seconds=seconds, memory_bytes=memory)
+    cells += [f"{losses[name]:.4f}" for name in contenders]
+    facts = {"model": config.name, "batch_size": batch_size, "losses": losses}
+    run.row(section, cells, **facts, seconds=seconds, memory_bytes=memory)
 
 
-def make_ours(run: Run, config: ViTConfig, batch_size: int) -> Any:
+def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf16") -> Any:
     """vitpar's step under dp1."""
     plan = validate(parse("dp1"), config, batch_size)
-    return vitpar_step(config, plan, batch_size, run.device, precision="bf16", compile_blocks=run.compiled)
+    return vitpar_step(config, plan, batch_size, run.device, precision=precision, compile_blocks=run.compiled)
 
 
 def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

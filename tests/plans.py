@@ -130,6 +130,11 @@ CASES = (
     Case("pp2xtp2xdp2", check={"precision": "fp16"}),
     Case("tp2xfsdp2", model=EVERYTHING, check={"precision": "fp16"}),
     Case("dp2xfsdp2", check={"precision": "fp16", "reduce_dtype": "fp16"}),
+    Case("dp1", {"microbatches": 4}, check={"precision": "fp8"}),
+    Case("pp2xtp2xdp2", model=EVERYTHING, check={"precision": "fp8"}),
+    Case("tp2xfsdp2+sp+ckpt.selective", check={"precision": "fp8", "reduce_dtype": "bf16"}),
+    Case("tp4+2d", check={"precision": "fp8"}),
+    Case("pp2", ZBV, check={"precision": "fp8"}),
     # the loss
     Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
     # optimizers on mixed meshes

@@ -153,7 +153,10 @@ REFUSED = [
     (["banana.split=1"], r"unknown recipe key 'banana'.*sections are model, data, augment"),
     (["train.batch_size=many"], "recipe key 'train.batch_size' is 'many': input should be a valid integer"),
     (["train.batch_size=0"], "recipe key 'train.batch_size' is 0: input should be greater than or equal to 1"),
-    (["train.precision=fp8"], "'train.precision' is 'fp8': input should be 'fp64', 'fp32', 'bf16' or 'fp16'"),
+    (
+        ["train.precision=fp4"],
+        "'train.precision' is 'fp4': input should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'",
+    ),
     (["optimizer.lr=-1"], "recipe key 'optimizer.lr' is -1: input should be greater than 0"),
     (["data.bad_sample=ignore"], "recipe key 'data.bad_sample' is 'ignore': input should be 'fail' or 'skip'"),
     (["train.seed"], "'train.seed' sets nothing: write --set section.key=value"),

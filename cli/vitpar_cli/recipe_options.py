@@ -53,7 +53,7 @@ Split = Annotated[
         "--split", metavar="HOW", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."
     ),
 ]
-Precision = Annotated[str | None, typer.Option("--precision", metavar="NAME", help="fp64, fp32, bf16 or fp16.")]
+Precision = Annotated[str | None, typer.Option("--precision", metavar="NAME", help="fp64, fp32, bf16, fp16 or fp8.")]
 Compile = Annotated[
     bool | None,
     typer.Option(

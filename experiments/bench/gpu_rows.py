@@ -13,6 +13,13 @@ from bench.one_gpu import settle
 from vitpar.models import ViTConfig
 from vitpar.train.metrics import peak_flops
 
+
+def _beside(ours: str, other: str) -> tuple[str, ...]:
+    both = (ours, other)
+    measured = (*(f"{name}, ms" for name in both), f"{other} over {ours}", *(f"{name}, GiB" for name in both))
+    return ("model", *measured, *(f"last loss, {name}" for name in both))
+
+
 COLUMNS = {
     "limits": ("model", "products, TFLOP/s", "of the peak", "copy, GB/s"),
     "vitpar": (
@@ -28,7 +35,8 @@ COLUMNS = {
         "target",
         "input alone, images/s",
     ),
-    "plain": ("model", "vitpar, ms", "plain, ms", "plain over vitpar", "vitpar, GiB", "plain, GiB"),
+    "plain": _beside("vitpar", "plain"),
+    "fp8": _beside("bf16", "fp8"),
 }
 """Of the table of each section."""
 

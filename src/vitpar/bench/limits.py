@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
+from vitpar.parallel.float8 import E4M3
 from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.work import Shape, copied, products
 from vitpar.train.build import Trained
@@ -78,11 +79,18 @@ def rank_flops(model: ParallelModel) -> float:
 def matmul_rates(model: ParallelModel) -> tuple[float, float]:
     """FLOP/s of a rank in the products of a block's forward and backward. Collective."""
     shapes = block_products(model)
-    turned = [turn for m, k, n in shapes for turn in ((m, n, k), (k, m, n))]  # of inputs, of weights
     flops = sum(2 * m * k * n for m, k, n in shapes)
-    works = [products(model.device, model.precision.compute, kind) for kind in (shapes, turned)]
-    forward, backward = (_seconds(model.device, work) for work in works)
-    return flops / forward, BACKWARD * flops / backward
+    numbers, device = model.precision, model.device
+    fast = E4M3 if numbers.float8 else numbers.compute
+    outputs = products(device, fast, shapes)
+    inputs = products(device, fast, [(m, n, k) for m, k, n in shapes])
+    weights = products(device, numbers.compute, [(k, m, n) for m, k, n in shapes])
+
+    def backward() -> None:
+        inputs()
+        weights()
+
+    return flops / _seconds(device, outputs), BACKWARD * flops / _seconds(device, backward)
 
 
 def block_products(model: ParallelModel) -> list[Shape]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 SAVED = {
-    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._scaled_mm.default),
     *(getattr(_aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")),
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     # Saved, or computing again would send again (upstream: pytorch#166926 and torchtitan's list of saved operations).

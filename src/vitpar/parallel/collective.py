@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from vitpar.parallel import float8
+
 _ops = torch.ops._c10d_functional
 
 
@@ -119,30 +121,32 @@ def cut(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(all_gather(x, dim, group), weight)
+        whole = all_gather(x, dim, group)
+        return float8.product(whole, weight) if in_float8 else torch.nn.functional.linear(whole, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         for_x = for_weight = None
         if ctx.needs_input_grad[1]:
             whole = all_gather(x, ctx.dim, ctx.group)
             for_weight = gradient.flatten(0, -2).mT @ whole.flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            for_x = reduce_scatter(gradient @ weight, ctx.dim, ctx.group)
-        return for_x, for_weight, None, None
+            partial = float8.product(gradient, weight.t()) if ctx.in_float8 else gradient @ weight
+            for_x = reduce_scatter(partial, ctx.dim, ctx.group)
+        return for_x, for_weight, None, None, None
 
 
-def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool = False) -> Tensor:
     """``linear(all_gather(x, dim), weight)`` that keeps only this rank's part of x for backward and gathers it again.
 
     x: [..., in / n] or [rows / n, ..., in], parts along `dim`. weight: [out, in], the ranks' own or the same.
-    The gradient of x is Partial -> Shard(dim).
+    The gradient of x is Partial -> Shard(dim). in_float8: as ``vitpar.parallel.float8`` multiplies.
     """
-    return _GatheredLinear.apply(x, weight, dim, group)
+    return _GatheredLinear.apply(x, weight, dim, group, in_float8)
 
 
 class _SplitNorm(torch.autograd.Function):

@@ -4,12 +4,13 @@ Order of wrapping, for each layer by its own strategy:
 
 1. build on meta, only the layers of this rank's stages (names of parameters are those of the whole model)
 2. tensor parallel: split what each layer class declares
-3. compile the forward of each block
-4. activation checkpoint: layers recompute their forward in backward
-5. ``fully_shard`` each layer, then the stage: sharding, mixed precision, offloading, gradient reduction (where there is
+3. fp8: the products of blocks in float8
+4. compile the forward of each block
+5. activation checkpoint: layers recompute their forward in backward
+6. ``fully_shard`` each layer, then the stage: sharding, mixed precision, offloading, gradient reduction (where there is
    any of it to do, see ``vitpar.parallel.data``)
-6. redistributions where the layouts of neighbours differ
-7. materialise on the device and initialise from (seed, parameter name)
+7. redistributions where the layouts of neighbours differ
+8. materialise on the device and initialise from (seed, parameter name)
 
 The optimizer is made after this, and saved weights are loaded after that.
 """
@@ -20,10 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vitpar.errors import RecipeError
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
+from vitpar.models.vit import Block
 from vitpar.parallel.checkpointing import recompute_in_backward
 from vitpar.parallel.data import Communication, Sharding, prefetch, reduce_always, shard
+from vitpar.parallel.float8 import compute_in_float8, float8_fault
 from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
@@ -61,6 +65,8 @@ def parallelize(
     if activation_memory_budget is not None:
         torch._functorch.config.activation_memory_budget = activation_memory_budget  # of all that compiles from here on
     numbers = precision(precision_name, reduce_dtype)
+    if numbers.float8 and (fault := float8_fault(device)):
+        raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
     pipe = pipeline_mesh(plan, device.type)
     strategies = plan.strategies(config.layer_names)
     meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
@@ -73,7 +79,8 @@ def parallelize(
         with torch.device("meta"):
             stage = Stage(config, parts[index]).to(numbers.parameters)
         for name, layer in stage.layers().items():
-            partial_gradients += _compute(name, layer, strategies[name], tensor_axes[strategies[name]], compile_blocks)
+            strategy = strategies[name]
+            partial_gradients += _compute(layer, strategy, tensor_axes[strategy], numbers.float8, compile_blocks)
         _shard(stage, strategies, by_name, plan, numbers, communication)
         _connect(stage, index, strategies, config, plan, pipe)
         _materialise(stage, strategies, device)
@@ -96,11 +103,14 @@ def parallelize(
 
 
 def _compute(
-    name: str, layer: nn.Module, strategy: Strategy, axes: DeviceMesh | None, compile_blocks: bool
+    layer: nn.Module, strategy: Strategy, axes: DeviceMesh | None, float8: bool, compile_blocks: bool
 ) -> list[PartialGradient]:
-    """Steps 2 to 4: how a layer computes. Returns its partial gradients."""
+    """Steps 2 to 5: how a layer computes. Returns its partial gradients."""
     found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
-    if compile_blocks and name.startswith("blocks."):
+    is_block = isinstance(layer, Block)
+    if float8 and is_block:
+        compute_in_float8(layer)
+    if compile_blocks and is_block:
         layer.forward = torch.compile(layer.forward)
     if strategy.checkpoint:
         recompute_in_backward(layer, strategy.checkpoint)
@@ -115,7 +125,7 @@ def _shard(
     numbers: Precision,
     communication: Communication,
 ) -> None:
-    """Step 5."""
+    """Step 6."""
     wrapped = None
     for name, layer in stage.layers().items():
         strategy = strategies[name]
@@ -142,7 +152,7 @@ def _shard(
 def _connect(
     stage: Stage, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
 ) -> None:
-    """Step 6."""
+    """Step 7."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
     layout = travel[index - 1] if index > 0 else image_layout(strategies["stem"])
     for name in stage.layers():
@@ -156,6 +166,6 @@ def _connect(
 
 
 def _materialise(stage: Stage, strategies: dict[str, Strategy], device: torch.device) -> None:
-    """Step 7, but for the values."""
+    """Step 8, but for the values."""
     for name, layer in stage.layers().items():
         layer.to_empty(device=torch.device("cpu") if strategies[name].offload else device)

@@ -6,6 +6,9 @@
 | fp32      | float32                  | float32                 | float32                       |
 | bf16      | float32                  | bfloat16                | float32, or bfloat16 if asked |
 | fp16      | float32                  | float16                 | float32, or float16 if asked  |
+| fp8       | float32                  | bfloat16                | float32, or bfloat16 if asked |
+
+In fp8 the large products of blocks are computed in float8 (``vitpar.parallel.float8``), all else as in bf16.
 
 Reduction is the sum over data-parallel ranks. A number type of 16 bits halves what it sends; several micro-batches then
 also add up in it before they are sent, and shards are float32 again after it. float16 ends at 65504 and loses what is
@@ -22,11 +25,12 @@ from vitpar.errors import RecipeError
 
 @dataclass(frozen=True)
 class Precision:
-    """One row of the table above."""
+    """One row of the table above. float8: whether products of blocks are computed in it."""
 
     parameters: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    float8: bool = False
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -46,7 +50,10 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32, torch.float32),
     "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
     "fp16": Precision(torch.float32, torch.float16, torch.float32),
+    "fp8": Precision(torch.float32, torch.bfloat16, torch.float32, float8=True),
 }
+NARROW = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+"""What gradients can be reduced in besides fp32, by precision."""
 
 
 def precision(name: str, reduce_dtype: str | None = None) -> Precision:
@@ -60,8 +67,8 @@ def precision(name: str, reduce_dtype: str | None = None) -> Precision:
     numbers = PRECISIONS[name]
     if reduce_dtype is None:
         return numbers
-    if numbers.compute is numbers.parameters or reduce_dtype not in ("fp32", name):
-        kinds = "fp32 or itself" if numbers.compute is not numbers.parameters else "itself alone"
+    if reduce_dtype not in ("fp32", NARROW.get(name)) or name not in NARROW:
+        kinds = f"fp32 or {NARROW[name]}" if name in NARROW else "itself alone"
         raise RecipeError(f"{name} cannot reduce gradients in '{reduce_dtype}': it reduces in {kinds}")
     return replace(numbers, reduce=PRECISIONS[reduce_dtype].compute)
 
@@ -69,8 +76,8 @@ def precision(name: str, reduce_dtype: str | None = None) -> Precision:
 def slow_here(name: str, device: torch.device) -> str | None:
     """A warning where this device has no instructions for the precision `name`; None where it has."""
     known = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
-    if device.type != "cpu" or name not in known:
+    if device.type != "cpu" or name not in (*known, "fp8"):
         return None
-    if torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, known[name])():
+    if name in known and torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, known[name])():
         return None
     return f"this CPU has no instructions for {name}, so that steps take far longer than in fp32"

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from vitpar.models.vit import local
+from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
     cut,
@@ -65,12 +66,25 @@ def _group(module: nn.Module, axis: str) -> ProcessGroup:
     return module.tensor_mesh.get_group(axis)
 
 
+def _product(module: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    linear = float8.linear if _in_float8(module) else F.linear
+    return linear(x, local(module.weight), bias)
+
+
+def _gathered_product(module: nn.Module, x: Tensor, dim: int, axis: str) -> Tensor:
+    return gathered_linear(x, local(module.weight), dim, _group(module, axis), _in_float8(module))
+
+
+def _in_float8(module: nn.Module) -> bool:
+    return getattr(module, "float8", False)
+
+
 def _column(module: nn.Module, x: Tensor) -> Tensor:
-    return F.linear(enter(x, _group(module, "j")), local(module.weight), local(module.bias))
+    return _product(module, enter(x, _group(module, "j")), local(module.bias))
 
 
 def _row(module: nn.Module, x: Tensor) -> Tensor:
-    return leave(F.linear(x, local(module.weight)), _group(module, "j")) + local(module.bias)
+    return leave(_product(module, x), _group(module, "j")) + local(module.bias)
 
 
 def _row_of_whole(module: nn.Module, x: Tensor) -> Tensor:
@@ -78,11 +92,11 @@ def _row_of_whole(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _column_of_batch_parts(module: nn.Module, x: Tensor) -> Tensor:
-    return gathered_linear(x, local(module.weight), 0, _group(module, "j")) + local(module.bias)
+    return _gathered_product(module, x, 0, "j") + local(module.bias)
 
 
 def _row_to_batch_parts(module: nn.Module, x: Tensor) -> Tensor:
-    return leave_in_parts(F.linear(x, local(module.weight)), _group(module, "j")) + local(module.bias)
+    return leave_in_parts(_product(module, x), _group(module, "j")) + local(module.bias)
 
 
 def _gather_batch(module: nn.Module, x: Tensor) -> Tensor:
@@ -93,7 +107,7 @@ def _features(axis: str) -> Forward:
     """A linear of split features to split features."""
 
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return gathered_linear(x, local(module.weight), -1, _group(module, axis)) + local(module.bias)
+        return _gathered_product(module, x, -1, axis) + local(module.bias)
 
     return forward
 
@@ -102,7 +116,7 @@ def _features_to_whole(axis: str) -> Forward:
     """A linear of split features to whole ones."""
 
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return leave(F.linear(x, local(module.weight)), _group(module, axis)) + local(module.bias)
+        return leave(_product(module, x), _group(module, axis)) + local(module.bias)
 
     return forward
 
@@ -118,7 +132,7 @@ def _on_cube(gathered: str, summed: str) -> Forward:
     """A linear of 3d: the batch gathered over one axis, its products summed and parted over the other."""
 
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        products = gathered_linear(x, local(module.weight), 0, _group(module, gathered))
+        products = _gathered_product(module, x, 0, gathered)
         return leave_in_parts(products, _group(module, summed)) + local(module.bias)
 
     return forward

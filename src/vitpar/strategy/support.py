@@ -27,7 +27,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
         "zbvzerobubble",
         "dualpipev",
     ),
-    "precision": ("fp64", "fp32", "bf16", "fp16"),
+    "precision": ("fp64", "fp32", "bf16", "fp16", "fp8"),
     "checkpoint": ("no ckpt", "+ckpt", "+ckpt.selective"),
     "offload": ("no offload", "+offload"),
     "compile": ("no compile", "compile"),

@@ -21,6 +21,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
 from vitpar.parallel import Communication, ParallelModel, parallelize
+from vitpar.parallel.float8 import compute_in_float8
 from vitpar.strategy import Plan
 from vitpar.train.gradient_norm import multiply_
 from vitpar.train.optimizer import ShardedOptimizer, local
@@ -30,7 +31,7 @@ STEPS = 3
 LEARNING_RATE = 0.05
 FLOOR = 1e-3
 LOSS_SCALE = 1024.0  # of fp16, on both sides: a power of two, so that it rounds nothing
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.15, "fp16": 0.1}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.15, "fp16": 0.1, "fp8": 0.3}
 """Largest relative error allowed, by precision.
 
 bfloat16 keeps 8 bits, and single elements of a gradient are sums that cancel: 7 % is seen in sound plans. float16 keeps
@@ -175,6 +176,9 @@ def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: 
     config, numbers, device = parallel.config, parallel.precision, parallel.device
     scale = LOSS_SCALE if numbers.scales_loss else 1.0
     model = ViT(config).to(device=device, dtype=numbers.parameters)
+    if numbers.float8:
+        for block in model.blocks.values():
+            compute_in_float8(block)
     initialise(model, seed, config)
     losses, gradients = [], {}
     for step in range(len(images)):

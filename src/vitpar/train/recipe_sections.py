@@ -135,7 +135,7 @@ class LRScheduleSection(Section):
 class TrainSection(Section):
     """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any.
 
-    reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16 and fp16 alone (None: fp32).
+    reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16, fp16 and fp8 alone (None: fp32).
     activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
     1; what is dearest to compute again it keeps first (None: all). compile: whether blocks are compiled (None: on GPUs,
     where that works). attention: the kernel that computes it (``vitpar.parallel.attention``); auto: on GPUs the fastest
@@ -146,7 +146,7 @@ class TrainSection(Section):
     epochs: float | None = Field(None, gt=0)
     steps: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0, lt=2**63)
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad_norm: float = Field(1.0, ge=0)
@@ -171,9 +171,10 @@ class TrainSection(Section):
         if self.reduce_dtype is not None and self.precision in ("fp64", "fp32"):
             raise ValueError(
                 f"train.reduce_dtype is '{self.reduce_dtype}', which does nothing with train.precision "
-                f"'{self.precision}': leave it out, or set train.precision to bf16 or fp16"
+                f"'{self.precision}': leave it out, or set train.precision to bf16, fp16 or fp8"
             )
-        if self.reduce_dtype not in (None, "fp32", self.precision):
+        narrow = "bf16" if self.precision == "fp8" else self.precision
+        if self.reduce_dtype not in (None, "fp32", narrow):
             raise ValueError(
                 f"train.reduce_dtype is '{self.reduce_dtype}', which train.precision '{self.precision}' does not have: "
                 f"use 'fp32' or '{self.precision}'"

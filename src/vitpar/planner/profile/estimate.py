@@ -59,6 +59,8 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
         raise PlannerError(
             f"{hardware.name} has no rates to estimate a model from: profile the model, or use --cluster"
         )
+    if PRECISIONS[precision].float8:
+        raise PlannerError(f"{hardware.name} has no rates of products in float8: profile the model, or plan for bf16")
     copy, matmul = hardware.copy_, _matmul(hardware, str(PRECISIONS[precision].compute).removeprefix("torch."))
     layers, weights = [], []
     for tensor in tensors:

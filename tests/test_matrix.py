@@ -118,7 +118,7 @@ def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
     ("mesh", "precision", "setting", "value"),
     [
         ("fsdp2", "fp32", "bucket_cap_mb", 25.0),
-        ("dp2", "bf16", "bucket_cap_mb", 25.0),
+        ("fsdp2", "bf16", "bucket_cap_mb", 25.0),
         ("dp2xtp4+2d", "fp32", "bucket_cap_mb", 25.0),
         ("dp2xtp2+zero1", "fp32", "bucket_cap_mb", 25.0),
         ("dp2", "fp32", "prefetch", 1),
@@ -137,6 +137,15 @@ def test_a_communication_setting_that_does_nothing_is_refused(
         refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # weights are sharded over i
     with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
         refuse_unused(parse(mesh), precision, {**nothing, setting: value})
+
+
+def test_buckets_in_16_bits_need_whole_backwards() -> None:
+    settings = {**asdict(Communication()), "bucket_cap_mb": 1.0}
+    plan = replace(parse("pp2xdp2"), virtual_stages=2)
+    refuse_unused(replace(plan, schedule="interleaved1f1b"), "bf16", settings)
+    refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
+    with pytest.raises(StrategyError, match=r"bucket_cap_mb is 1.0, .* in 16 bits not with interleavedzerobubble, "):
+        refuse_unused(replace(plan, schedule="zbvzerobubble"), "bf16", settings)
 
 
 def test_reducing_at_every_microbatch_needs_whole_backwards() -> None:

@@ -102,8 +102,8 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
             module.set_gradient_divide_factor(divisor(module, sharding.mesh.size()))
 
     class Spoilt(data_parallel.GradientSum):
-        def __init__(self, layers: Any, group: Any, backwards: int) -> None:
-            super().__init__(layers, group, backwards)
+        def __init__(self, layers: Any, group: Any, *more: Any) -> None:
+            super().__init__(layers, group, *more)
             self._divisors = [divisor(layer, group.size()) for layer in layers for _ in layer.parameters()]
 
         def wait(self) -> None:

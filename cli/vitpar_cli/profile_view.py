@@ -56,7 +56,7 @@ def show_model(profile: "ModelProfile", out: Path) -> None:
     for heading in ("forward ms", "backward ms", "images/s", "saved MiB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
-        if layer.layer == "block" and layer.wrapped == always_wrapped(profile.precision, layer.tensor):
+        if layer.layer == "block" and layer.wrapped == always_wrapped(layer.tensor):
             rows, forward, backward = layer.forward.timings[-1].size, layer.forward, layer.backward
             flag = CHECKPOINTS[layer.checkpoint]
             times = [curve.timings[-1].seconds for curve in (forward, backward)]

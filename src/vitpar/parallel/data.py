@@ -1,10 +1,11 @@
 """Data parallelism: replicated (dp), with sharded optimizer state and gradients (+zero1, +zero2), sharded (fsdp), both
 (HSDP).
 
-``fully_shard`` does all that shards; it also carries mixed precision and offloading. Where none of this is needed,
-because every rank keeps what it computes with in the precision it computes in, it would only copy every parameter and
-gradient several times a step (a third of a small model's step): such layers stay plain modules, and `GradientSum` adds
-up their gradients.
+``fully_shard`` does all that shards; it also offloads. Where neither is needed, because every rank keeps all that it
+computes with, it would only copy every parameter and gradient several times a step (a third of a small model's step):
+such layers stay plain modules, ``vitpar.parallel.narrow`` computes with them in 16 bits where that is wanted, and
+`GradientSum` adds up their gradients. Schedules that compute gradients of weights in a backward of their own look for
+them at what is computed with: there ``fully_shard`` makes the copies.
 
 | kind   | ``fully_shard`` over | parameters are gathered             | gradients are reduced          |
 |--------|----------------------|-------------------------------------|--------------------------------|
@@ -54,17 +55,20 @@ class Communication:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one layer's parameters are kept: the layer's mesh, precision, and when gathered copies are dropped."""
+    """How one layer's parameters are kept: the layer's mesh, precision, and when gathered copies are dropped.
+    splits_backward: whether the schedule does."""
 
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool
     offload: bool = False
+    splits_backward: bool = False
 
     @property
     def needed(self) -> bool:
         """Whether ``fully_shard`` has anything to do."""
-        return size(self.mesh, "shard") > 1 or self.policy != MixedPrecisionPolicy() or self.offload
+        copied = self.splits_backward and self.policy != MixedPrecisionPolicy()
+        return size(self.mesh, "shard") > 1 or self.offload or copied
 
 
 def shard(module: nn.Module, sharding: Sharding, *, ignored: set[nn.Parameter] | None = None) -> None:
@@ -89,12 +93,14 @@ class GradientSum:
     them, while backward goes on through the layers before them.
 
     backwards: how many of them a step has, one for every micro-batch; None where hooks do not see them, so that all is
-    summed at the end.
+    summed at the end. dtype: to sum in.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], group: dist.ProcessGroup, backwards: int | None) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], group: dist.ProcessGroup, backwards: int | None, dtype: torch.dtype
+    ) -> None:
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self._group = group
+        self._group, self._dtype = group, dtype
         self._expected = self._missing = (backwards or 0) * len(self._parameters)
         self._running: dist.Work | None = None
         if backwards is not None:
@@ -108,20 +114,25 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        total = torch.cat([local(p.grad).flatten() for p in self._parameters])
-        self._running = dist.all_reduce(total, group=self._group, async_op=True)
-        # From here on the gradients are views of the message, so that what backward wrote is freed at once.
-        parts = total.split([local(p.grad).numel() for p in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            whole = part.view_as(local(parameter.grad))
-            if isinstance(parameter, DTensor):
-                whole = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
-            parameter.grad = whole
+        self._total = torch.cat([local(p.grad).flatten() for p in self._parameters]).to(self._dtype)
+        self._running = dist.all_reduce(self._total, group=self._group, async_op=True)
+        if self._total.dtype is self._parameters[0].dtype:
+            # From here on the gradients are views of the message, so that what backward wrote is freed at once.
+            for parameter, part in zip(self._parameters, self._parts(), strict=True):
+                if isinstance(parameter, DTensor):
+                    part = DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
+                parameter.grad = part
+
+    def _parts(self) -> list[Tensor]:
+        """The message, as parts of the shapes of the parameters."""
+        shards = [local(p) for p in self._parameters]
+        parts = self._total.split([shard.numel() for shard in shards])
+        return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
 
     @property
     def message(self) -> tuple[dist.ProcessGroup, int]:
         """Who sums, and how many bytes."""
-        return self._group, sum(local(p).nbytes for p in self._parameters)
+        return self._group, sum(local(p).numel() for p in self._parameters) * self._dtype.itemsize
 
     def wait(self) -> None:
         """Must follow the step's last backward: from here on the gradients are the sums."""
@@ -130,13 +141,19 @@ class GradientSum:
             self._start()
         assert self._running is not None
         self._running.wait()
+        if self._total.dtype is not self._parameters[0].dtype:
+            torch._foreach_copy_([local(p.grad) for p in self._parameters], self._parts())
         self._running = None
+        del self._total
 
 
 def gradient_sums(
-    layers: Iterable[tuple[nn.Module, DeviceMesh]], backwards: int | None, bucket_cap_mb: float | None = None
+    layers: Iterable[tuple[nn.Module, DeviceMesh]],
+    backwards: int | None,
+    dtype: torch.dtype,
+    bucket_cap_mb: float | None = None,
 ) -> list[GradientSum]:
-    """For those layers, given in order with their meshes, that ``fully_shard`` has not taken.
+    """For those layers, given in order with their meshes, that ``fully_shard`` has not taken. dtype: to sum in.
 
     bucket_cap_mb: gradients of neighbouring layers share a message as long as it has at most so many MiB; None for
     `BUCKET_MB`.
@@ -147,14 +164,14 @@ def gradient_sums(
     for layer, mesh in reversed(list(layers)):  # as backward reaches them
         if size(mesh, "replicate") == 1 or isinstance(layer, FSDPModule):
             continue
-        megabytes = sum(local(p).nbytes for p in layer.parameters()) / 2**20
+        megabytes = sum(local(p).numel() for p in layer.parameters()) * dtype.itemsize / 2**20
         filled += megabytes
         if buckets and buckets[-1][0] is mesh and filled <= cap:
             buckets[-1][1].append(layer)
         else:
             buckets.append((mesh, [layer]))
             filled = megabytes
-    return [GradientSum(bucket, mesh.get_group("replicate"), backwards) for mesh, bucket in buckets]
+    return [GradientSum(bucket, mesh.get_group("replicate"), backwards, dtype) for mesh, bucket in buckets]
 
 
 def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:

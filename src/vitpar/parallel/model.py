@@ -7,6 +7,7 @@ summed over data-parallel ranks and micro-batches, never averaged.
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -14,10 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
+from vitpar.parallel.narrow import NarrowCopies
 from vitpar.parallel.phases import Phase, untimed
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tokens, send_tokens, travel_layouts
 from vitpar.parallel.precision import Precision
@@ -37,6 +40,7 @@ class ParallelModel:
 
     pipe: the mesh (pp, stage). meshes: each layer's mesh, by name. loss_scale: what the loss is multiplied by before
     backward, and so the gradients (fp16). compiled: whether its blocks are. phase: what the parts of a step run in.
+    narrow: copies that layers without ``fully_shard`` compute with in 16 bits.
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class ParallelModel:
         whole_backwards = plan.pp == 1 or not SCHEDULES[plan.schedule].splits_backward
         backwards = self.batch.microbatches if whole_backwards else None
         by_mesh = [(layer, meshes[name]) for name, layer in layers.items()]
-        self._gradient_sums = gradient_sums(by_mesh, backwards, bucket_cap_mb)
+        self._gradient_sums = gradient_sums(by_mesh, backwards, numbers.reduce, bucket_cap_mb)
+        plain = [layer for layer in layers.values() if not isinstance(layer, FSDPModule)]
+        self.narrow = NarrowCopies(plain if numbers.compute is not numbers.parameters else [], numbers.compute)
         self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
@@ -149,7 +155,21 @@ class ParallelModel:
         for stage in self.stages.values():
             if not stage.training:  # it walks through every module
                 stage.train()
-        keys = keys if self.config.stochastic else None
+        with ExitStack() as copies:
+            with self.phase("forward" if self._schedule is None else "pipeline"):
+                copies.enter_context(self.narrow.in_place())
+            losses = self._run(images, labels, keys if self.config.stochastic else None)
+        with self.phase("waiting for gradients"):
+            for total in self._gradient_sums:
+                total.wait()
+            self._tensor_sums.run()
+        if not losses:
+            return torch.zeros((), device=self.device)
+        whole = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        return whole.detach() / self.loss_scale if self._scales else whole.detach()
+
+    def _run(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
+        """Forward and backward of all micro-batches; their losses, where they come out."""
         losses: list[Tensor] = []
         if self._schedule is not None:
             args = (images,) if self.takes_images else ()
@@ -169,14 +189,7 @@ class ParallelModel:
                 with self.phase("backward"):
                     loss.backward()
                 losses.append(loss)
-        with self.phase("waiting for gradients"):
-            for total in self._gradient_sums:
-                total.wait()
-            self._tensor_sums.run()
-        if not losses:
-            return torch.zeros((), device=self.device)
-        whole = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-        return whole.detach() / self.loss_scale if self._scales else whole.detach()
+        return losses
 
     @torch.no_grad()
     def predict(self, images: Tensor | None, batch: int) -> Tensor | None:
@@ -197,7 +210,9 @@ class ParallelModel:
             else:
                 part = self._images[self._stage_rank]
             assert x is not None, "a rank that holds the stem needs images"
-            x = torch.cat([stage(piece) for piece in x.split([len(part.row_range(n)) for n in self._pieces(batch)])])
+            with self.narrow.in_place():
+                pieces = x.split([len(part.row_range(n)) for n in self._pieces(batch)])
+                x = torch.cat([stage(piece) for piece in pieces])
             if index < last and index + 1 not in self.stages:
                 self._sent.append(send_tokens(x, index, self.plan, self.pipe["pp"]))
         while len(self._sent) > len(self.stages):

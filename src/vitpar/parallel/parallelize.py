@@ -7,8 +7,8 @@ Order of wrapping, for each layer by its own strategy:
 3. fp8: the products of blocks in float8
 4. compile the forward of each block
 5. activation checkpoint: layers recompute their forward in backward
-6. ``fully_shard`` each layer, then the stage: sharding, mixed precision, offloading, gradient reduction (where there is
-   any of it to do, see ``vitpar.parallel.data``)
+6. ``fully_shard`` each layer, then the stage, where there is anything to shard or offload; elsewhere copies in 16 bits
+   are made for every step (``vitpar.parallel.narrow``), and gradients summed (``vitpar.parallel.data``)
 7. redistributions where the layouts of neighbours differ
 8. materialise on the device and initialise from (seed, parameter name)
 
@@ -35,7 +35,7 @@ from vitpar.parallel.precision import Precision, precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.stage import Stage
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
-from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
+from vitpar.strategy import SCHEDULES, Plan, Strategy, image_layout, stages_of_rank, token_layout
 from vitpar.strategy.layout import shards_as_fsdp
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
@@ -127,13 +127,15 @@ def _shard(
 ) -> None:
     """Step 6."""
     wrapped = None
+    splits_backward = plan.pp != 1 and SCHEDULES[plan.schedule].splits_backward
     for name, layer in stage.layers().items():
         strategy = strategies[name]
         reshard = communication.reshard_after_forward
         if reshard is None:
             # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
             reshard = plan.pp == 1 and name != "head"
-        sharding = Sharding(meshes[name], numbers.policy, shards_as_fsdp(strategy) and reshard, strategy.offload)
+        reshard = shards_as_fsdp(strategy) and reshard
+        sharding = Sharding(meshes[name], numbers.policy, reshard, strategy.offload, splits_backward)
         if sharding.needed:
             shard(layer, sharding)
             wrapped = sharding

@@ -10,9 +10,9 @@
 
 In fp8 the large products of blocks are computed in float8 (``vitpar.parallel.float8``), all else as in bf16.
 
-Reduction is the sum over data-parallel ranks. A number type of 16 bits halves what it sends; several micro-batches then
-also add up in it before they are sent, and shards are float32 again after it. float16 ends at 65504 and loses what is
-below 6e-8, so the loss is scaled up before backward (``vitpar.train.loss_scale``).
+Reduction is the sum over data-parallel ranks. A number type of 16 bits halves what it sends; where parameters are
+sharded several micro-batches then also add up in it before they are sent. Gradients are float32 again after it. float16
+ends at 65504 and loses what is below 6e-8, so the loss is scaled up before backward (``vitpar.train.loss_scale``).
 """
 
 from dataclasses import dataclass, replace

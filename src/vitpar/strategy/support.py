@@ -116,13 +116,15 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
 
 def uses(plan: Plan, precision: str, name: str) -> bool:
     """Whether a layer of the plan uses the communication setting `name`."""
-    return any(COMMUNICATION[name][1](strategy, precision) for strategy in plan.kinds)
+    # There ``fully_shard`` is around all layers (``vitpar.parallel.data``).
+    copied = precision not in ("fp64", "fp32") and plan.pp != 1 and plan.schedule in SPLIT_BACKWARD
+    return any(COMMUNICATION[name][1](strategy, copied) for strategy in plan.kinds)
 
 
-COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, str], bool]]] = {
+COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, bool], bool]]] = {
     "bucket_cap_mb": (
-        "dp in fp32 or fp64 where nothing is sharded or offloaded",
-        lambda s, precision: s.has("dp") and not (sharding_axes(s) or s.offload) and precision in ("fp32", "fp64"),
+        f"dp where nothing is sharded or offloaded, and in 16 bits not with {', '.join(SPLIT_BACKWARD)}",
+        lambda s, copied: s.has("dp") and not (sharding_axes(s) or s.offload or copied),
     ),
     "prefetch": ("fsdp, +2d, +2.5d, +3d, +zero1 and +zero2", lambda s, _: bool(sharding_axes(s))),
     "reshard_after_forward": ("fsdp, +2d, +2.5d and +3d", lambda s, _: shards_as_fsdp(s)),

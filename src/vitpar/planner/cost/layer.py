@@ -154,8 +154,8 @@ class LayerCosts:
     def _seated(self, strategy: Strategy, where: Placement) -> Seat:
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        # `Sharding.needed` in ``vitpar.parallel.data``
-        wrapped = not groups.shard.alone or strategy.offload or self.numbers.compute is not self.numbers.parameters
+        # `Sharding.needed` in ``vitpar.parallel.data``, but for schedules that split backward in 16 bits
+        wrapped = not groups.shard.alone or strategy.offload
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
         parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
         return Seat(
@@ -199,11 +199,12 @@ class LayerCosts:
         wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
         offloaded = seat.strategy.offload and self.hardware.device != "cpu"  # there the host is the device
         gather = reduce = gathered = waiting = gathering = reducing = 0.0
+        if wrapped or numbers.compute is not numbers.parameters:
+            gathered = elements.computed * numbers.compute.itemsize
         if wrapped:
             local = self._weight_profiles[kind, seat.tensor]
             share = elements.computed / local.elements
             gather = local.gather.seconds * share
-            gathered = elements.computed * numbers.compute.itemsize
             waiting = elements.computed * numbers.reduce.itemsize
             if shards:
                 padded = elements.held * groups.shard.ranks  # every part as long as the longest
@@ -217,7 +218,7 @@ class LayerCosts:
                 gather += self._moved(elements.held * numbers.parameters.itemsize)
                 reduce += self._moved(elements.held * numbers.reduce.itemsize)
         if copies:
-            size = elements.held * (numbers.reduce if wrapped else numbers.parameters).itemsize
+            size = elements.held * numbers.reduce.itemsize
             reduce += self.links.seconds("all_reduce", groups.replicate, size)
             reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
         return Weights(
@@ -251,7 +252,7 @@ class LayerCosts:
 
     def _profile(self, kind: LayerKind, seat: Seat, checkpoint: str | None = None) -> LayerProfile:
         strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"
-        wrapped = always_wrapped(self.model.precision, seat.tensor) or seat.wrapped
+        wrapped = always_wrapped(seat.tensor) or seat.wrapped
         found = self._layers.get((kind, seat.tensor, policy, wrapped))
         if found is None:
             raise PlannerError(

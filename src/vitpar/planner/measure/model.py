@@ -61,7 +61,7 @@ class Subject:
     def strategies(self) -> Iterator[tuple[str, str, bool]]:
         """(tensor, checkpoint, wrapped) of all that is measured."""
         for tensor in tensors(self.config, self.ranks):
-            kinds = (True,) if always_wrapped(self.precision, tensor) else (False, True)
+            kinds = (True,) if always_wrapped(tensor) else (False, True)
             for checkpoint in CHECKPOINTS:
                 if not (checkpoint == "selective" and self.compile_blocks):
                     yield from ((tensor, checkpoint, wrapped) for wrapped in kinds)
@@ -84,11 +84,12 @@ def profile_model(
     weights = []
     for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
         progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
-        with _built(subject, f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}", device) as model:
+        mesh = f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}"
+        with _built(subject, mesh, device) as model, model.narrow.in_place():
             for kind in NAMES:
                 bench = _Bench(model, kind)
                 plain = next((p for p in layers[-3:] if p.layer == kind), None)  # measured just before, if it can be
-                if wrapped and not always_wrapped(subject.precision, tensor) and plain:
+                if wrapped and not always_wrapped(tensor) and plain:
                     layers.append(_wrapped(bench, clock, plain))
                 else:
                     layers.append(_layer(bench, clock, tensor, checkpoint, wrapped))
@@ -296,8 +297,8 @@ def _weights(bench: _Bench, clock: Clock, tensor: str) -> WeightProfile:
 
 
 def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock) -> Timing:
-    """A step of AdamW over a whole model in its own precision, and the norm of the gradients."""
-    with _built(replace(subject, precision="fp32", compile_blocks=False), "dp1", device, depth) as model:
+    """What a step does once: copies in 16 bits, the norm of the gradients, AdamW."""
+    with _built(replace(subject, compile_blocks=False), "dp1", device, depth) as model:
         updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
         parameters = [parameter for _, parameter in model.named_parameters()]
 
@@ -306,6 +307,8 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
                 parameter.grad = torch.zeros_like(parameter)
 
         def step() -> None:
+            with model.narrow.in_place():
+                pass
             global_norm(updates.gradients(), model)
             updates.step(1e-3)
 
@@ -314,7 +317,7 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
 
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     """Seconds of a micro-batch that are not of its layers, on one image."""
-    with _built(subject, "dp1", device) as model:
+    with _built(subject, "dp1", device) as model, model.narrow.in_place():
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         config, layers = model.config, 0.0
         for kind in NAMES:

@@ -67,7 +67,7 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
         strategy = parse(tensor).strategy if tensor != "tp1" else Strategy()
         for kind in LAUNCHES:
             for policy in ("none", "full", "selective"):
-                for wrapped in (True,) if always_wrapped(precision, tensor) else (False, True):
+                for wrapped in (True,) if always_wrapped(tensor) else (False, True):
                     layers.append(
                         _layer(
                             config, precision, hardware.device, matmul, copy, kind, tensor, strategy, policy, wrapped

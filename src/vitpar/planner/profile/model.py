@@ -76,8 +76,8 @@ class ModelProfile(Record):
     """A profile of `model` (the fields of its ViTConfig) in one precision.
 
     processes: how many measured at the same time, each with `threads` CPU threads, on `cores` (on GPUs one each).
-    optimizer: a step and the global norm; sizes are elements. microbatch: seconds that a micro-batch takes besides its
-    layers. pace: as in `Hardware`.
+    optimizer: a step, the global norm, and copies in 16 bits; sizes are elements. microbatch: seconds that a
+    micro-batch takes besides its layers. pace: as in `Hardware`.
     """
 
     format: Literal["vitpar model 1"] = "vitpar model 1"
@@ -140,10 +140,9 @@ def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def always_wrapped(precision: str, tensor: str) -> bool:
-    """Whether ``fully_shard`` is around every layer: under 2d and 3d, which shard weights, and where parameters are
-    kept in another precision than is computed in."""
-    return precision not in ("fp32", "fp64") or tensor.endswith("d")
+def always_wrapped(tensor: str) -> bool:
+    """Whether ``fully_shard`` is around every layer: under 2d and 3d, which shard weights."""
+    return tensor.endswith("d")
 
 
 def read_model_profile(path: Path) -> ModelProfile:

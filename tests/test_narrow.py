@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plans import Case
 from ranks import RankPool
+from test_parity import run_compiled
 from vitpar import model_config, parse, validate
 from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import ParallelModel, parallelize
@@ -153,3 +155,13 @@ def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
 def test_replicas_sum_in_16_bits_where_asked(ranks: Callable[[int], RankPool]) -> None:
     for (wide, narrow), right in ranks(2).run(summed_in_bf16):
         assert wide == 2 * narrow and right
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mesh", ["dp1", "dp2+ckpt"])
+def test_compiled_blocks_take_copies_as_they_are(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    case = Case(mesh, {"microbatches": 2}, {"depth": 10}, {"compile_blocks": True, "precision": "bf16"})
+    for result, graphs in ranks(case.ranks).run(run_compiled, case):
+        assert result.passed, result.worst
+        assert graphs == 1, "every block must run the same compiled graph"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
+from vitpar.launch.malloc import keep_freed_memory
 from vitpar.launch.report import watch_parent
 from vitpar.launch.world import World
 
@@ -25,8 +26,9 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     """Makes this process `world.rank` of `world.size`, and returns the device it computes on.
 
     Sets torch.distributed's environment variables and default process group, the current GPU, and the number of CPU
-    threads (unless OMP_NUM_THREADS says it). timeout: seconds to wait for other ranks, here and in every collective.
-    store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds after another.
+    threads (unless OMP_NUM_THREADS says it); on a CPU, lets freed memory be kept for what comes next. timeout: seconds
+    to wait for other ranks, here and in every collective. store: where the ranks meet, such as a part of a
+    `meeting_place` for each of several worlds after another.
     Raises LaunchError when this rank has no GPU or the ranks cannot meet.
     """
     watch_parent()
@@ -35,6 +37,8 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     import torch.distributed as dist
 
     own_device = _own_device(world, device)
+    if device == "cpu":
+        keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_cpu_threads(world))
     os.environ |= {

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vitpar.launch.cores import cpu_cores
+from vitpar.launch.malloc import keep_freed_memory
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.planner.measure.clock import Clock
@@ -79,6 +80,8 @@ def profile_model(
     processes: how many there are. Must not be called inside a process group: it pretends to be in others.
     """
     assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
+    if device.type == "cpu":
+        keep_freed_memory()  # as ranks do
     strategies = list(subject.strategies())
     layers: list[LayerProfile] = []
     weights = []

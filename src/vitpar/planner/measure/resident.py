@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
-_SMALL, _LARGE = 2**16, 2**25  # the last is where glibc itself ends up; it trims at twice as much
+from vitpar.launch.malloc import give_back_freed_memory, keep_freed_memory
 
 
 class Peak:
@@ -52,15 +51,11 @@ def tensors_given_back() -> Iterator[None]:
 
     Not so where memory that was freed before is taken again: use it before anything large was computed.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MAP, _SMALL)
+    give_back_freed_memory()
     try:
         yield
     finally:
-        if mallopt is not None:
-            mallopt(_MAP, _LARGE)
-            mallopt(_TRIM, 2 * _LARGE)
+        keep_freed_memory()
 
 
 def _resident(key: str) -> int | None:

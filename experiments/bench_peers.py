@@ -10,8 +10,9 @@ Every contender trains from the same initial parameters on the same batches, whi
 the same AdamW (fused; decay of matrices only), clipping and precision (autocast where it is not vitpar's); nothing is
 evaluated, saved or shown. Each lives in a process of its own. Trainers run their own loops and are held between two
 steps while others have their turn; turns are blocks of --steps steps, of which one more at the begin is not timed, and
-the order turns around every round. Before anything is timed, numbers of parameters must be equal, and the losses of the
-first three steps agree: to 1e-4 in fp32, to 2e-2 in bf16.
+the order turns around every round. On a CPU all are started --restarts times, in another order, and their times put
+together: where a process gets its memory makes it up to 5 % faster or slower than another. Before anything is timed,
+numbers of parameters must be equal, and the losses of the first three steps agree: to 1e-4 in fp32, to 2e-2 in bf16.
 
 "vitpar, whole loop" is its Trainer with its log interval of 10 steps and metrics. Ratios are over it, where
 its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.
@@ -75,7 +76,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="timm's names")
     parser.add_argument("--batch-size", type=int, metavar="N")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps of a turn (default 3, CUDA 20)")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of each (default 9)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 5, CUDA 9)")
+    parser.add_argument("--restarts", type=int, metavar="N", help="times that all are started (default 5, CUDA 1)")
     parser.add_argument("--largest", action="store_true", help="instead: the deepest model of g/14's width that fits")
     parser.add_argument("--pretend-mb", type=int, metavar="N", help="with --largest: memory for parameters and AdamW")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, few steps: only to see the program run")
@@ -91,6 +93,9 @@ def arguments() -> argparse.Namespace:
     options.precision = options.precision or (["bf16"] if options.device == "cuda" or options.largest else None)
     options.precision = options.precision or ["fp32", "bf16"]
     options.steps = options.steps or (1 if options.tiny else 20 if options.device == "cuda" else 3)
+    long = options.device == "cuda" or options.compile  # to start
+    options.rounds = options.rounds or (9 if long else 5)
+    options.restarts = options.restarts or (1 if long or options.tiny else 5)
     if options.steps < 1 or options.rounds < 2:
         parser.error("--steps must be at least 1 and --rounds at least 2")
     return options
@@ -127,23 +132,24 @@ def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dic
     """Times of all contenders, and whether all did what they should."""
     left: dict[str, str] = {}
     ok, timed = True, list[Timed]()
-    with ExitStack() as ends:
-        names = options.only or CONTENDERS
-        for name in names:  # one after the other: vitpar tries kernels when it starts
-            contender = ends.enter_context(Contender(replace(job, contender=name)))
-            try:
-                contender.ready()
-                losses = contender.turn(3, losses=True)["losses"]
-                contender.turn(WARM_UP if not options.tiny else 1)
-                timed.append(Timed(contender, losses))
-            except Left as gone:
-                ok &= gone.kind == "missing"
-                left[contender.name] = f"{gone.kind}: {gone.why}"
-                console.print(f"- {contender.name} is left out, {gone.kind}: {gone.why}", soft_wrap=True)
-        if not timed:
-            return {"left_out": left}, False
-        ok &= alike(timed, job.precision, console)
-        take_turns(timed, options.rounds, options.steps)
+    names = list(options.only or CONTENDERS)
+    for start in range(options.restarts):
+        found, fine = together(job, options, names[start % len(names) :] + names[: start % len(names)], left)
+        found.sort(key=lambda one: names.index(one.contender.job.contender))
+        ok &= fine
+        if not start:
+            for name, why in left.items():
+                console.print(f"- {name} is left out, {why}", soft_wrap=True)
+            if not found:
+                return {"left_out": left}, False
+            ok &= alike(found, job.precision, console)
+            timed = found
+            continue
+        again = {one.contender.name: one for one in found}
+        timed = [one for one in timed if one.contender.name in again]  # who failed meanwhile is not compared
+        for one in timed:
+            one.wall += again[one.contender.name].wall
+            one.cpu += again[one.contender.name].cpu
     console.print(table(timed, job))
     rows = [
         {
@@ -158,6 +164,28 @@ def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dic
         for one in timed
     ]
     return {"left_out": left, "rows": rows}, ok
+
+
+def together(job: Job, options: argparse.Namespace, names: list[str], left: dict[str, str]) -> tuple[list[Timed], bool]:
+    """Processes of all contenders, started anew, and their times in turns; whether none failed. left: those that are
+    not there, which are not started again."""
+    ok, timed = True, list[Timed]()
+    with ExitStack() as ends:
+        for name in names:  # one after the other: vitpar tries kernels when it starts
+            if CONTENDERS[name] in left:
+                continue
+            contender = ends.enter_context(Contender(replace(job, contender=name)))
+            try:
+                contender.ready()
+                losses = contender.turn(3, losses=True)["losses"]
+                contender.turn(WARM_UP if not options.tiny else 1)
+                timed.append(Timed(contender, losses))
+            except Left as gone:
+                ok &= gone.kind == "missing"
+                left[contender.name] = f"{gone.kind}: {gone.why}"
+        if timed:
+            take_turns(timed, options.rounds, options.steps)
+    return timed, ok
 
 
 def alike(timed: list[Timed], precision: str, console: Console) -> bool:

@@ -1,6 +1,6 @@
 """vitpar against what an engineer would write by hand for the same plan, on the CPU: step times side by side.
 
-    python experiments/bench_cpu.py                        # about 4 minutes on two cores
+    python experiments/bench_cpu.py                        # about 5 minutes on two cores
     python experiments/bench_cpu.py --quick --only dp2     # seconds, a tiny model: does it run?
 
 In each case both contenders live in the same processes and train the same ViT on the same batches: forward, backward,
@@ -8,7 +8,8 @@ clipping, AdamW, no data loading. Before anything is timed their losses and grad
 1e-4. Then they take turns step by step, so other work on the machine hits both alike; the ratio is taken pair by pair.
 "±" is half the distance between the quartiles. The ratio of CPU time (all threads of all ranks) leaves out waiting, so
 it is the steadier one on a busy machine. Memory is measured in runs of one contender each: how far the fullest rank's
-resident memory grew at its peak beyond what it was after importing torch.
+resident memory grew at its peak beyond what it was after importing torch. "host" is a model so small that what the host
+does for every operation is nearly all of a step.
 
 Speeds are reported, not judged: the exit code is 1 only when a case fails, as when losses differ.
 """
@@ -86,7 +87,7 @@ def main() -> int:
     with progress.status("") as status:
         for case in (CASES[name] for name in options.only or CASES):
             status.update(f"{case.name}: {case.by_hand}")
-            result = measure(case, size)
+            result = measure(case, case.size or size)
             if result is None:
                 failed = True
                 table.add_row(case.name, case.by_hand, *(["failed"] + [""] * 5))

@@ -59,12 +59,19 @@ def test_gpu_program_runs_on_the_cpu_without_the_trainer_s_packages(tmp_path: Pa
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
     printed = run("bench_gpu.py", *arguments, blocked=("pydantic", "tomli_w", "webdataset", "simplejpeg", "rich"))
     found = json.loads((tmp_path / "result.json").read_text())
-    assert [len(found[section]) for section in ("limits", "vitpar", "phases", "input", "plain")] == [1, 1, 1, 0, 1]
+    assert [len(found[section]) for section in ("limits", "vitpar", "phases", "input", "plain", "fp8")] == [
+        1,
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
     assert [part.split(":")[0] for part in found["left_out"]] == ["input, vit_tiny_patch16_224"]
     assert found["limits"][0]["products"] > 0 and found["limits"][0]["copy"] > 0
     assert list(found["phases"][0]["ms"])[:2] == ["forward", "backward"]
     assert "relative difference" in printed
-    assert printed.count("| vit_tiny_patch16_224, batch 4 |") == 4
+    assert printed.count("| vit_tiny_patch16_224, batch 4 |") == 5
 
 
 def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:

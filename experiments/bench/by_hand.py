@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
+from bench.plain_loop import plain_step
 from bench.settings import BETAS, CLIP, EPS, LR, SEED, Step, decay_groups
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initialise
@@ -40,6 +41,11 @@ def adamw(groups: list[dict]) -> torch.optim.AdamW:
 def plain(config: ViTConfig) -> Step:
     """One process."""
     return _data_parallel_step(whole_model(config, torch.device("cpu")))
+
+
+def autocast(config: ViTConfig) -> Step:
+    """One process in bf16."""
+    return plain_step(whole_model(config, torch.device("cpu")), compiled=False, precision="bf16")
 
 
 def ddp(config: ViTConfig) -> Step:
@@ -154,5 +160,6 @@ BY_HAND: dict[str, Callable[[ViTConfig], Step]] = {
     "fsdp2": fsdp,
     "pp2": pipeline,
     "tp2": tensor,
+    "host": autocast,
 }
 """By the name of the case."""

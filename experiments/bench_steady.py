@@ -35,7 +35,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 SETTINGS = {
     "model.width": 32,
     "model.depth": 2,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_before: dict[str, str | None] = {}
+"""What `join` found where it set the environment."""
 
 
 def join(world: World, device: Device, timeout: float = 600.0, store: Store | None = None) -> torch.device:
@@ -41,7 +43,8 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
         keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_cpu_threads(world))
-    os.environ |= {
+    _before.clear()
+    ours = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
@@ -49,6 +52,8 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
     }
+    _before.update({name: os.environ.get(name) for name in ours})
+    os.environ |= ours
     if world.single_machine:
         _use_loopback()
     try:
@@ -84,11 +89,18 @@ def meeting_place(world: World) -> Store | None:
 
 
 def leave() -> None:
-    """Ends the default process group, where there is one. After an error let the process die: peers may be gone."""
+    """Ends the default process group, where there is one, and sets the environment back, so that who comes after finds
+    no world that is gone. After an error let the process die: peers may be gone."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
 
 
 def finish(code: int) -> NoReturn:

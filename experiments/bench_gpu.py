@@ -47,6 +47,7 @@ try:
     from bench.ours import vitpar_step
     from bench.plain_loop import plain_step
 
+    from vitpar.errors import RecipeError
     from vitpar.launch import ALONE, join, leave
     from vitpar.models import ViTConfig, model_config
     from vitpar.models.initial import initialise
@@ -124,6 +125,8 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
         measure(run, config, batch_size)
     except torch.OutOfMemoryError:
         run.leave_out(f"{what}, {config.name}", f"batch {batch_size} does not fit: give a smaller --batch-size")
+    except RecipeError as refused:  # fp8, which the GPU does not have
+        run.leave_out(f"{what}, {config.name}", str(refused))
     gc.collect()
     torch._dynamo.reset()
     if run.device.type == "cuda":

@@ -94,10 +94,12 @@ def arguments() -> argparse.Namespace:
     options.precision = options.precision or ["fp32", "bf16"]
     options.steps = options.steps or (1 if options.tiny else 20 if options.device == "cuda" else 3)
     long = options.device == "cuda" or options.compile  # to start
-    options.rounds = options.rounds or (9 if long else 5)
-    options.restarts = options.restarts or (1 if long or options.tiny else 5)
-    if options.steps < 1 or options.rounds < 2:
-        parser.error("--steps must be at least 1 and --rounds at least 2")
+    if options.rounds is None:
+        options.rounds = 9 if long else 5
+    if options.restarts is None:
+        options.restarts = 1 if long or options.tiny else 5
+    if options.steps < 1 or options.rounds < 2 or options.restarts < 1:
+        parser.error("--steps and --restarts must be at least 1 and --rounds at least 2")
     return options
 
 
@@ -131,17 +133,19 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
     """Times of all contenders, and whether all did what they should."""
     left: dict[str, str] = {}
+    told: list[str] = []
     ok, timed = True, list[Timed]()
     names = list(options.only or CONTENDERS)
     for start in range(options.restarts):
         found, fine = together(job, options, names[start % len(names) :] + names[: start % len(names)], left)
         found.sort(key=lambda one: names.index(one.contender.job.contender))
         ok &= fine
+        for name in [name for name in left if name not in told]:
+            console.print(f"- {name} is left out, {left[name]}", soft_wrap=True)
+            told.append(name)
+        if not found:
+            return {"left_out": left}, False
         if not start:
-            for name, why in left.items():
-                console.print(f"- {name} is left out, {why}", soft_wrap=True)
-            if not found:
-                return {"left_out": left}, False
             ok &= alike(found, job.precision, console)
             timed = found
             continue

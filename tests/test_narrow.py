@@ -81,6 +81,31 @@ def test_parameters_come_back_after_an_error() -> None:
     assert dict(layer.named_parameters()) == before and layer.weight is before["weight"]
 
 
+def test_parameters_come_back_where_memory_ends_while_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    before = [dict(layer.named_parameters()) for layer in layers]
+    copies, real = [], torch.empty_like
+
+    def run_out(*args: Any, **kwargs: Any) -> torch.Tensor:
+        copies.append(1)
+        if len(copies) > 2:
+            raise torch.OutOfMemoryError
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", run_out)
+    with pytest.raises(torch.OutOfMemoryError), NarrowCopies(layers, torch.bfloat16).in_place():
+        raise AssertionError("there was memory")
+    assert [dict(layer.named_parameters()) for layer in layers] == before
+
+
+def test_images_may_come_in_float32(device: torch.device) -> None:
+    model = built(device)
+    images, labels = batch(model)
+    assert images is not None
+    assert torch.equal(model.forward_backward(images.float(), labels), model.forward_backward(images, labels))
+    assert torch.equal(model.predict(images.float(), 8), model.predict(images, 8))
+
+
 def test_one_operation_a_layer_copies_and_one_brings_back(device: torch.device) -> None:
     model = built(device, microbatches=2)
     model.forward_backward(*batch(model))

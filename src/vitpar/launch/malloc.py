@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
-_USUAL_TRIM = 2**17
-_EVERY_TENSOR, _NONE = 2**16, 2**30  # bytes from which a tensor is mapped by itself
+_NEVER = -1  # of the first
+_NO_TENSOR, _LARGE, _EVERY_TENSOR = 2**30, 2**25, 2**16  # bytes from which a tensor is mapped by itself
+OFF = "VITPAR_KEEP_FREED_MEMORY"
+OTHERS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
+"""What of malloc the environment may set that decides about freed memory."""
 
 
 def keep_freed_memory() -> None:
     """Let tensors on the CPU be made where others were freed.
 
     Else glibc gives large ones back to the system and asks for them again: thousands of page faults a step, up to a
-    tenth of its time. Resident memory stays at its peak, which was seen up to 7 % higher. Leaves malloc as it is where
-    the environment says how it should be (MALLOC_…, GLIBC_TUNABLES).
+    tenth of its time. Resident memory stays at its peak, which was seen up to 7 % higher. Does nothing where the
+    environment sets these things (MALLOC_MMAP_THRESHOLD_ and its like, GLIBC_TUNABLES), or VITPAR_KEEP_FREED_MEMORY to
+    0.
     """
-    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if not chosen:
-        _set(map_from=_NONE, trim=-1)
+    mallopt = _mallopt()
+    # Before glibc 2.35 no more than 32 MiB are taken; without either, trimming less would only make things worse.
+    if mallopt and not _chosen() and (mallopt(_MAP, _NO_TENSOR) or mallopt(_MAP, _LARGE)):
+        mallopt(_TRIM, _NEVER)
 
 
-def give_back_freed_memory() -> None:
-    """Let freed tensors go back to the system at once, so that resident memory is what tensors take. Slower."""
-    _set(map_from=_EVERY_TENSOR, trim=_USUAL_TRIM)
+@contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower."""
+    mallopt = _mallopt()
+    if mallopt:
+        mallopt(_MAP, _EVERY_TENSOR)
+        mallopt(_TRIM, 2 * _EVERY_TENSOR)
+    try:
+        yield
+    finally:
+        if mallopt:  # as the environment says, or where glibc itself ends up
+            mallopt(_MAP, int(os.environ.get("MALLOC_MMAP_THRESHOLD_", _LARGE)))
+            mallopt(_TRIM, int(os.environ.get("MALLOC_TRIM_THRESHOLD_", 2 * _LARGE)))
+        keep_freed_memory()
 
 
-def _set(map_from: int, trim: int) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MAP, map_from)
-        mallopt(_TRIM, trim)
+def _chosen() -> bool:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    set_by_name = any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in OTHERS)
+    return set_by_name or os.environ.get(OFF) == "0"
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    return getattr(ctypes.CDLL(None), "mallopt", None)

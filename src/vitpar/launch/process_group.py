@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+LOOPBACK = "GLOO_SOCKET_IFNAME"
 _before: dict[str, str | None] = {}
 """What `join` found where it set the environment."""
 
@@ -43,7 +44,6 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
         keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_cpu_threads(world))
-    _before.clear()
     ours = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -52,7 +52,8 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
     }
-    _before.update({name: os.environ.get(name) for name in ours})
+    for name in (*ours, LOOPBACK):
+        _before.setdefault(name, os.environ.get(name))
     os.environ |= ours
     if world.single_machine:
         _use_loopback()
@@ -144,4 +145,4 @@ def _use_loopback() -> None:
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault(LOOPBACK, loopback)

@@ -10,7 +10,8 @@ Scales are powers of two, which round nothing, so that the largest number of a r
 its own: it does not depend on the samples beside it, and so not on how a plan splits the batch. Where tensor
 parallelism splits what a product sums over, each part has its own scales, finer than those of the whole.
 
-Source of the recipe: torchao's ``rowwise_with_gw_hp``.
+Source of the recipe: torchao's ``rowwise_with_gw_hp``, but for the weight in the input's gradient, which has one scale
+there.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(E4M3), scale
 
 
-def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b.T in `dtype`. a [rows, in], b [columns, in]: in float8, of_a and of_b their scales."""
-    options = {"scale_a": of_a, "scale_b": of_b.t(), "out_dtype": dtype, "use_fast_accum": True}
+def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = True) -> Tensor:
+    """a @ b.T in `dtype`. a [rows, in], b [columns, in]: in float8, of_a and of_b their scales. fast: whether GPUs may
+    add up in fewer bits than float32 has."""
+    options = {"scale_a": of_a, "scale_b": of_b.t(), "out_dtype": dtype, "use_fast_accum": fast}
     return torch._scaled_mm(a, b.contiguous().t(), **options)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, fast: bool = True) -> Tensor:
     """``linear(x, weight)`` in float8: x [..., in], weight [out, in] -> [..., out] in the type of x. No autograd."""
-    y = multiply(*scaled_rows(x.flatten(0, -2)), *scaled_rows(weight), x.dtype)
+    y = multiply(*scaled_rows(x.flatten(0, -2)), *scaled_rows(weight), x.dtype, fast)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -62,7 +64,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x = for_weight = None
         if ctx.needs_input_grad[0]:
-            for_x = product(gradient, weight.t())
+            for_x = product(gradient, weight.t(), fast=False)
         if ctx.needs_input_grad[1]:
             for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
         return for_x, for_weight

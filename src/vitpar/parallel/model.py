@@ -155,10 +155,11 @@ class ParallelModel:
         for stage in self.stages.values():
             if not stage.training:  # it walks through every module
                 stage.train()
+        images = None if images is None else images.to(self.precision.compute)
         with ExitStack() as copies:
             with self.phase("forward" if self._schedule is None else "pipeline"):
                 copies.enter_context(self.narrow.in_place())
-            losses = self._run(images, labels, keys if self.config.stochastic else None)
+            losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
         with self.phase("waiting for gradients"):
             for total in self._gradient_sums:
                 total.wait()
@@ -168,8 +169,9 @@ class ParallelModel:
         whole = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         return whole.detach() / self.loss_scale if self._scales else whole.detach()
 
-    def _run(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
-        """Forward and backward of all micro-batches; their losses, where they come out."""
+    def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
+        """Forward and backward of all micro-batches, while `narrow` is in place; their losses, where they come out.
+        Gradients are not reduced yet."""
         losses: list[Tensor] = []
         if self._schedule is not None:
             args = (images,) if self.takes_images else ()
@@ -198,6 +200,15 @@ class ParallelModel:
         images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
         any multiple of `smallest_batch`.
         """
+        images = None if images is None else images.to(self.precision.compute)
+        with self.narrow.in_place():
+            x = self._through_stages(images, batch)
+        while len(self._sent) > len(self.stages):
+            self._sent.popleft()[0].wait()  # the next batch may start while the last one is on its way
+        return x if self.gives_logits else None
+
+    def _through_stages(self, images: Tensor | None, batch: int) -> Tensor | None:
+        """What comes out of the last stage here; what it gives to another rank is on its way."""
         x = images
         last = self.plan.num_stages - 1
         for index, stage in self.stages.items():
@@ -210,14 +221,10 @@ class ParallelModel:
             else:
                 part = self._images[self._stage_rank]
             assert x is not None, "a rank that holds the stem needs images"
-            with self.narrow.in_place():
-                pieces = x.split([len(part.row_range(n)) for n in self._pieces(batch)])
-                x = torch.cat([stage(piece) for piece in pieces])
+            x = torch.cat([stage(piece) for piece in x.split([len(part.row_range(n)) for n in self._pieces(batch)])])
             if index < last and index + 1 not in self.stages:
                 self._sent.append(send_tokens(x, index, self.plan, self.pipe["pp"]))
-        while len(self._sent) > len(self.stages):
-            self._sent.popleft()[0].wait()  # the next batch may start while the last one is on its way
-        return x if self.gives_logits else None
+        return x
 
     @property
     def smallest_batch(self) -> int:

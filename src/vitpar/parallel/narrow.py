@@ -60,13 +60,13 @@ class NarrowCopies:
         """Copies of the parameters as they are now stand in their places. Backward has to end inside, too: what is
         checkpointed computes with them again."""
         kept = []
-        for places in self._layers:
-            parameters = [holder[name] for holder, name in places]
-            copies = _Copies.apply(self._dtype, *(local(p) for p in parameters if p is not None))
-            for (holder, name), parameter, copy in zip(places, parameters, copies, strict=True):
-                kept.append((holder, name, parameter))
-                holder[name] = copy
         try:
+            for places in self._layers:
+                parameters = [holder[name] for holder, name in places]
+                copies = _Copies.apply(self._dtype, *(local(p) for p in parameters if p is not None))
+                for (holder, name), parameter, copy in zip(places, parameters, copies, strict=True):
+                    kept.append((holder, name, parameter))
+                    holder[name] = copy
             yield
         finally:
             for holder, name, parameter in kept:

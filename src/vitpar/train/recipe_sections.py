@@ -177,7 +177,7 @@ class TrainSection(Section):
         if self.reduce_dtype not in (None, "fp32", narrow):
             raise ValueError(
                 f"train.reduce_dtype is '{self.reduce_dtype}', which train.precision '{self.precision}' does not have: "
-                f"use 'fp32' or '{self.precision}'"
+                f"use 'fp32' or '{narrow}'"
             )
         return self
 

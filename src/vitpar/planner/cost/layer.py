@@ -65,10 +65,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a layer are, as ``groups.placed`` says it."""
+    """Where the ranks of a layer are, as ``groups.placed`` says it. splits: whether their schedule splits backward."""
 
     inner: int = -1
     pp: int = 1
+    splits: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +155,9 @@ class LayerCosts:
     def _seated(self, strategy: Strategy, where: Placement) -> Seat:
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        # `Sharding.needed` in ``vitpar.parallel.data``, but for schedules that split backward in 16 bits
-        wrapped = not groups.shard.alone or strategy.offload
+        # `Sharding.needed` in ``vitpar.parallel.data``
+        copied = where.splits and self.numbers.compute is not self.numbers.parameters
+        wrapped = not groups.shard.alone or strategy.offload or copied
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
         parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
         return Seat(

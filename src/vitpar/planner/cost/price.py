@@ -95,10 +95,14 @@ class _Times:
     events: list[Event]
 
 
-def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
-    where, strategies = Placement(*placed(plan)), plan.strategies(costs.config.layer_names)
-    travel: list[Layout | None] = [None, *travel_layouts(costs.config, plan), None]
+def _where(plan: Plan) -> Placement:
     splits = plan.pipeline_degree > 1 and SCHEDULES[plan.schedule].splits_backward
+    return Placement(*placed(plan), splits)
+
+
+def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
+    where, strategies = _where(plan), plan.strategies(costs.config.layer_names)
+    travel: list[Layout | None] = [None, *travel_layouts(costs.config, plan), None]
     return [
         build_stage(
             costs,
@@ -107,7 +111,7 @@ def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
             where,
             taken=travel[number],
             given=travel[number + 1],
-            splits=splits,
+            splits=where.splits,
         )
         for number, names in enumerate(stage_layers(costs.config, plan))
     ]
@@ -223,7 +227,7 @@ def _finished(
     plan: Plan, stages: list[Stage], times: _Times, costs: LayerCosts
 ) -> tuple[float, Spent, tuple[Event, ...]]:
     """After the last backward: partial gradients are added up, then the norm over all ranks, then the optimizer."""
-    where, per_node = Placement(*placed(plan)), costs.hardware.ranks_per_node
+    where, per_node = _where(plan), costs.hardware.ranks_per_node
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[Group, int] = defaultdict(int)

@@ -327,8 +327,8 @@ def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
             bench = _Bench(model, kind)
             bench.prepare(1)
             layers += sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
-    with _built(subject, "dp1", device) as model:
+    with _built(subject, "dp1", device) as model, model.narrow.in_place():
         images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
         images = images.to(model.precision.compute)
-        whole = clock.timing(1, lambda: model.forward_backward(images, labels, keys)).seconds
+        whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys)).seconds
     return max(0.0, whole - layers)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-
-from vitpar.launch.malloc import give_back_freed_memory, keep_freed_memory
 
 
 class Peak:
@@ -43,19 +39,6 @@ class Peak:
             return torch.cuda.max_memory_allocated(self._device) - (self._before or 0)
         most = _resident("VmHWM")
         return None if most is None or self._before is None else most - self._before
-
-
-@contextmanager
-def tensors_given_back() -> Iterator[None]:
-    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower.
-
-    Not so where memory that was freed before is taken again: use it before anything large was computed.
-    """
-    give_back_freed_memory()
-    try:
-        yield
-    finally:
-        keep_freed_memory()
 
 
 def _resident(key: str) -> int | None:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from vitpar.launch.malloc import freed_memory_given_back
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
 from vitpar.planner.measure.clock import Clock
-from vitpar.planner.measure.resident import Peak, tensors_given_back
+from vitpar.planner.measure.resident import Peak
 from vitpar.planner.profile.curve import Timing
 from vitpar.planner.profile.hardware import OPERATIONS, Operation
 
@@ -59,7 +60,7 @@ def scratch(
     """Bytes that every operation takes besides what is sent and received, at most on any rank; 0 where the system does
     not tell. Before anything large was computed."""
     found = {}
-    with tensors_given_back():
+    with freed_memory_given_back():
         for shape in shapes:
             with own_group(*shape) as group:
                 for operation in operations(shape[0]):

@@ -7,9 +7,10 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from vitpar.launch.malloc import freed_memory_given_back
 from vitpar.models import model_config
 from vitpar.parallel.held import layer_parameters
-from vitpar.planner.measure.resident import Peak, tensors_given_back
+from vitpar.planner.measure.resident import Peak
 from vitpar.planner.measure.steps import Training
 from vitpar.strategy import parse, validate
 from vitpar.train.recipe import Recipe
@@ -25,7 +26,7 @@ def slack(device: torch.device) -> int:
     config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
     training, found = Training(recipe, config), []
-    with tensors_given_back():
+    with freed_memory_given_back():
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
             plan = validate(parse(words), config, recipe.train.batch_size)
             training.step(plan, device)()  # what is loaded or made once does not count

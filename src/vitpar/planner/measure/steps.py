@@ -12,13 +12,14 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from vitpar.launch.malloc import freed_memory_given_back
 from vitpar.launch.process_group import join, leave, meeting_place
 from vitpar.launch.world import World
 from vitpar.models.config import ViTConfig
 from vitpar.planner.measure.apart import apart
 from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.pace import Pace
-from vitpar.planner.measure.resident import Peak, tensors_given_back
+from vitpar.planner.measure.resident import Peak
 from vitpar.strategy import Plan
 from vitpar.train.build import build
 from vitpar.train.recipe import Recipe
@@ -143,7 +144,7 @@ class Runner:
 
 def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int | None, ...]:
     """Bytes at most on each rank."""
-    with tensors_given_back():
+    with freed_memory_given_back():
         if device.type == "cpu":  # what programs load for themselves is not the plan's
             c = training.config
             replace(training, config=replace(c, width=8 * c.heads, hidden=16 * c.heads)).step(plan, device)()

@@ -251,7 +251,7 @@ BAD_INPUT = [
     (["--recipe", "gone.toml"], "there is no recipe 'gone.toml'"),
     (["--model", "vit_smal_patch4_8"], "unknown model 'vit_smal_patch4_8' (did you mean 'vit_small_patch"),
     (["--model", "vit_tiny_patch3_8"], "patches of 3 pixels do not tile images of 8"),
-    (["--precision", "fp8"], "recipe key 'train.precision' is 'fp8'"),
+    (["--precision", "fp4"], "recipe key 'train.precision' is 'fp4'"),
     (
         ["--precision", "bf16", "--set", "loss_scale.hysteresis=1"],
         "loss_scale.hysteresis is 1, which does nothing with",

@@ -66,7 +66,7 @@ BATCH_SIZES = {
 TARGETS = dict(zip(BATCH_SIZES, (0.45, 0.55, 0.55, 0.60), strict=True))
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 FP8_WIDTH = 1280
-"""Narrower models gain little: scaling their tokens takes about as long as float8 saves."""
+"""Only large products can win back what scaling costs."""
 WARM_UP = 5
 REPEATS = 5
 

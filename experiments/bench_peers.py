@@ -16,7 +16,8 @@ numbers of parameters must be equal, and the losses of the first three steps agr
 
 "vitpar, whole loop" is its Trainer with its log interval of 10 steps and metrics. Ratios are over it, where
 its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.
-CPU time is that of all threads of a process. Memory is the peak of what a process allocated on the GPU.
+CPU time is that of all threads of a process, page faults those of a step (the median of rounds). Memory is the peak of
+what a process allocated on the GPU.
 Who is not installed is left out, and the reason said. Exit code 1: a contender that is there failed, or losses differ.
 """
 
@@ -26,6 +27,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.header import header
@@ -42,7 +44,8 @@ SMALL = {"heads": 4, "num_classes": 100}
 TINY = {"depth": 2, "image_size": 32, "num_classes": 10}
 GPU_BATCHES = {"vit_base_patch16_224": 256, "vit_large_patch16_224": 128}
 WARM_UP = 5
-COLUMNS = ("contender", "version", "ms a step", "images/s", "time over vitpar's", "CPU time over vitpar's", "GiB")
+TIMES = ("ms a step", "images/s", "time over vitpar's", "CPU time over vitpar's")
+COLUMNS = ("contender", "version", *TIMES, "page faults", "GiB")
 
 
 def main() -> int:
@@ -154,6 +157,7 @@ def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dic
         for one in timed:
             one.wall += again[one.contender.name].wall
             one.cpu += again[one.contender.name].cpu
+            one.faults += again[one.contender.name].faults
     console.print(table(timed, job))
     rows = [
         {
@@ -163,6 +167,7 @@ def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dic
             "losses": one.losses,
             "wall": one.wall,
             "cpu": one.cpu,
+            "faults": one.faults,
             "memory_bytes": one.memory_bytes,
         }
         for one in timed
@@ -221,6 +226,7 @@ def table(timed: list[Timed], job: Job) -> Table:
             Spread.of([job.batch_size / seconds for seconds in one.wall]).text(1),
             ratio(one.wall, ours.wall).text(3) if one is not ours else "1",
             ratio(one.cpu, ours.cpu).text(3) if one is not ours else "1",
+            f"{median(one.faults):,.0f}",
             memory,
         )
     return made

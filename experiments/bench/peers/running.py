@@ -87,12 +87,14 @@ class Contender:
 
 @dataclass
 class Timed:
-    """What was measured of one contender. wall, cpu: seconds of a step, a mean for every round."""
+    """What was measured of one contender. wall, cpu: seconds of a step; faults: page faults of one. Each a mean for
+    every round."""
 
     contender: Contender
     losses: list[float]
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)
     memory_bytes: int | None = None
 
 
@@ -104,6 +106,7 @@ def take_turns(timed: Sequence[Timed], rounds: int, steps: int) -> None:
             answer = one.contender.turn(steps, untimed=1)
             one.wall.append(answer["wall"] / steps)
             one.cpu.append(answer["cpu"] / steps)
+            one.faults.append(answer["faults"] / steps)
             one.memory_bytes = answer.get("memory_bytes")
 
 

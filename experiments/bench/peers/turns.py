@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from typing import Any, TextIO
@@ -16,15 +17,15 @@ class Turns:
     """Reads ``{"steps": n, "untimed": m, "losses": bool}`` from the other side, lets the loop go on for m + n steps and
     answers with what the last n took.
 
-    Times are read in this process, after the device has finished: `wall` on the clock, `cpu` of all threads. The end
-    of the input ends the process.
+    They are read in this process, after the device has finished: `wall` on the clock and `cpu` of all threads in
+    seconds, and `faults`, how many pages of memory the system had to give. The end of the input ends the process.
     """
 
     def __init__(self, device: torch.device, asked: TextIO, answers: TextIO) -> None:
         self._device, self._asked, self._answers = device, asked, answers
         self._left = self._timed = 0
         self._losses: list[Tensor] | None = None
-        self._begun = (0.0, 0.0)
+        self._begun: dict[str, float] = {}
 
     def tell(self, **answer: Any) -> None:
         """One line to the other side."""
@@ -46,8 +47,7 @@ class Turns:
             self._start()
         if self._left:
             return
-        wall, cpu = self._clock()
-        answer: dict[str, Any] = {"wall": wall - self._begun[0], "cpu": cpu - self._begun[1]}
+        answer: dict[str, Any] = {name: end - self._begun[name] for name, end in self._read().items()}
         if self._losses is not None:
             answer["losses"] = [loss.item() for loss in self._losses]
         if self._device.type == "cuda":
@@ -70,12 +70,13 @@ class Turns:
     def _start(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._begun = self._clock()
+        self._begun = self._read()
 
-    def _clock(self) -> tuple[float, float]:
+    def _read(self) -> dict[str, float]:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter(), time.process_time()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        return {"wall": time.perf_counter(), "cpu": time.process_time(), "faults": faults}
 
 
 def pipes() -> tuple[TextIO, TextIO]:

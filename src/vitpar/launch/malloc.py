@@ -31,7 +31,10 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_given_back() -> Iterator[None]:
-    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower."""
+    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower.
+
+    Not so where memory that was freed before is taken again: use it before anything large was computed.
+    """
     mallopt = _mallopt()
     if mallopt:
         mallopt(_MAP, _EVERY_TENSOR)
@@ -40,8 +43,8 @@ def freed_memory_given_back() -> Iterator[None]:
         yield
     finally:
         if mallopt:  # as the environment says, or where glibc itself ends up
-            mallopt(_MAP, int(os.environ.get("MALLOC_MMAP_THRESHOLD_", _LARGE)))
-            mallopt(_TRIM, int(os.environ.get("MALLOC_TRIM_THRESHOLD_", 2 * _LARGE)))
+            mallopt(_MAP, _environment("MALLOC_MMAP_THRESHOLD_", _LARGE))
+            mallopt(_TRIM, _environment("MALLOC_TRIM_THRESHOLD_", 2 * _LARGE))
         keep_freed_memory()
 
 
@@ -49,6 +52,11 @@ def _chosen() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     set_by_name = any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in OTHERS)
     return set_by_name or os.environ.get(OFF) == "0"
+
+
+def _environment(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
 
 
 def _mallopt() -> Callable[[int, int], int] | None:

@@ -26,7 +26,7 @@ from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tok
 from vitpar.parallel.precision import Precision
 from vitpar.parallel.stage import Stage
 from vitpar.parallel.tensor import PartialGradient, TensorSums
-from vitpar.strategy import SCHEDULES, Part, Plan, batch_arithmetic, image_layout, logit_layout
+from vitpar.strategy import Part, Plan, batch_arithmetic, image_layout, logit_layout
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.layout import copies
 
@@ -74,8 +74,7 @@ class ParallelModel:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
         self._kept = [layer for name, layer in layers.items() if strategies[name].zero]
-        whole_backwards = plan.pp == 1 or not SCHEDULES[plan.schedule].splits_backward
-        backwards = self.batch.microbatches if whole_backwards else None
+        backwards = None if plan.splits_backward else self.batch.microbatches
         by_mesh = [(layer, meshes[name]) for name, layer in layers.items()]
         self._gradient_sums = gradient_sums(by_mesh, backwards, numbers.reduce, bucket_cap_mb)
         plain = [layer for layer in layers.values() if not isinstance(layer, FSDPModule)]

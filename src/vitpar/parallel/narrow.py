@@ -62,8 +62,8 @@ class NarrowCopies:
         kept = []
         try:
             for places in self._layers:
-                parameters = [holder[name] for holder, name in places]
-                copies = _Copies.apply(self._dtype, *(local(p) for p in parameters if p is not None))
+                parameters = [parameter for holder, name in places if (parameter := holder[name]) is not None]
+                copies = _Copies.apply(self._dtype, *map(local, parameters))
                 for (holder, name), parameter, copy in zip(places, parameters, copies, strict=True):
                     kept.append((holder, name, parameter))
                     holder[name] = copy

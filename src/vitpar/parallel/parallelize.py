@@ -35,7 +35,7 @@ from vitpar.parallel.precision import Precision, precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.stage import Stage
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
-from vitpar.strategy import SCHEDULES, Plan, Strategy, image_layout, stages_of_rank, token_layout
+from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
 from vitpar.strategy.layout import shards_as_fsdp
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
@@ -127,7 +127,6 @@ def _shard(
 ) -> None:
     """Step 6."""
     wrapped = None
-    splits_backward = plan.pp != 1 and SCHEDULES[plan.schedule].splits_backward
     for name, layer in stage.layers().items():
         strategy = strategies[name]
         reshard = communication.reshard_after_forward
@@ -135,7 +134,7 @@ def _shard(
             # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
             reshard = plan.pp == 1 and name != "head"
         reshard = shards_as_fsdp(strategy) and reshard
-        sharding = Sharding(meshes[name], numbers.policy, reshard, strategy.offload, splits_backward)
+        sharding = Sharding(meshes[name], numbers.policy, reshard, strategy.offload, plan.splits_backward)
         if sharding.needed:
             shard(layer, sharding)
             wrapped = sharding

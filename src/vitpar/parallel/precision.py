@@ -21,6 +21,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vitpar.errors import RecipeError
+from vitpar.strategy.support import NARROW
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,6 @@ PRECISIONS = {
     "fp16": Precision(torch.float32, torch.float16, torch.float32),
     "fp8": Precision(torch.float32, torch.bfloat16, torch.float32, float8=True),
 }
-NARROW = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""What gradients can be reduced in besides fp32, by precision."""
 
 
 def precision(name: str, reduce_dtype: str | None = None) -> Precision:

@@ -86,6 +86,11 @@ class Plan:
             )
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in a backward of their own."""
+        return self.pp != 1 and SCHEDULES[self.schedule].splits_backward
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all layers have one strategy."""
         return len(self.layers) == 1 and self.layers[0][0] == "*"

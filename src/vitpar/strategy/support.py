@@ -14,6 +14,7 @@ from vitpar.errors import StrategyError
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
+from vitpar.strategy.schedules import SCHEDULES
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     "data": ("no dp", "dp", "+zero1", "+zero2", "fsdp", "dp x fsdp"),
@@ -35,7 +36,9 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 """What a combination chooses one of, by dimension. Any two layers of a plan may choose differently in data, tensor,
 checkpoint and offload."""
 APART = "gradients of weights come in a backward of their own, where they cannot be reduced at once"
-SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
+NARROW = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+"""By precision that computes in 16 bits: what gradients can be reduced in besides fp32."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
 def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object]) -> None:
     """Raise StrategyError if one of the recipe's `communication` settings would change nothing, or clashes with the
     schedule."""
-    if communication["reduce_every_microbatch"] and plan.pp != 1 and plan.schedule in SPLIT_BACKWARD:
+    if communication["reduce_every_microbatch"] and plan.splits_backward:
         raise StrategyError(
             f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{plan}', as {APART}: "
             "leave it out, or use schedule 1f1b or interleaved1f1b"
@@ -117,7 +120,7 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
 def uses(plan: Plan, precision: str, name: str) -> bool:
     """Whether a layer of the plan uses the communication setting `name`."""
     # There ``fully_shard`` is around all layers (``vitpar.parallel.data``).
-    copied = precision not in ("fp64", "fp32") and plan.pp != 1 and plan.schedule in SPLIT_BACKWARD
+    copied = precision in NARROW and plan.splits_backward
     return any(COMMUNICATION[name][1](strategy, copied) for strategy in plan.kinds)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vitpar.strategy import Plan
-from vitpar.strategy.support import uses
+from vitpar.strategy.support import NARROW, uses
 
 if TYPE_CHECKING:
     from vitpar.parallel import Communication
@@ -168,12 +168,12 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _reduction_is_used(self) -> Self:
-        if self.reduce_dtype is not None and self.precision in ("fp64", "fp32"):
+        narrow = NARROW.get(self.precision)
+        if self.reduce_dtype is not None and narrow is None:
             raise ValueError(
                 f"train.reduce_dtype is '{self.reduce_dtype}', which does nothing with train.precision "
                 f"'{self.precision}': leave it out, or set train.precision to bf16, fp16 or fp8"
             )
-        narrow = "bf16" if self.precision == "fp8" else self.precision
         if self.reduce_dtype not in (None, "fp32", narrow):
             raise ValueError(
                 f"train.reduce_dtype is '{self.reduce_dtype}', which train.precision '{self.precision}' does not have: "

@@ -16,7 +16,7 @@ from vitpar.planner.cost.memory import Held, Memory
 from vitpar.planner.cost.stage import Stage, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.model import LayerKind
-from vitpar.strategy import SCHEDULES, Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
+from vitpar.strategy import Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
 from vitpar.strategy.layout import Layout
 
 
@@ -96,8 +96,7 @@ class _Times:
 
 
 def _where(plan: Plan) -> Placement:
-    splits = plan.pipeline_degree > 1 and SCHEDULES[plan.schedule].splits_backward
-    return Placement(*placed(plan), splits)
+    return Placement(*placed(plan), plan.splits_backward)
 
 
 def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:

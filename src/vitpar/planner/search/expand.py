@@ -12,7 +12,7 @@ from vitpar.planner.profile.model import LayerKind
 from vitpar.planner.search.bounds import Kind, Machine, in_flight
 from vitpar.planner.search.options import Option
 from vitpar.planner.search.runs import Limits, Parts, Run, Ways
-from vitpar.strategy import SCHEDULES, Plan, Strategy
+from vitpar.strategy import Plan, Strategy
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Expansion:
         if self._left <= 0 or time.perf_counter() > self._until:
             self._cut = True
             return
-        travels = not SCHEDULES[self._kind.pipeline.schedule].splits_backward
+        travels = not self._kind.pipeline.splits_backward
         behind = stages - number - 1
         even = left / (behind + 1)
         room = sum(map(self._room, range(number + 1, stages)))  # of those behind

@@ -10,7 +10,7 @@ from typing import TypeVar
 from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work, gathers_always
 from vitpar.planner.profile.model import LayerKind
 from vitpar.planner.search.space import Space
-from vitpar.strategy import SCHEDULES, Plan, Strategy
+from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.layout import row_unit, token_layout_key
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Options:
         if key in self._light:
             return self._light[key]
         pp = pipeline.pipeline_degree
-        where = Placement(pp=pp, splits=pp > 1 and SCHEDULES[pipeline.schedule].splits_backward)
+        where = Placement(pp=pp, splits=pipeline.splits_backward)
         alike: dict[tuple, list[tuple[_Candidate, int]]] = defaultdict(list)
         for strategy in self._space.strategies(self._space.ranks // pp):
             if not self._space.allows(pipeline, strategy) or (strategy.offload and self._costs.hardware.host is None):

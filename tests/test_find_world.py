@@ -1,0 +1,106 @@
+"""Worlds of processes that a launcher's environment tells of."""
+
+import pytest
+
+from vitpar.errors import LaunchError
+from vitpar.launch import World, expand_hosts, find_world
+
+TORCHRUN = {
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "node01", "MASTER_PORT": "29500"},
+}
+SLURM = {
+    **{"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "11", "SLURM_STEP_NUM_TASKS": "11"},
+    **{"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"},
+    **{"SLURM_STEP_NODELIST": "node[07-09]", "SLURM_JOB_NODELIST": "node[01-09]"},
+}
+OPENMPI = {
+    **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-node01-77@1"},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+}
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("env", "world"),
+    [
+        (TORCHRUN, World(5, 8, 1, 4, "torchrun", "node01", 29500)),
+        (TORCHRUN | {"VITPAR_REPORTS": "/tmp/x"}, World(5, 8, 1, 4, "vitpar", "node01", 29500)),
+        (TORCHRUN | SLURM | OPENMPI, World(5, 8, 1, 4, "torchrun", "node01", 29500)),
+        (SLURM, World(9, 11, 1, 3, "slurm", "node07", 20000 + (123456 + 2 * 1009) % 12000)),
+        (SLURM | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(9, 11, 1, 3, "slurm", "ib7", 4000)),
+        (OPENMPI | SLURM | {"MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
+    ],
+)
+def test_world_of_each_launcher(env: dict[str, str], world: World) -> None:
+    assert find_world(env) == world
+
+
+def test_ranks_of_an_mpi_job_derive_one_port() -> None:
+    ports = {find_world(OPENMPI | {"OMPI_COMM_WORLD_RANK": str(r)}).master_port for r in range(4)}
+    assert len(ports) == 1 and 20000 <= ports.pop() < 32000
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"},
+        without(SLURM, "SLURM_STEP_ID"),  # a batch script
+        SLURM | {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # the interactive step of salloc
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in a larger job
+    ],
+)
+def test_no_world(env: dict[str, str]) -> None:
+    assert find_world(env) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set although"),
+        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set although"),
+        (without(TORCHRUN, "RANK"), "RANK is not set although"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number: unset it or correct it"),
+        (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
+        (
+            TORCHRUN | {"LOCAL_RANK": "4"},
+            "torchrun gave local rank 4 of 4 on this machine in a world of 8, which cannot be",
+        ),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000: give a port from 1 to 65535"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
+        (SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but slurm started 11 ranks: unset WORLD_SIZE"),
+        (SLURM | {"SLURM_STEP_NODELIST": "node[7-"}, r"'node\[7-' is not of the form .* set MASTER_ADDR"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, r"'4\(y2\)' is not a count"),
+        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but .* lists 3 machines"),
+        (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set although"),
+        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
+        (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
+    ],
+)
+def test_world_that_contradicts_itself(env: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        find_world(env)
+
+
+@pytest.mark.parametrize(
+    ("listing", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("node[01-03,7],b2", ["node01", "node02", "node03", "node7", "b2"]),
+        ("a[08-11]-ib", ["a08-ib", "a09-ib", "a10-ib", "a11-ib"]),
+        ("r[1-2]n[3,4],x.y-z", ["r1n3", "r1n4", "r2n3", "r2n4", "x.y-z"]),
+    ],
+)
+def test_slurm_node_lists(listing: str, hosts: list[str]) -> None:
+    assert expand_hosts(listing) == hosts
+
+
+@pytest.mark.parametrize("listing", ["", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b"])
+def test_malformed_slurm_node_lists(listing: str) -> None:
+    with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0"):
+        expand_hosts(listing)

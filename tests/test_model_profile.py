@@ -1,6 +1,6 @@
 """Profiles of a model's layers, measured on one device for the shards of any strategy."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,13 @@ import torch
 from torch.nn import functional as F
 
 import vitpar.planner.measure.model as profiling
-from vitpar.errors import PlannerError
+from vitpar.errors import PlannerError, RecipeError
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel.held import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
+from vitpar.planner.measure.layer import LayerBench, Subject, built
 from vitpar.planner.measure.live_bytes import LiveBytes
-from vitpar.planner.measure.model import Subject, profile_model
+from vitpar.planner.measure.model import profile_model
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, read_model_profile, tensors
@@ -131,12 +132,25 @@ def test_estimated_memory_is_what_is_counted(precision: str) -> None:
     estimate = estimate_model(config, precision, hardware, names)
     for tensor in names:
         for policy, flag in CHECKPOINTS.items():
-            built = profiling._built(Subject(config, precision, 8), tensor + flag, CPU)
-            with built as model, model.narrow.in_place():
+            first_rank = built(Subject(config, precision, 8), tensor + flag, CPU)
+            with first_rank as model, model.narrow.in_place():
                 for kind in ("stem", "block", "head"):
-                    bench = profiling._Bench(model, kind)
+                    bench = LayerBench(model, kind)
                     counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]
                     per_row = (counted[1] - counted[0]) / 2 / bench.unit
                     guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
                     few = 16 * config.tokens * 4
                     assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
+
+
+def test_attention_is_computed_as_runs_would() -> None:
+    subject = Subject(tiny(), "fp32", 1)
+    assert subject.choose_attention(CPU).backend is None
+    assert replace(subject, attention="math").choose_attention(CPU).backend == "math"
+    try:
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        subject.choose_attention(CPU)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    with pytest.raises(RecipeError, match=r"train.attention 'cudnn' does not run on a cpu device"):
+        replace(subject, attention="cudnn").choose_attention(CPU)

@@ -119,13 +119,14 @@ def model(
     from vitpar.launch.process_group import meeting_place
     from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
-    from vitpar.planner.measure.model import Subject, profile_model
+    from vitpar.planner.measure.layer import Subject
+    from vitpar.planner.measure.model import profile_model
 
     where = torch.device(kind)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
     wanted = merged.train.compile
     compiled = kind == "cuda" and compiler_fault(where) is None if wanted is None else wanted
-    subject = Subject(config, merged.train.precision, largest, compiled)
+    subject = Subject(config, merged.train.precision, largest, compiled, merged.train.attention)
     with _progress(shown=world.rank == 0 and not as_json) as progress:
         profile = profile_model(subject, where, clock, world.size, progress)
     if world.rank == 0:

@@ -1,71 +1,43 @@
 """Measures a `ModelProfile` on one device.
 
-Every layer runs as the runtime builds it for the first rank of a plan, in a world whose other ranks are pretended: what
-would be sent is prepared and unpacked but not sent. So one device is enough for the shapes of any strategy, and each
-new one of the runtime can be measured. Memory is counted, with few rows, and grows in proportion to them.
+Every layer runs as a plan's first rank would run it (`vitpar.planner.measure.layer`). Memory is counted, with few rows,
+and grows in proportion to them.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vitpar.launch.cores import cpu_cores
 from vitpar.launch.malloc import keep_freed_memory
-from vitpar.models.config import ViTConfig
-from vitpar.parallel import ParallelModel, parallelize
 from vitpar.planner.measure.clock import Clock
 from vitpar.planner.measure.device import device_name
-from vitpar.planner.measure.live_bytes import LiveBytes
+from vitpar.planner.measure.layer import NAMES, LayerBench, Subject, built
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.model import (
     CHECKPOINTS,
     Bytes,
-    LayerKind,
     LayerProfile,
     ModelProfile,
     WeightProfile,
     always_wrapped,
-    tensors,
 )
-from vitpar.strategy import parse, token_layout, validate
-from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.train.gradient_norm import global_norm
 from vitpar.train.optimizer import ShardedOptimizer, local
 from vitpar.train.optimizer_section import OptimizerSection
 
-NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
 LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of a layer's step at most
 MOST_ROWS = 512
 Progress = Callable[[int, int, str], None]
 """Called with (parts done, parts in all, what is measured next)."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is profiled: `config` in `precision`, for stages of up to `ranks` ranks."""
-
-    config: ViTConfig
-    precision: str
-    ranks: int
-    compile_blocks: bool = False
-
-    def strategies(self) -> Iterator[tuple[str, str, bool]]:
-        """(tensor, checkpoint, wrapped) of all that is measured."""
-        for tensor in tensors(self.config, self.ranks):
-            kinds = (True,) if always_wrapped(tensor) else (False, True)
-            for checkpoint in CHECKPOINTS:
-                if not (checkpoint == "selective" and self.compile_blocks):
-                    yield from ((tensor, checkpoint, wrapped) for wrapped in kinds)
 
 
 def profile_model(
@@ -82,15 +54,16 @@ def profile_model(
     assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
     if device.type == "cpu":
         keep_freed_memory()  # as ranks do
+    attention = subject.choose_attention(device)
     strategies = list(subject.strategies())
     layers: list[LayerProfile] = []
     weights = []
     for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
         progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
         mesh = f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}"
-        with _built(subject, mesh, device) as model, model.narrow.in_place():
+        with built(subject, mesh, device) as model, model.narrow.in_place():
             for kind in NAMES:
-                bench = _Bench(model, kind)
+                bench = LayerBench(model, kind)
                 plain = next((p for p in layers[-3:] if p.layer == kind), None)  # measured just before, if it can be
                 if wrapped and not always_wrapped(tensor) and plain:
                     layers.append(_wrapped(bench, clock, plain))
@@ -118,112 +91,13 @@ def profile_model(
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "attention": attention.backend or "torch's choice",
         },
     )
     return profile.at_pace(clock.usual)
 
 
-@contextmanager
-def pretended(ranks: int) -> Iterator[None]:
-    """A process group of `ranks` in which we are the first and the others are nobody."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    torch.set_flush_denormal(True)  # what is received is whatever was there: tiny numbers would take long
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) -> Iterator[ParallelModel]:
-    """The first rank's part of the model, with `depth` blocks, under a strategy that needs no pipeline."""
-    config = replace(subject.config, depth=depth)
-    smallest = row_parts(parse(mesh).strategy)
-    plan = validate(parse(mesh), config, smallest)
-    with pretended(plan.world_size):
-        yield parallelize(
-            config,
-            plan,
-            batch_size=smallest,
-            device=device,
-            precision_name=subject.precision,
-            compile_blocks=subject.compile_blocks,
-        )
-
-
-class _Bench:
-    """One layer to run forward and backward on any number of rows. If it is wrapped, gathered parameters are
-    kept and gradients wait, unless `syncing`."""
-
-    def __init__(self, model: ParallelModel, kind: LayerKind) -> None:
-        (stage,) = model.stages.values()
-        self.layer, self.kind, self._model = stage.layers()[NAMES[kind]], kind, model
-        self._strategy = model.plan.strategy
-        self.groups = self._strategy.degree("fsdp")
-        self.unit = token_layout(self._strategy)[0].rows // self.groups
-        self._pending: list[tuple[Tensor, Tensor | None]] = []
-        self.syncing(False)
-        stage.train()
-
-    def syncing(self, sync: bool) -> None:
-        """Whether parameters are dropped and gradients reduced in backward, as in a step's last one."""
-        if isinstance(self.layer, FSDPModule):
-            self.layer.set_reshard_after_forward(False)
-            self.layer.set_reshard_after_backward(sync)
-            self.layer.set_requires_gradient_sync(sync)
-
-    def prepare(self, rows: int) -> None:
-        """Make the input of a micro-batch with `rows` rows of a tensor group."""
-        config, total = self._model.config, rows * self.groups
-        numbers = {"device": self._model.device, "dtype": self._model.precision.compute}
-        if self.kind == "stem":
-            here = len(image_layout(self._strategy)[0].row_range(total))
-            self._x = torch.randn(here, config.channels, config.image_size, config.image_size, **numbers)
-        else:
-            part = token_layout(self._strategy)[0]
-            features = len(part.feature_range(config.width))
-            here = len(part.row_range(total))
-            self._x = torch.randn(here, config.tokens, features, **numbers)
-        self._keys = torch.zeros(here, dtype=torch.int64, device=self._model.device) if config.stochastic else None
-        self._labels = torch.zeros(total, dtype=torch.int64, device=self._model.device)
-        self._gradient: Tensor | None = None
-
-    def forward(self) -> None:
-        """Once more; `backward` must follow for each."""
-        x = self._x.detach().requires_grad_(self.kind != "stem")
-        if self.kind == "head":
-            y = self._model.loss(self.layer(x), self._labels)
-        else:
-            y = self.layer(x, self._keys)
-            if self._gradient is None:
-                self._gradient = torch.randn_like(y)
-        self._pending.append((x, y))
-
-    def backward(self) -> None:
-        """Of the last forward."""
-        _, y = self._pending.pop()
-        torch.autograd.backward(y, None if self.kind == "head" else self._gradient)
-
-    def backward_to_input(self) -> None:
-        """Of the last forward, without the gradients of parameters."""
-        x, y = self._pending.pop()
-        torch.autograd.grad(y, x, None if self.kind == "head" else self._gradient)
-
-    def memory(self, rows: int) -> tuple[int, int]:
-        """Bytes that forward leaves, and more than that at most in forward or backward."""
-        self.prepare(rows)
-        self.forward()
-        self.backward()  # from here on gradients are there
-        with LiveBytes() as live:
-            self.forward()
-            saved, most = live.now, live.most
-            live.restart()
-            self.backward()
-        return saved, max(most, live.most) - saved
-
-
-def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: bool) -> LayerProfile:
+def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrapped: bool) -> LayerProfile:
     forward, backward, rows = [], [], bench.unit
     while rows <= MOST_ROWS * bench.unit:
         bench.prepare(rows)
@@ -254,7 +128,7 @@ def _layer(bench: _Bench, clock: Clock, tensor: str, checkpoint: str, wrapped: b
     )
 
 
-def _wrapped(bench: _Bench, clock: Clock, plain: LayerProfile) -> LayerProfile:
+def _wrapped(bench: LayerBench, clock: Clock, plain: LayerProfile) -> LayerProfile:
     """The same layer with ``fully_shard`` around it, which takes longer by as much for any rows."""
     first = plain.forward.timings[0], plain.backward.timings[0]
     bench.prepare(first[0].size)
@@ -272,7 +146,7 @@ def _line(unit: int, once: int, twice: int) -> Bytes:
     return Bytes(fixed=max(0, 2 * once - twice), per_row=max(0, twice - once) / unit)
 
 
-def _weights(bench: _Bench, clock: Clock, tensor: str) -> WeightProfile:
+def _weights(bench: LayerBench, clock: Clock, tensor: str) -> WeightProfile:
     layer = bench.layer
     assert isinstance(layer, FSDPModule) and isinstance(layer, nn.Module)
 
@@ -301,7 +175,7 @@ def _weights(bench: _Bench, clock: Clock, tensor: str) -> WeightProfile:
 
 def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock) -> Timing:
     """What a step does once: copies in 16 bits, the norm of the gradients, AdamW."""
-    with _built(replace(subject, compile_blocks=False), "dp1", device, depth) as model:
+    with built(replace(subject, compile_blocks=False), "dp1", device, depth) as model:
         updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
         parameters = [parameter for _, parameter in model.named_parameters()]
 
@@ -320,14 +194,14 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
 
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     """Seconds of a micro-batch that are not of its layers, on one image."""
-    with _built(subject, "dp1", device) as model, model.narrow.in_place():
+    with built(subject, "dp1", device) as model, model.narrow.in_place():
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         config, layers = model.config, 0.0
         for kind in NAMES:
-            bench = _Bench(model, kind)
+            bench = LayerBench(model, kind)
             bench.prepare(1)
             layers += sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
-    with _built(subject, "dp1", device) as model, model.narrow.in_place():
+    with built(subject, "dp1", device) as model, model.narrow.in_place():
         images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
         images = images.to(model.precision.compute)
         whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys)).seconds

@@ -1,10 +1,11 @@
 """One GPU, bf16 and fp8: how fast vitpar trains, what the chip could do at most, and a plain compiled loop beside it.
 
-    PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json       # ten minutes
+    PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json                       # as much as ten minutes hold
+    PYTHONPATH=src python experiments/bench_gpu.py --sections plain fp8 --json rest.json # what they do not
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
 
 The most important comes first, a row is told and written as soon as it is there, and what would not end within
---minutes is left out and named:
+--minutes (by estimates; compiling takes longest) is left out and named. Exit code 1: something failed.
 
 1. limits: the rate of the model's own matrix products (the linear layers of a block, forward and backward, in bf16),
    and bytes a second of a copy
@@ -30,6 +31,7 @@ import argparse
 import gc
 import os
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,8 @@ TARGETS = dict(zip(BATCH_SIZES, (0.45, 0.55, 0.55, 0.60), strict=True))
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 FP8_WIDTH = 1280
 """Only large products can win back what scaling costs."""
+SECTIONS = ("vitpar", "input", "plain", "fp8")
+SECTIONS_HELP = "of: vitpar, input (with vitpar), plain, fp8; limits always"
 WARM_UP = 5
 REPEATS = 5
 
@@ -82,18 +86,20 @@ def main() -> int:
     models = {name: model_config(name, **(TINY if options.tiny else {})) for name in options.models}
     sizes = {name: options.batch_size or (4 if options.tiny else BATCH_SIZES.get(name, 128)) for name in models}
     jobs = [(models[name], sizes[name]) for name in models]
+    sections = options.sections
     for config, size in jobs:
-        limits(run, config, size)
-    for number, (config, size) in enumerate(jobs):
-        attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=number == 0))
-    for config, size in jobs:
-        attempt(run, "plain", 60 + 2.5 * config.depth, config, size, partial(side_by_side, section="plain"))
-    for config, size in sorted(jobs, key=lambda job: -job[0].width):
-        if config.width >= FP8_WIDTH or options.tiny:
-            attempt(run, "fp8", 60 + 2.5 * config.depth, config, size, partial(side_by_side, section="fp8"))
+        attempt(run, "limits", 5, config, size, limits)
+    for number, (config, size) in enumerate(jobs if "vitpar" in sections else []):
+        with_input = number == 0 and "input" in sections
+        attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=with_input))
+    plain = [("plain", *job) for job in jobs if "plain" in sections]
+    wide = [job for job in jobs if job[0].width >= FP8_WIDTH or options.tiny]
+    fp8 = [("fp8", *job) for job in sorted(wide, key=lambda job: -job[0].width) if "fp8" in sections]
+    for section, config, size in [*plain[:1], *fp8[:1], *plain[1:], *fp8[1:]]:  # a row of each before a second one
+        attempt(run, section, 60 + 2.5 * config.depth, config, size, partial(side_by_side, section=section))
     run.show()
     leave()
-    return 0
+    return 1 if run.failed else 0
 
 
 def arguments() -> argparse.Namespace:
@@ -102,7 +108,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(BATCH_SIZES), metavar="NAME", help="timm's names")
     parser.add_argument("--batch-size", type=int, metavar="N", help="images a step, for every model")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a timed block (default 10)")
-    parser.add_argument("--minutes", type=float, default=10, metavar="N", help="nothing new begins after (default 10)")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=SECTIONS_HELP)
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, metavar="N", help="what would end later is left out (9.5)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -118,7 +127,7 @@ def arguments() -> argparse.Namespace:
 
 
 def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: int, measure: Any) -> None:
-    """Measure one model if there is time and memory for it."""
+    """Measure one model if there is time and memory for it. What fails must not cost the other rows."""
     if not run.has_time(f"{what}, {config.name}", seconds):
         return
     try:
@@ -127,6 +136,9 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
         run.leave_out(f"{what}, {config.name}", f"batch {batch_size} does not fit: give a smaller --batch-size")
     except RecipeError as refused:  # fp8, which the GPU does not have
         run.leave_out(f"{what}, {config.name}", str(refused))
+    except Exception as error:
+        traceback.print_exc()
+        run.fail(f"{what}, {config.name}", f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300])
     gc.collect()
     torch._dynamo.reset()
     if run.device.type == "cuda":
@@ -216,12 +228,13 @@ def jpeg(run: Run, config: ViTConfig, step: Any, batch: tuple[Tensor, Tensor]) -
 def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) -> None:
     """vitpar in bf16 and what it is compared with, in turns."""
     batch, steps = random_batch(config, batch_size, run.device), run.options.steps
+    made: dict[str, Any] = {}
     others = {
         "plain": lambda: plain_step(plain_model(config, run.device), run.compiled),
-        "fp8": lambda: make_ours(run, config, batch_size, "fp8"),
+        "fp8": lambda: make_ours(run, config, batch_size, "fp8", made["vitpar"].attention.backend or "auto"),
     }
     makers = {"vitpar": lambda: make_ours(run, config, batch_size), section: others[section]}
-    contenders, memory, made = {}, {}, {}
+    contenders, memory = {}, {}
     for name, make in makers.items():
         measured = Memory(run.device)
         step = made[name] = make()
@@ -240,10 +253,12 @@ def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) 
     run.row(section, cells, **facts, seconds=seconds, memory_bytes=memory)
 
 
-def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf16") -> Any:
+def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf16", kernel: str = "auto") -> Any:
     """vitpar's step under dp1."""
     plan = validate(parse("dp1"), config, batch_size)
-    return vitpar_step(config, plan, batch_size, run.device, precision=precision, compile_blocks=run.compiled)
+    return vitpar_step(
+        config, plan, batch_size, run.device, precision=precision, compile_blocks=run.compiled, kernel=kernel
+    )
 
 
 def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,20 +12,23 @@ import torch
 
 from small_data import pack_small
 from vitpar.checkpoint import Writer, load_tensors
+from vitpar.models import model_config
 from vitpar.parallel.float8 import float8_fault
+from vitpar.planner.measure import layer
+from vitpar.planner.measure.layer import LayerBench, Subject, built
+from vitpar.planner.measure.live_bytes import AllocatedBytes, LiveBytes
 
 GPUS = torch.cuda.device_count()
 ROOT = Path(__file__).parent.parent
+PATHS = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def vitpar(*words: str, cwd: Path) -> str:
     """What `vitpar <words>` prints, after it succeeded."""
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}"
     command = [sys.executable, "-m", "vitpar_cli.main", *words]
-    done = subprocess.run(
-        command, cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -81,9 +85,8 @@ def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
     settings += [f"--set=augment.mixup={mixup}", "--set=train.ema_decay=0.9", "--precision", "bf16"]
     words = ["train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "8", "--batch-size", "8"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}"}
     command = [sys.executable, "-c", program, *words, "--device", "cuda", "--run-dir", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = json.loads((tmp_path / "run" / "env.json").read_text())
     assert kernels["compiled"] is True and kernels["attention"]["backend"] in ("cudnn", "flash", "efficient")
@@ -112,6 +115,24 @@ def test_a_checkpoint_is_what_was_there_when_it_was_begun(alone: None, tmp_path:
         load_tensors(tmp_path / f"step_{number}", found)
         assert all(torch.equal(found[name].cpu(), expected[name]) for name in expected)
         expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+
+
+def test_memory_is_counted_as_on_a_cpu() -> None:
+    """Where nothing is compiled, so that operations are seen one by one."""
+    config = model_config("vit_tiny_patch16_224", depth=1)
+    counted = {}
+    for name, count in {
+        "by tensor": LiveBytes,
+        "by allocator": partial(AllocatedBytes, torch.device("cuda", 0)),
+    }.items():
+        with (
+            built(Subject(config, "fp32", 1), "dp1", torch.device("cuda", 0)) as model,
+            pytest.MonkeyPatch.context() as m,
+        ):
+            m.setattr(layer, "live_bytes", lambda device, count=count: count())
+            counted[name] = [LayerBench(model, kind).memory(4) for kind in ("stem", "block", "head")]
+    for (saved, space), (also_saved, also_space) in zip(*counted.values(), strict=True):
+        assert also_saved == pytest.approx(saved, rel=0.02) and also_space >= 0.9 * space
 
 
 def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from bench.one_gpu import settle
 from vitpar.models import ViTConfig
+from vitpar.parallel.compiling import compiler_fault
 from vitpar.train.metrics import peak_flops
 
 
@@ -42,15 +43,21 @@ COLUMNS = {
 
 
 class Run:
-    """What is measured with: options and device, the time that is left, and where rows go."""
+    """What is measured with: options and device, the time that is left, and where rows go. failed: whether anything was
+    left out that should work."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, facts: dict[str, str]) -> None:
         self.options, self.device = options, device
-        self.compiled = device.type == "cuda"  # on the CPU it takes minutes, and speed there is not the question
         self.peak = peak_flops(device, "bf16")
+        self.failed = False
         self._end = time.monotonic() + 60 * options.minutes
         self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}
         self._shown: dict[str, list[list[str]]] = {section: [] for section in COLUMNS}
+        # On the CPU it takes minutes, and speed there is not the question.
+        fault = compiler_fault(device) if device.type == "cuda" else ""
+        self.compiled = fault is None
+        if fault:
+            self.fail("compiling", fault)
 
     def has_time(self, what: str, seconds: float) -> bool:
         """Whether `seconds`, an estimate for a fast GPU, are left; says so where they are not."""
@@ -65,6 +72,11 @@ class Run:
         print(f"- {what}: left out ({why})", flush=True)
         self._found["left_out"].append(f"{what}: {why}")
         self._write()
+
+    def fail(self, what: str, why: str) -> None:
+        """Say that something cannot be measured which should be."""
+        self.failed = True
+        self.leave_out(what, why)
 
     def row(self, section: str, cells: list[str], **raw: Any) -> None:
         """One row of a table, and all that was measured for it."""

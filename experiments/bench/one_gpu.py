@@ -97,7 +97,7 @@ def waits(step: Callable[[], object], steps: int = 3) -> float | None:
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(one.message) for one in caught) / steps
+    return sum("called a synchronizing" in str(one.message) for one in caught) / steps
 
 
 def kernels(step: Callable[[], object], steps: int = 2) -> tuple[float, float] | None:

@@ -33,9 +33,11 @@ def vitpar_step(
     *,
     precision: str = "fp32",
     compile_blocks: bool = False,
+    kernel: str = "auto",
 ) -> VitparStep:
-    """A model under `plan`, and its step, with the attention that the trainer would take: for all of this process."""
-    attention = choose_attention("auto", config, plan, batch_size, numbers(precision), device)
+    """A model under `plan`, and its step. kernel: of attention, chosen as ``train.attention`` is; for all of this
+    process, so that a second step has to be given the first one's."""
+    attention = choose_attention(kernel, config, plan, batch_size, numbers(precision), device)
     model = parallelize(
         config,
         plan,

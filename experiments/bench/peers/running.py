@@ -19,6 +19,15 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative, of the losses of the first steps. Autocast rounds in other places than parameters cast to bf16 do."""
 
 
+QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def _one_gpu() -> dict[str, str]:
+    """transformers' Trainer would take all it can see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[0]}
+
+
 class Left(Exception):
     """A contender has no further steps to give: kind is `missing`, `failed`, `full`, or `died`."""
 
@@ -42,7 +51,7 @@ class Contender:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sys.stderr if os.environ.get("VERBOSE") else subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **_one_gpu(), **QUIET, "PYTHONPATH": path},
             text=True,
         )
 

@@ -83,7 +83,7 @@ def matmul_rates(model: ParallelModel) -> tuple[float, float]:
     numbers, device = model.precision, model.device
     fast = E4M3 if numbers.float8 else numbers.compute
     outputs = products(device, fast, shapes)
-    inputs = products(device, fast, [(m, n, k) for m, k, n in shapes])
+    inputs = products(device, fast, [(m, n, k) for m, k, n in shapes], fast_sums=False)
     weights = products(device, numbers.compute, [(k, m, n) for m, k, n in shapes])
 
     def backward() -> None:

@@ -170,3 +170,6 @@ def _materialise(stage: Stage, strategies: dict[str, Strategy], device: torch.de
     """Step 8, but for the values."""
     for name, layer in stage.layers().items():
         layer.to_empty(device=torch.device("cpu") if strategies[name].offload else device)
+        for module in layer.modules():  # what is no parameter is never gathered from the host
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to(device)

@@ -240,5 +240,6 @@ def _largest_difference(tensor: Tensor | None, whole: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
         whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    difference = (local(tensor.detach()).double() - whole).abs()
+    mine = local(tensor.detach()).to(whole.device)  # offloaded ones are on the host
+    difference = (mine.double() - whole).abs()
     return difference.max() if difference.numel() else difference.new_zeros(())

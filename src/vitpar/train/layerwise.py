@@ -42,7 +42,10 @@ class _Layerwise(torch.optim.Optimizer):
                 own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
                 ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0).unbind()
                 pairs = [(scaled[p], ratio) for p, ratio in zip(adapted, ratios, strict=True) if p in scaled]
-                torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
+                ratios_there = [
+                    ratio.to(direction.device) for direction, ratio in pairs
+                ]  # which is the host's offloaded
+                torch._foreach_mul_([direction for direction, _ in pairs], ratios_there)
             self._move(group, shards, directions)
 
     def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

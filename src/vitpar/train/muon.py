@@ -71,7 +71,7 @@ class Matrix:
         # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
         part = distribute_tensor(self._orthogonal(whole, steps), *layout, src_data_rank=None).to_local()
         assert part.shape == shard.shape, f"a shard of shape {tuple(shard.shape)} is cut as {tuple(part.shape)}"
-        return part
+        return part.to(shard.device)  # offloaded shards are on the host, where meshes are not
 
     def _orthogonal(self, whole: Tensor, steps: int) -> Tensor:
         if self.heads is None:

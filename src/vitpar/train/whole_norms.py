@@ -27,20 +27,21 @@ class WholeNorms:
         meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
         # Where groups can send, which is not where offloaded parameters are.
         device = torch.device(meshes[0].device_type) if meshes else parameters[0].device
-        self._home, self._device = parameters[0].device, device
+        self._device = device
         self._messages = [(group, torch.tensor(indices, device=device)) for group, indices in sharded_over.items()]
 
     def __call__(self, *values: Sequence[Tensor]) -> Tensor:
-        """The norms, [len(values), parameters], equal on all ranks that hold a part. Collective.
+        """The norms, [len(values), parameters], equal on all ranks that hold a part, on the meshes' device. Collective.
 
         values: each a list with a local shard, as a plain tensor, for every parameter; an empty tensor adds nothing.
         """
-        sums = torch.stack([torch.stack(torch._foreach_norm(shards)) for shards in values]).square().to(self._device)
+        norms = [torch.stack([norm.to(self._device) for norm in torch._foreach_norm(shards)]) for shards in values]
+        sums = torch.stack(norms).square()
         for group, indices in self._messages:
             part = sums.index_select(1, indices)
             dist.all_reduce(part, group=group)
             sums.index_copy_(1, indices, part)
-        return sums.sqrt().to(self._home)
+        return sums.sqrt()
 
 
 def _groups_of_shards(parameter: Tensor) -> list[dist.ProcessGroup]:

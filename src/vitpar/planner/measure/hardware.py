@@ -108,7 +108,7 @@ def profile_hardware(
         name=name,
         device=device.type,
         device_name=device_name(device),
-        backend=dist.get_backend(),
+        backend="nccl" if device.type == "cuda" else "gloo",
         ranks=world,
         ranks_per_node=ranks_per_node,
         threads=torch.get_num_threads(),

@@ -20,7 +20,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.parallel.attention import Attention, choose_attention
 from vitpar.parallel.precision import precision
-from vitpar.planner.measure.live_bytes import LiveBytes
+from vitpar.planner.measure.live_bytes import live_bytes
 from vitpar.planner.profile.model import CHECKPOINTS, LayerKind, always_wrapped, tensors
 from vitpar.strategy import parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
@@ -147,7 +147,7 @@ class LayerBench:
         self.prepare(rows)
         self.forward()
         self.backward()  # from here on gradients are there
-        with LiveBytes() as live:
+        with live_bytes(self._model.device) as live:
             self.forward()
             saved, most = live.now, live.most
             live.restart()

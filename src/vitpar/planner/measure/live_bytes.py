@@ -1,8 +1,8 @@
-"""Memory that computing takes, counted tensor by tensor as it comes and goes."""
+"""Memory that computing takes: counted tensor by tensor on a CPU, by the allocator on a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While it is entered: how many bytes of what operations made since then are still there, and were at most.
 
-    What an operation takes and gives back within itself is not seen.
+    What an operation takes and gives back within itself is not seen. Compiled code runs uncompiled meanwhile.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,44 @@ class LiveBytes(TorchDispatchMode):
                     self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.most = max(self.most, self.now)
         return result
+
+
+class AllocatedBytes:
+    """The same on a GPU: what was asked of its allocator, by compiled code and inside operations, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    @property
+    def now(self) -> int:
+        """Bytes that are there."""
+        return self._asked("current")
+
+    @property
+    def most(self) -> int:
+        """Bytes that were there at most."""
+        return self._asked("peak")
+
+    def restart(self) -> None:
+        """Forget the most so far."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __enter__(self) -> Self:
+        self.restart()
+        self._before = 0
+        self._before = self.now
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def _asked(self, when: str) -> int:
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{when}"] - self._before
+
+
+def live_bytes(device: torch.device) -> LiveBytes | AllocatedBytes:
+    """What counts on `device`."""
+    return AllocatedBytes(device) if device.type == "cuda" else LiveBytes()
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

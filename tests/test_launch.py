@@ -279,13 +279,13 @@ def test_a_world_of_one_needs_no_network() -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(3)
     unreachable = replace(ALONE, master_addr="192.0.2.1")  # reserved for documentation
     assert join(unreachable, "cpu", timeout=5) == torch.device("cpu")
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 1.0 and dist.get_world_size() == 1
-    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+    assert torch.get_num_threads() == 3  # alone on its machine it has what it had
     leave()
     assert not dist.is_initialized()
     leave()
@@ -301,6 +301,22 @@ def test_rank_that_cannot_join() -> None:
     nobody_there = World(1, 2, 1, 2, "torchrun", "127.0.0.1", 1)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 could not meet the others at 127\.0\.0\.1:1 .* MASTER_PORT"):
         join(nobody_there, "cpu", timeout=0.5)
+
+
+def test_cores_are_shared_before_torch_counts_them() -> None:
+    """What is set later costs MKL its way of finding out where it is called."""
+    lines = (
+        "import os, sys",
+        "from vitpar.launch import World, join, leave",
+        "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # nobody is there
+        "except Exception: pass",
+        "import torch; torch.set_num_threads = None",
+        "print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())",
+        "leave(); print('OMP_NUM_THREADS' in os.environ)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stdout.split() == [str(share), str(share), "False"], done.stderr
 
 
 def test_torchrun_starts_a_world_that_we_join(program: list[str], tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ class _Workers:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.deaths: dict[int, float] = {}  # rank -> when we first saw it dead
         pipe, self.lifeline = os.pipe()
-        shared = {"OMP_NUM_THREADS": str(cpu_share(num_workers)), **os.environ, **env} | {
+        threads = {"OMP_NUM_THREADS": str(cpu_share(num_workers))} if num_workers > 1 else {}  # alone: torch decides
+        shared = {**threads, **os.environ, **env} | {
             "WORLD_SIZE": str(num_workers),
             "LOCAL_WORLD_SIZE": str(num_workers),
             "MASTER_ADDR": LOOPBACK,

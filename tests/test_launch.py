@@ -303,20 +303,32 @@ def test_rank_that_cannot_join() -> None:
         join(nobody_there, "cpu", timeout=0.5)
 
 
-def test_cores_are_shared_before_torch_counts_them() -> None:
-    """What is set later costs MKL its way of finding out where it is called."""
-    lines = (
-        "import os, sys",
+SHARED = {
+    "join": (
         "from vitpar.launch import World, join, leave",
         "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # nobody is there
         "except Exception: pass",
-        "import torch; torch.set_num_threads = None",
-        "print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())",
-        "leave(); print('OMP_NUM_THREADS' in os.environ)",
-    )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert done.stdout.split() == [str(share), str(share), "False"], done.stderr
+    ),
+    "the command line": (
+        "from vitpar.launch import leave",
+        "from vitpar_cli.main import main",
+        "sys.argv = ['vitpar', 'plan', 'dp2', '--model', 'vit_tiny_patch16_224', '--json']",
+        "try: main()",
+        "except SystemExit as end: assert not end.code, end.code",
+    ),
+}
+
+
+@pytest.mark.parametrize("by", SHARED)
+def test_cores_are_shared_before_torch_counts_them(by: str) -> None:
+    """What is set later costs MKL its way of finding out where it is called."""
+    before = ("import os, sys", *SHARED[by], "there = os.environ['OMP_NUM_THREADS']")
+    after = ("import torch; print(there, torch.get_num_threads())", "leave(); print('OMP_NUM_THREADS' in os.environ)")
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    env = {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-c", "\n".join((*before, *after))], env=env, capture_output=True, text=True)
+    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert done.stdout.split()[-3:] == [share, share, "False"], done.stderr
 
 
 def test_torchrun_starts_a_world_that_we_join(program: list[str], tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ Each command group is a file; this one puts them together and turns user errors 
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from vitpar.errors import FaultError, UserError
+from vitpar.errors import FaultError, LaunchError, UserError
 from vitpar_cli import (
     bench,
     check,
@@ -74,10 +75,13 @@ def options(
 
 def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 something the user has to mend."""
-    from vitpar.launch import reporting
+    from vitpar.launch import find_world, reporting, share_cores
 
     try:
         with reporting():
+            with suppress(LaunchError):  # the command tells of it, if it needs a world
+                if world := find_world():
+                    share_cores(world)  # before anything loads torch
             app()
     except (UserError, FaultError) as error:
         if os.environ.get("VITPAR_DEBUG"):

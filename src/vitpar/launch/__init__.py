@@ -12,7 +12,7 @@ package does not import torch.
 """
 
 from vitpar.launch.local import spawn
-from vitpar.launch.process_group import finish, join, leave
+from vitpar.launch.process_group import finish, join, leave, share_cores
 from vitpar.launch.report import report_failure, reporting
 from vitpar.launch.world import ALONE, World, expand_hosts, find_world
 
@@ -26,5 +26,6 @@ __all__ = [
     "leave",
     "report_failure",
     "reporting",
+    "share_cores",
     "spawn",
 ]

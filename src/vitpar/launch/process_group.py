@@ -35,7 +35,7 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     Raises LaunchError when this rank has no GPU or the ranks cannot meet.
     """
     watch_parent()
-    _share_cores(world)
+    share_cores(world)
 
     import torch.distributed as dist
 
@@ -131,11 +131,11 @@ def _own_device(world: World, device: Device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _share_cores(world: World) -> None:
-    """Sets the CPU threads of this rank, in the environment if that is early enough.
+def share_cores(world: World) -> None:
+    """Sets the CPU threads of this rank: in the environment where torch is not loaded yet, which is better.
 
     After ``set_num_threads`` MKL no longer adapts to where it is called, and what multiplies inside parallel regions,
-    as attention does, is up to 1.4 times slower.
+    as attention does, is up to 1.4 times slower. Does nothing where OMP_NUM_THREADS is set.
     """
     threads = _cpu_threads(world)
     if threads is None or "OMP_NUM_THREADS" in os.environ:

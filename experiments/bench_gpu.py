@@ -86,20 +86,27 @@ def main() -> int:
     models = {name: model_config(name, **(TINY if options.tiny else {})) for name in options.models}
     sizes = {name: options.batch_size or (4 if options.tiny else BATCH_SIZES.get(name, 128)) for name in models}
     jobs = [(models[name], sizes[name]) for name in models]
-    sections = options.sections
+    try:
+        measure_all(run, jobs)
+    finally:  # a GPU that is lost fails all that comes after
+        run.show()
+    leave()
+    return 1 if run.failed else 0
+
+
+def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
+    """All sections that were asked for, the most important rows first."""
+    sections = run.options.sections
     for config, size in jobs:
         attempt(run, "limits", 5, config, size, limits)
     for number, (config, size) in enumerate(jobs if "vitpar" in sections else []):
         with_input = number == 0 and "input" in sections
         attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=with_input))
     plain = [("plain", *job) for job in jobs if "plain" in sections]
-    wide = [job for job in jobs if job[0].width >= FP8_WIDTH or options.tiny]
+    wide = [job for job in jobs if job[0].width >= FP8_WIDTH or run.options.tiny]
     fp8 = [("fp8", *job) for job in sorted(wide, key=lambda job: -job[0].width) if "fp8" in sections]
     for section, config, size in [*plain[:1], *fp8[:1], *plain[1:], *fp8[1:]]:  # a row of each before a second one
         attempt(run, section, 60 + 2.5 * config.depth, config, size, partial(side_by_side, section=section))
-    run.show()
-    leave()
-    return 1 if run.failed else 0
 
 
 def arguments() -> argparse.Namespace:
@@ -121,6 +128,8 @@ def arguments() -> argparse.Namespace:
         parser.error("no CUDA device can be seen: run on a machine with a GPU, or try --device cpu --tiny")
     if options.steps < 1 or (options.batch_size or 1) < 1:
         parser.error("--steps and --batch-size must be at least 1")
+    if "input" in options.sections and "vitpar" not in options.sections:
+        parser.error("section input goes with vitpar, whose step it feeds: add vitpar to --sections")
     if options.tiny:
         options.models = [TINY_MODEL]
     return options
@@ -203,11 +212,11 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
     )
     told = ", ".join(f"{name} {time:.2f}" for name, time in parts.items())
     run.row("phases", [named(config, batch_size), told], model=config.name, batch_size=batch_size, ms=parts)
-    if with_input and run.has_time(f"input, {config.name}", 90):
-        jpeg(run, config, step, batch)
+    if with_input:
+        attempt(run, "input", 90, config, batch_size, partial(jpeg, step=step, batch=batch))
 
 
-def jpeg(run: Run, config: ViTConfig, step: Any, batch: tuple[Tensor, Tensor]) -> None:
+def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tensor, Tensor]) -> None:
     """The model's rate with real input."""
     try:
         from bench.jpeg_input import beside_synthetic
@@ -218,7 +227,7 @@ def jpeg(run: Run, config: ViTConfig, step: Any, batch: tuple[Tensor, Tensor]) -
     workers = run.options.workers or max(1, (os.cpu_count() or 2) - 1)
     sizes = {"steps": 2, "rounds": 2, "photographs": 20} if tiny else {"steps": 40, "rounds": 5, "photographs": 5000}
     found = beside_synthetic(step, batch, run.device, workers=workers, **sizes)
-    size, seconds = len(batch[1]), found["seconds"]
+    seconds = found["seconds"]
     rates = [Spread.of([size / s for s in seconds[name]]).text(1) for name in ("synthetic", "JPEG")]
     kept = ratio(seconds["synthetic"], seconds["JPEG"])
     cells = [named(config, size), *rates, kept.text(3), "≥ 0.97", f"{found['input_alone']:.0f} ({workers} threads)"]

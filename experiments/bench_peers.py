@@ -11,8 +11,9 @@ the same AdamW (fused; decay of matrices only), clipping and precision (autocast
 evaluated, saved or shown. Each lives in a process of its own. Trainers run their own loops and are held between two
 steps while others have their turn; turns are blocks of --steps steps, of which one more at the begin is not timed, and
 the order turns around every round. On a CPU all are started --restarts times, in another order, and their times put
-together: where a process gets its memory makes it up to 5 % faster or slower than another. Before anything is timed,
-numbers of parameters must be equal, and the losses of the first three steps agree: to 1e-4 in fp32, to 2e-2 in bf16.
+together: where a process gets its memory makes it faster or slower than another of the same program. Before anything is
+timed, numbers of parameters must be equal, and the losses of the first three steps agree: to 1e-4 in fp32, to 2e-2 in
+bf16.
 
 "vitpar, whole loop" is its Trainer with its log interval of 10 steps and metrics. Ratios are over it, where
 its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.

@@ -52,6 +52,27 @@ def test_plan_equals_one_process(
     assert found["passed"], found["worst"]
 
 
+@pytest.mark.parametrize("mesh", ["dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1"])
+def test_offloaded_layers_equal_one_process(mesh: str, tmp_path: Path) -> None:
+    found = json.loads(vitpar("check", "--mesh", mesh, "--device", "cuda", "--json", cwd=tmp_path))
+    assert found["passed"], found["worst"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars", "muon"])
+def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path) -> None:
+    data = pack_small(tmp_path)
+    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "position": "sincos2d"}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "4", "--batch-size", "8")
+    runs = []
+    for number, mesh in enumerate(("dp1", "dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1")):
+        words = ("--mesh", mesh, "--set", f"optimizer.name={optimizer}", "--precision", "fp64", "--device", "cuda")
+        vitpar(*common, *words, "--run-dir", f"run{number}", cwd=tmp_path)
+        rows = map(json.loads, (tmp_path / f"run{number}" / "metrics.jsonl").read_text().splitlines())
+        runs.append([row["loss"] for row in rows])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-6) and runs[2] == pytest.approx(runs[0], rel=1e-6)
+
+
 def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "drop_path": 0.1}

@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional as F
 
 import vitpar.planner.measure.model as profiling
-from vitpar.errors import PlannerError, RecipeError
+from command_line import refusal
+from vitpar.errors import PlannerError
 from vitpar.models import ViTConfig, model_config
+from vitpar.parallel.attention import use_attention
 from vitpar.parallel.held import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
 from vitpar.planner.measure.layer import LayerBench, Subject, built
@@ -143,14 +145,25 @@ def test_estimated_memory_is_what_is_counted(precision: str) -> None:
                     assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
 
 
-def test_attention_is_computed_as_runs_would() -> None:
-    subject = Subject(tiny(), "fp32", 1)
-    assert subject.choose_attention(CPU).backend is None
-    assert replace(subject, attention="math").choose_attention(CPU).backend == "math"
+def test_attention_is_computed_as_runs_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MOST_ROWS", 1)
+    clock, subject = Clock(CPU, Neighbours(0, 1, None), 0.001), Subject(tiny(), "fp32", 1)
+    flash: list[bool] = []
     try:
-        assert not torch.backends.cuda.flash_sdp_enabled()
+        for name, told in (("math", "math"), ("auto", "torch's choice")):
+            named = replace(subject, attention=name)
+            found = profile_model(
+                named, CPU, clock, 1, lambda *_: flash.append(torch.backends.cuda.flash_sdp_enabled())
+            )
+            assert found.measured["attention"] == told
+            assert flash and set(flash) == {name == "auto"}
+            flash.clear()
     finally:
-        subject.choose_attention(CPU)
-    assert torch.backends.cuda.flash_sdp_enabled()
-    with pytest.raises(RecipeError, match=r"train.attention 'cudnn' does not run on a cpu device"):
-        replace(subject, attention="cudnn").choose_attention(CPU)
+        use_attention(None)
+
+
+def test_attention_that_the_device_has_not_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "model", "--model", "vit_tiny_patch16_224", "--set", "train.attention=cudnn", "--device", "cpu"]
+    assert "train.attention 'cudnn' does not run on a cpu device" in refusal(words, monkeypatch, capsys)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CADENCE = 10.0  # seconds between two plain lines at least
 
-USED = ("model.…", "train.precision", "train.compile")
+USED = ("model.…", "train.precision", "train.compile", "train.attention")
 """Settings that matter to a model's profile."""
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine, for the planner.")
@@ -97,6 +97,7 @@ def model(
     Example: vitpar profile model --recipe experiments/digits.toml --ranks 4 --out model.json
     """
     from vitpar.launch.cores import cpu_cores
+    from vitpar.parallel.attention import refuse_attention
 
     o.refuse_idle(assignments, "a profile", USED)
     merged = o.merged_recipe(
@@ -109,6 +110,7 @@ def model(
         train__compile=compile_blocks or None,
     )
     kind = choose_device(device)
+    refuse_attention(merged.train.attention, kind)
     largest = ranks or ranks_available(kind) or cpu_cores()
     config = merged.config(num_classes)
     refuse_unwritable(out)

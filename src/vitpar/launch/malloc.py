@@ -18,10 +18,9 @@ OTHERS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 def keep_freed_memory() -> None:
     """Let tensors on the CPU be made where others were freed.
 
-    Else glibc gives large ones back to the system and asks for them again: thousands of page faults a step, up to a
-    tenth of its time. Resident memory stays at its peak, which was seen up to 7 % higher. Does nothing where the
-    environment sets these things (MALLOC_MMAP_THRESHOLD_ and its like, GLIBC_TUNABLES), or VITPAR_KEEP_FREED_MEMORY to
-    0.
+    Else glibc gives large ones back to the system and asks for them again: thousands of page faults a step. Resident
+    memory stays at its peak, which what is left between tensors raises. Does nothing where the environment sets these
+    things (MALLOC_MMAP_THRESHOLD_ and its like, GLIBC_TUNABLES), or VITPAR_KEEP_FREED_MEMORY to 0.
     """
     mallopt = _mallopt()
     # Before glibc 2.35 no more than 32 MiB are taken; without either, trimming less would only make things worse.

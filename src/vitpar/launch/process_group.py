@@ -22,7 +22,9 @@ Device = Literal["cpu", "cuda"]
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOPBACK = "GLOO_SOCKET_IFNAME"
 _before: dict[str, str | None] = {}
-"""What `join` found where it set the environment."""
+"""What was there where `join` and `share_cores` set the environment."""
+_threads: list[int] = []
+"""How many torch had, where `share_cores` changed that."""
 
 
 def join(world: World, device: Device, timeout: float = 600.0, store: Store | None = None) -> torch.device:
@@ -89,6 +91,7 @@ def meeting_place(world: World) -> Store | None:
 def leave() -> None:
     """Ends the default process group, where there is one, and sets the environment back, so that who comes after finds
     no world that is gone. After an error let the process die: peers may be gone."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -99,6 +102,9 @@ def leave() -> None:
         else:
             os.environ[name] = value
     _before.clear()
+    if _threads:
+        torch.set_num_threads(_threads[0])
+        _threads.clear()
 
 
 def finish(code: int) -> NoReturn:
@@ -135,7 +141,7 @@ def share_cores(world: World) -> None:
     """Sets the CPU threads of this rank: in the environment where torch is not loaded yet, which is better.
 
     After ``set_num_threads`` MKL no longer adapts to where it is called, and what multiplies inside parallel regions,
-    as attention does, is up to 1.4 times slower. Does nothing where OMP_NUM_THREADS is set.
+    as attention does, takes longer. Does nothing where OMP_NUM_THREADS is set.
     """
     threads = _cpu_threads(world)
     if threads is None or "OMP_NUM_THREADS" in os.environ:
@@ -148,6 +154,7 @@ def share_cores(world: World) -> None:
     import torch
 
     if torch.get_num_threads() != threads:
+        _threads.append(torch.get_num_threads())
         torch.set_num_threads(threads)
 
 

@@ -35,8 +35,8 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.15, "fp16": 0.1, "fp8": 0.3}
 """Largest relative error allowed, by precision.
 
 bfloat16 keeps 8 bits, and single elements of a gradient are sums that cancel: 7 % is seen in sound plans. float16 keeps
-11 bits: 1.4 % is seen, and 6 % in the biases of qk_norm, whose gradient is nothing but what rounding leaves of it. What
-a plan does wrong by less than that shows in fp32 only. float8 keeps 4 bits: 17 % is seen.
+11 bits: 1.4 % is seen, and 6 % in the biases of qk_norm, whose gradient is nothing but what rounding leaves of it.
+float8 keeps 4 bits: 17 % is seen. What a plan does wrong by less than that shows in fp32 only.
 """
 
 

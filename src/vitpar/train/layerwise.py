@@ -40,12 +40,11 @@ class _Layerwise(torch.optim.Optimizer):
                 scaled, compared = (dict(zip(shards, tensors, strict=True)) for tensors in (directions, measured))
                 nothing = shards[0].new_empty(0)  # messages are of one length, whatever gradients there are
                 own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
-                ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0).unbind()
-                pairs = [(scaled[p], ratio) for p, ratio in zip(adapted, ratios, strict=True) if p in scaled]
-                ratios_there = [
-                    ratio.to(direction.device) for direction, ratio in pairs
-                ]  # which is the host's offloaded
-                torch._foreach_mul_([direction for direction, _ in pairs], ratios_there)
+                ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0)
+                # Offloaded shards are on the host, norms are not.
+                there = {device: ratios.to(device).unbind() for device in {p.device for p in adapted}}
+                pairs = [(scaled[p], there[p.device][i]) for i, p in enumerate(adapted) if p in scaled]
+                torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
             self._move(group, shards, directions)
 
     def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -122,7 +122,8 @@ class Trainer:
                 self.folder.discard()
             raise
         if self.folder:
-            kernels = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
+            kernels: dict[str, object] = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
+            kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
             for told in (note, *trained.warnings):
                 if told:

@@ -12,13 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from typer.testing import CliRunner
 
 from command_line import refusal, run
-from foreign_weights import (
-    CLASSES,
-    TIMM_CONFIG,
-    WIDTH,
-    saved,
-    timm_state,
-)
+from foreign_weights import CLASSES, TIMM_CONFIG, WIDTH, saved, timm_state
 from ranks import RankPool
 from small_data import pack_small
 from trained import trainer_of

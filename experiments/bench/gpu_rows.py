@@ -54,8 +54,8 @@ class Run:
         self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}
         self._shown: dict[str, list[list[str]]] = {section: [] for section in COLUMNS}
         # On the CPU it takes minutes, and speed there is not the question.
-        fault = compiler_fault(device) if device.type == "cuda" else ""
-        self.compiled = fault is None
+        fault = compiler_fault(device) if device.type == "cuda" else None
+        self.compiled = device.type == "cuda" and fault is None
         if fault:
             self.fail("compiling", fault)
 

@@ -33,8 +33,8 @@ test-full: $(READY)  ## The tests, slow ones too
 
 soak: $(READY)   ## Hours of tests: 200 faults, every combination of the support matrix, hundreds of random layerwise plans
 	$(BIN)/python experiments/fault_soak.py --cycles 200
-	$(BIN)/python -m pytest -m soak tests/test_matrix.py
-	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/test_layerwise.py -k random
+	$(BIN)/python -m pytest -m soak tests/parallel/test_matrix.py
+	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 
 lint: $(READY)   ## Style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -28,13 +28,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.header import header
-from bench.save_rank import STEPS
-from bench.timing import Spread, ratio
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.header import header
+from bench.save_rank import STEPS
+from bench.timing import Spread, ratio
 from vitpar.launch import spawn
 
 HERE = Path(__file__).parent

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cases import CASES, FULL, QUICK, Case, Size
-from bench.header import header
-from bench.resident import ENVIRONMENT
-from bench.timing import Spread, ratio
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.cases import CASES, FULL, QUICK, Case, Size
+from bench.header import header
+from bench.resident import ENVIRONMENT
+from bench.timing import Spread, ratio
 from vitpar.launch import spawn
 
 

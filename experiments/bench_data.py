@@ -31,6 +31,11 @@ import numpy as np
 import simplejpeg
 import torch
 import webdataset
+from PIL import Image
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from bench.big_index import own_memory, probe_index, write_index
 from bench.header import header
 from bench.loaders import (
@@ -43,11 +48,6 @@ from bench.loaders import (
     threads,
     vitpar,
 )
-from PIL import Image
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from vitpar.data import Order, ShardSet, index, pack
 
 LOADERS = {

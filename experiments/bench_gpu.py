@@ -38,17 +38,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from bench.header import header
 from bench.settings import SEED, Step
 from bench.timing import Spread, ratio, take_turns
-from torch import Tensor
 
 try:
     from bench.gpu_rows import Memory, Run, gibibytes, named, percent
     from bench.one_gpu import bandwidth, kernels, matrix_products, phases, settle, waits
     from bench.ours import vitpar_step
     from bench.plain_loop import plain_step
-
     from vitpar.errors import RecipeError
     from vitpar.launch import ALONE, join, leave
     from vitpar.models import ViTConfig, model_config

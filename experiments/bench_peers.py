@@ -31,15 +31,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from bench.header import header
 from bench.peers import CONTENDERS, OURS
 from bench.peers.job import Job
 from bench.peers.largest import Trials, deepest
 from bench.peers.running import TOLERANCE, Contender, Left, Timed, difference, take_turns
 from bench.timing import Spread, ratio
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 SMALL = {"heads": 4, "num_classes": 100}
 TINY = {"depth": 2, "image_size": 32, "num_classes": 10}

@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.galvatron_2022 import CONTEXT, MB, TABLE, UnderItsModel, imported, its_price, its_space, write_profiles
-from bench.header import header
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.galvatron_2022 import CONTEXT, MB, TABLE, UnderItsModel, imported, its_price, its_space, write_profiles
+from bench.header import header
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price

@@ -24,13 +24,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.header import header
-from bench.resident import ENVIRONMENT
-from bench.timing import Spread, ratio
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.header import header
+from bench.resident import ENVIRONMENT
+from bench.timing import Spread, ratio
 from vitpar.launch import spawn
 from vitpar.strategy import parse
 

@@ -28,12 +28,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.header import header
-from bench.steadiness import Slope, windows
-from bench.timing import Spread, ratio
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from bench.header import header
+from bench.steadiness import Slope, windows
+from bench.timing import Spread, ratio
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {

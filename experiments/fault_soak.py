@@ -32,7 +32,6 @@ from typing import Any
 
 from bench.header import header
 from faults.injected import FAULTS, OF_RANK_0, OF_SAVES, TOLD
-
 from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.errors import CheckpointError
 

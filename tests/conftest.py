@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from ranks import RankPool
+from helpers.command_line import Command, run
+from helpers.ranks import RankPool
 from vitpar.launch import ALONE, join, leave
 
 
@@ -41,3 +43,9 @@ def alone(environment: None) -> Iterator[None]:
     join(ALONE, "cpu")
     yield
     leave()
+
+
+@pytest.fixture(scope="module")
+def vitpar(place: Path) -> Command:
+    """Runs `vitpar <words>` in the folder `place` that the test's module makes, behind `launcher` if given."""
+    return lambda *words, launcher=(): run(place, words, launcher)

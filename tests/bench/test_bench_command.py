@@ -1,0 +1,333 @@
+"""`vitpar bench`: phases that add up, limits that are what they say, traces that can be loaded, refusals."""
+
+import io
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from helpers.command_line import refusal, run
+from helpers.ranks import RankPool
+from helpers.small_data import CLASSES, pack_small
+from helpers.trained import recipe_of
+from vitpar.bench import Benchmark, PhaseClock, Repeated, Settings, bench
+from vitpar.bench.feeds import Loaded, Synthetic
+from vitpar.bench.kernels import _kernel_flops
+from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
+from vitpar.bench.runner import STEADY, Runner
+from vitpar.parallel.phases import untimed
+from vitpar.train.build import Trained, build
+from vitpar.train.input import open_split
+from vitpar.train.optimizer import local
+from vitpar.train.recipe import Recipe
+from vitpar_cli import bench_view
+from vitpar_cli.plan_words import percent
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(steps=2, repeats=2)
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+OF_A_STEP = ["waiting for gradients", "norm and clipping", "update"]
+
+
+@pytest.fixture(autouse=True)
+def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away the variables that a test which joined a world left behind."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = True) -> Benchmark:
+    """On every rank."""
+    config = recipe.config(CLASSES)
+    images = open_split(recipe, "train") if reads else None
+    return bench(recipe, config, recipe.plan(config), device, images, SETTINGS, traces=traces)
+
+
+def trained_parts(device: torch.device, recipe: Recipe) -> Trained:
+    config = recipe.config(CLASSES)
+    return build(recipe, config, recipe.plan(config), device)
+
+
+@pytest.fixture(scope="module")
+def one(
+    ranks: Callable[[int], RankPool], data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Benchmark, Path]:
+    """dp1 with the recipe's data, and the folder of its trace."""
+    folder = tmp_path_factory.mktemp("traces")
+    (found,) = ranks(1).run(measured, recipe_of(data, "dp1"), folder)
+    return found, folder
+
+
+def adds_up(found: Benchmark) -> None:
+    seconds = [phase.seconds.mean for phase in found.phases]
+    assert all(s > 0 for s in seconds)
+    assert sum(seconds) + found.between == pytest.approx(found.phased.mean)
+    assert -0.01 * found.phased.mean < found.between < 0.6 * found.phased.mean
+
+
+def check_trace(path: Path) -> None:
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event.get("name") for event in events} & PRODUCTS
+
+
+def test_phases_of_one_process_add_up_and_have_their_limits(one: tuple[Benchmark, Path]) -> None:
+    found, _ = one
+    adds_up(found)
+    limits = {phase.name: phase.limit for phase in found.phases}
+    assert list(limits) == ["waiting for data", "input", "forward", "backward", *OF_A_STEP]
+    assert {name for name, limit in limits.items() if limit} == {"forward", "backward", *OF_A_STEP[1:]}
+    assert len(found.seconds.values) == len(found.phased.values) == SETTINGS.repeats
+    assert found.images_per_second.values[0] == pytest.approx(found.batch_size / found.seconds.values[0])
+    assert found.mfu is None and found.matmul_share > 0 and found.rates.bandwidth > 0
+    assert found.memory_bytes > 1e7 and found.warm_up.steps > STEADY
+
+
+def test_real_input_is_compared_with_synthetic_input_of_the_same_repeats(one: tuple[Benchmark, Path]) -> None:
+    found, _ = one
+    assert found.data is not None
+    pairs = zip(found.data.synthetic.values, found.seconds.values, strict=True)
+    assert found.data.share.values == pytest.approx([1 - bare / full for bare, full in pairs])
+
+
+def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None:
+    found, folder = one
+    assert found.kernels is not None
+    assert PRODUCTS & {kernel.name for kernel in found.kernels[:12]}
+    assert [k.seconds for k in found.kernels] == sorted((k.seconds for k in found.kernels), reverse=True)
+    assert 0.1 < sum(kernel.share for kernel in found.kernels) < 1.02
+    products = [kernel for kernel in found.kernels if kernel.name in PRODUCTS]
+    attention = found.config.depth * found.config.tokens**2 * found.config.width * 12  # the profiler does not know it
+    expected = (found.config.flops - attention) * found.batch_size
+    assert sum(kernel.flops or 0 for kernel in products) == pytest.approx(expected, rel=0.25)
+    assert all(kernel.limit_share and kernel.limit_share > 0 for kernel in products)
+    assert [path.name for path in folder.iterdir()] == ["rank_0.json"]
+    check_trace(folder / "rank_0.json")
+
+
+def test_two_stages(ranks: Callable[[int], RankPool], data: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(data, "pp2", **{"parallel.microbatches": 2, "train.precision": "fp32"})
+    first, second = ranks(2).run(measured, recipe, tmp_path)
+    assert first == second
+    adds_up(first)
+    names = [phase.name for phase in first.phases]
+    assert names == ["waiting for data", "input", "pipeline", *OF_A_STEP]
+    assert all(phase.slowest >= phase.seconds.mean * 0.999 for phase in first.phases)
+    for rank in range(2):
+        check_trace(tmp_path / f"rank_{rank}.json")
+
+
+def gradients_have_a_limit(device: torch.device, recipe: Recipe) -> tuple[list[str], float, int]:
+    trained = trained_parts(device, recipe)
+    with Runner(trained).open(Synthetic(trained.model)):
+        limits = measure_limits(trained)
+    sent = sum(size for _, size in trained.model.gradient_messages)
+    held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
+    assert sent == held, "every gradient is summed over both ranks"
+    return list(limits.phases), limits.phases["waiting for gradients"], sent
+
+
+def test_gradients_that_are_sent_have_a_limit(ranks: Callable[[int], RankPool], data: Path) -> None:
+    for names, seconds, sent in ranks(2).run(gradients_have_a_limit, recipe_of(data, "dp2")):
+        assert names == ["forward", "backward", *OF_A_STEP]
+        assert seconds > 0 and sent > 0
+
+
+def test_nothing_is_read_without_data(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    (found,) = ranks(1).run(measured, recipe_of(tmp_path / "nowhere", "dp1"), tmp_path, reads=False)
+    assert found.data is None
+    assert [phase.name for phase in found.phases][:2] == ["forward", "backward"]
+
+
+def test_steps_change_no_parameter(alone: None, data: Path) -> None:
+
+    recipe = recipe_of(data, "dp1")
+    trained = trained_parts(CPU, recipe)
+    before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+    Runner(trained).run(Loaded(recipe, trained.model, open_split(recipe, "train")), 2)
+    assert all(torch.equal(p, before[name]) for name, p in trained.model.named_parameters())
+    assert trained.optimizer.state(), "but there were updates"
+
+
+def test_a_feed_goes_on_where_it_was(alone: None, data: Path) -> None:
+
+    recipe = recipe_of(data, "dp1")
+    model = trained_parts(CPU, recipe).model
+    whole, parts = (Loaded(recipe, model, open_split(recipe, "train")) for _ in range(2))
+    with whole.opened() as take:
+        expected = [take(untimed)[2].tolist() for _ in range(4)]
+    found = []
+    for _ in range(2):
+        with parts.opened() as take:
+            found += [take(untimed)[2].tolist() for _ in range(2)]
+    assert found == expected and len(set(map(tuple, found))) == 4
+
+
+def test_warm_up_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([5.0, 3.0, 1.0, 0.99, 1.2, 0.98, 0.5])
+    runner = Runner(trained_parts(CPU, recipe_of(data, "dp1")))
+    monkeypatch.setattr(runner, "step", lambda take: None)
+    monkeypatch.setattr(runner, "most", lambda seconds: next(taken))
+
+    warm = runner.warm_up(Synthetic(runner._model), None, lambda words: None)
+    assert (warm.steps, warm.first, warm.steady) == (6, 5.0, True)
+    monkeypatch.setattr(runner, "most", lambda seconds: 1.0)
+    assert runner.warm_up(Synthetic(runner._model), 2, lambda words: None).steps == 2
+
+
+@pytest.mark.parametrize("mesh", ["pp2", "dp2"])
+def test_ranks_share_the_model_s_flops(mesh: str, ranks: Callable[[int], RankPool], data: Path) -> None:
+    recipe = recipe_of(data, mesh)
+    config = recipe.config(CLASSES)
+    shares = ranks(2).run(flops_of_a_rank, recipe)
+    assert sum(shares) == pytest.approx(config.flops * recipe.train.batch_size)
+
+
+def flops_of_a_rank(device: torch.device, recipe: Recipe) -> float:
+    return rank_flops(trained_parts(device, recipe).model)
+
+
+@pytest.mark.parametrize(("mesh", "tensor", "parts"), [("tp2xdp2", 2, 2), ("tp4+2d", 2, 2), ("tp8+3d", 4, 2)])
+def test_products_of_a_rank_are_its_share_of_a_block(mesh: str, tensor: int, parts: int, data: Path) -> None:
+    recipe = recipe_of(data, mesh)
+    config = recipe.config(CLASSES)
+    plan = recipe.plan(config)
+    model: Any = SimpleNamespace(config=config, plan=plan, batch=SimpleNamespace(microbatch_rows=24))
+    shapes = block_products(model)
+    whole = 24 * config.tokens * (4 * config.width**2 + 2 * config.width * config.hidden)
+    assert sum(math.prod(shape) for shape in shapes) == whole / (tensor * parts)
+    assert {rows for rows, *_ in shapes} == {24 // parts * config.tokens}
+
+
+def rates_and_bytes(device: torch.device, recipe: Recipe) -> tuple[tuple[float, float], int, tuple[int, int]]:
+    trained = trained_parts(device, recipe)
+    trained.optimizer.allocate()
+    held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
+    return matmul_rates(trained.model), held, update_bytes(trained)
+
+
+def test_rates_and_bytes_are_those_of_the_step(ranks: Callable[[int], RankPool], data: Path) -> None:
+    ((rates, held, (norm, update)),) = ranks(1).run(rates_and_bytes, recipe_of(data, "dp1"))
+    assert all(1e7 < rate < 1e14 for rate in rates)
+    assert norm == 3 * held
+    # AdamW reads parameter, gradient and two moments and writes all but the gradient; the average takes 3 more.
+    assert update == pytest.approx((7 + 3) * held, rel=0.01)
+
+
+def test_phase_clock_adds_up_by_name_and_begins_anew() -> None:
+    clock = PhaseClock(CPU)
+    for _ in range(2):
+        with clock("long"):
+            time.sleep(0.02)
+        with clock("short"):
+            pass
+    found = clock.read()
+    assert list(found) == ["long", "short"]
+    assert found["long"] >= 0.04 > found["short"] > 0
+    assert clock.read() == {}
+
+
+def test_flops_of_an_operator_are_those_of_its_longest_kernel() -> None:
+    def kernel(name: str, duration: float) -> Any:
+        return SimpleNamespace(name=name, duration=duration)
+
+    events = [
+        SimpleNamespace(flops=10, kernels=[kernel("gemm", 5.0), kernel("splitk_reduce", 1.0)]),
+        SimpleNamespace(flops=4, kernels=[kernel("gemm", 2.0)]),
+        SimpleNamespace(flops=0, kernels=[kernel("norm", 9.0)]),
+        SimpleNamespace(flops=7, kernels=[]),
+    ]
+    assert _kernel_flops(SimpleNamespace(events=lambda: events)) == {"gemm": 14}
+
+
+def test_mean_and_deviation() -> None:
+    assert Repeated((1.0, 2.0, 3.0)).mean == 2.0 and Repeated((1.0, 2.0, 3.0)).deviation == 1.0
+    assert Repeated((4.0,)).deviation == 0.0
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_is_shown_fits_the_terminal(
+    one: tuple[Benchmark, Path], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
+    monkeypatch.setattr(bench_view, "Console", lambda **_: console)
+    bench_view.show(one[0], Path("traces"))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for phase in one[0].phases:
+        assert f"  {phase.name} " in text
+    for kernel in (one[0].kernels or ())[: bench_view.KERNELS]:
+        assert f" {percent(kernel.share)} " in text
+
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 2
+heads = 2
+
+[data]
+path = "nowhere"
+"""
+KEYS = {
+    *("model", "plan", "schedule", "microbatches", "ranks", "batch_size", "precision", "compile", "attention"),
+    *("device", "device_name", "warm_up", "steps", "step_seconds", "images_per_second", "mfu", "matmul_share", "rates"),
+    *("memory_bytes", "data", "phased_step_seconds", "phases", "between_seconds", "kernels"),
+}
+
+
+def test_the_command_prints_one_object_and_reads_no_data_if_told_so(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    words = ["bench", "--recipe", "recipe.toml", "--batch-size", "8", "--mesh", "dp1", "--synthetic", "--json"]
+    done = run(tmp_path, [*words, "--steps", "2", "--repeats", "2", "--warmup", "2", "--profile", "a/b"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == KEYS
+    assert (found["plan"], found["ranks"], found["batch_size"], found["data"]) == ("dp1", 1, 8, None)
+    assert found["warm_up"]["steps"] == 2 and len(found["step_seconds"]["repeats"]) == 2
+    for phase in found["phases"]:
+        assert phase.keys() == {"name", "seconds", "slowest_rank_seconds", "limit_seconds", "limit_share"}
+    assert found["kernels"][0].keys() == {"name", "seconds", "calls", "share", "flops", "limit_share"}
+    assert (tmp_path / "a" / "b" / "rank_0.json").is_file()
+    assert "profiler_start" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--set", "optimizer.lr=1"], "--set optimizer.lr changes nothing in a benchmark without data, which uses "),
+        (["--set", "data.workers=1"], "--set data.workers changes nothing in a benchmark without data"),
+        (["--set", "augment.mixup=0.1", "--recipe", "recipe.toml", "--synthetic"], "--set augment.mixup changes"),
+        (["--set", "checkpoint.keep=1", "--recipe", "recipe.toml"], "changes nothing in a benchmark, which uses "),
+        (["--recipe", "recipe.toml"], "nowhere"),
+        (["--data", "here", "--synthetic"], "both --synthetic and --data here are given: keep one"),
+        (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 changes nothing where the data says it"),
+        (
+            ["--mesh", "tp2", "--model", "vit_tiny_patch16_224"],
+            "tp2 does not divide the 3 heads of vit_tiny_patch16_224",
+        ),
+        (["--profile", "recipe.toml"], "cannot write traces into 'recipe.toml' (File exists): name a folder"),
+    ],
+)
+def test_refusals(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert sentence in refusal(["bench", *words], monkeypatch, capsys)

@@ -1,0 +1,318 @@
+"""When checkpoints are kept, which one a run goes on from; nothing half-written or hostile is taken for one."""
+
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
+from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
+from vitpar.errors import CheckpointError, RecipeError
+from vitpar.train.evaluate import Evaluation, evaluate
+from vitpar.train.optimizer import sharded_as
+from vitpar.train.recipe import Recipe
+from vitpar.train.resume import find
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+# bad checkpoints
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path, alone: None) -> Path:
+    """A run of one process with checkpoints of steps 3 and 6."""
+    train(CPU, recipe_of(data, "dp1"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def cut(path: Path) -> None:
+    shard = path / "shard-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def flip(path: Path, name: str = "shard-00001-of-00001.safetensors") -> None:
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+
+
+def without_shard(path: Path) -> None:
+    (path / "shard-00001-of-00001.safetensors").unlink()
+
+
+def outside(path: Path) -> None:
+    changed(path, lambda index: index.shards.__setitem__(0, "../../../secret"))
+
+
+def hollow(path: Path) -> None:
+    changed(path, lambda index: index.tensors["model.head.fc.bias"].parts.clear())
+
+
+def beside(path: Path) -> None:
+    changed(path, lambda index: index.tensors["model.head.fc.bias"].parts.__setitem__(0, (0, (3,), (7,))))
+
+
+def stated(path: Path, text: str) -> None:
+    """Another state.json, with checksums that fit."""
+    (path / "state.json").unlink()
+    stored = atomic.write(path / "state.json", text.encode())
+    changed(path, lambda index: index.files.__setitem__("state.json", stored))
+
+
+def nonsense(path: Path) -> None:
+    (path / "index.json").write_text("[" * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, "has .* bytes where .* were written"),
+        (flip, "is not what was written"),
+        (lambda path: flip(path, "index.json"), "index.json"),
+        (lambda path: flip(path, "state.json"), "state.json"),
+        (without_shard, "No such file"),
+        (outside, "cannot be in it"),
+        (nonsense, "cannot be read"),
+        (hollow, "do not make it up"),
+        (beside, "do not make it up"),
+        (lambda path: stated(path, "{}"), "state.json"),
+        (lambda path: stated(path, '{"step": NaN, "samples": 1, "data": ""}'), "state.json"),
+        (lambda path: stated(path, '{"step": -1, "samples": 1, "data": ""}'), "state.json"),
+        (lambda path: stated(path, "[" * 100_000), "state.json"),
+    ],
+)
+def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
+    spoil: Callable[[Path], None], words: str, run: Path
+) -> None:
+    newest = run / "checkpoints" / f"step_{2 * STEPS}"
+    warnings: list[str] = []
+    found = find(run, warnings.append)
+    assert found and found.facts.step == 2 * STEPS and not warnings
+    spoil(newest)
+    found = find(run, warnings.append)
+    assert found and found.facts.step == STEPS
+    (warning,) = warnings
+    assert str(newest) in warning and "an older checkpoint is used" in warning
+    with pytest.raises(CheckpointError, match=words) as caught:
+        find(newest, warnings.append)  # one that is named is used or refused
+    assert "\n" not in str(caught.value)
+
+
+def test_leftovers_of_a_killed_run_are_no_checkpoints(run: Path, data: Path) -> None:
+    there = run / "checkpoints"
+    (there / f"step_{2 * STEPS}").rename(there / f"step_{2 * STEPS}.partial")
+    cut_index = (there / f"step_{2 * STEPS}.partial" / "index.json").read_bytes()[:-1]
+    (there / f"step_{2 * STEPS}.partial" / "index.json").write_bytes(cut_index)
+    shutil.copytree(there / f"step_{STEPS}", there / "step_1.removed")
+    found = find(run, pytest.fail)
+    assert found and found.facts.step == STEPS
+    Checkpoints(there).clear()
+    assert [path.name for path in there.iterdir()] == [f"step_{STEPS}"]
+    train(CPU, recipe_of(data, "dp1"), run, resume=run)
+    assert sorted(path.name for path in there.iterdir()) == [f"step_{STEPS}", f"step_{2 * STEPS}"]
+
+
+def test_a_run_without_checkpoints_begins(data: Path, tmp_path: Path, alone: None) -> None:
+    recipe = recipe_of(data, "dp1", **{"checkpoint.every_steps": 0})
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run", allow_change=["train.seed"])
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 2 * STEPS + 1))
+
+
+def test_two_processes_cannot_write_one_run(run: Path, data: Path) -> None:
+    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    with pytest.raises(RecipeError, match="still going on"):
+        trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    trainer.run()
+
+
+def test_which_checkpoints_are_kept(data: Path, tmp_path: Path, alone: None) -> None:
+    kept = {"checkpoint.every_steps": 1, "checkpoint.keep": 2, "checkpoint.keep_every_steps": 3, "train.steps": 8}
+    train(CPU, recipe_of(data, "dp1", **kept), tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        ({}, [2, 3]),
+        ({"every_samples": 50}, [2, 3]),
+        ({"every_epochs": 2}, [3]),
+        ({"every_epochs": 0}, []),
+        ({"every_minutes": 1e-9}, [1, 2, 3]),
+        ({"every_minutes": 60}, [3]),
+        ({"every_minutes": 60, "first": True}, [1, 3]),
+        ({"every_minutes": 0}, []),
+    ],
+)
+def test_when_checkpoints_are_written(
+    every: dict[str, Any], steps: list[int], data: Path, tmp_path: Path, alone: None
+) -> None:
+    values = {f"checkpoint.{key}": value for key, value in every.items()} | {"train.steps": 3, "train.batch_size": 20}
+    recipe = recipe_of(data, "dp1", **values)
+    if not every:  # every epoch, of 35 images
+        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None})})
+    train(CPU, recipe, tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == steps
+
+
+def test_the_best_is_kept(data: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([0.1, 0.5, 0.5, 0.3, 0.4, 0.2])
+
+    def rated(*args: Any) -> Evaluation:
+        return replace(evaluate(*args), top1=next(rates))
+
+    monkeypatch.setattr("vitpar.train.trainer.evaluate", rated)
+    best = {"checkpoint.every_steps": 4, "checkpoint.keep": 1, "checkpoint.keep_best": True, "train.eval_every": 1}
+    recipe = recipe_of(data, "dp1", **best)
+    trainer = trainer_of(recipe, tmp_path / "run")
+    trainer.total_steps = 4
+    trainer.run()
+    there = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert there.steps() == [2, 4]
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")  # what was best is still known
+    assert there.steps() == [2, 6]
+
+
+def test_newer_checkpoints_stay_until_there_is_one_of_the_new_course(run: Path, data: Path) -> None:
+    there = Checkpoints(run / "checkpoints")
+    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=there.path(STEPS))
+    assert there.steps() == [STEPS, 2 * STEPS]
+    trainer.saver.save(STEPS + 1, (STEPS + 1) * 24)
+    trainer.saver.finish()
+    assert there.steps() == [STEPS, STEPS + 1]
+    trainer.run()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path, data: Path) -> None:
+    before = rows(run)
+    for path in (run / "checkpoints").iterdir():
+        cut(path)
+    with pytest.raises(CheckpointError, match=f"step_{STEPS}' is damaged"):
+        trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    assert rows(run) == before and len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_a_checkpoint_that_was_replaced_half_way_is_there(run: Path) -> None:
+    there = Checkpoints(run / "checkpoints")
+    there.path(STEPS).rename(atomic.removed(there.path(STEPS)))
+    there.path(2 * STEPS).rename(atomic.partial(there.path(STEPS)))
+    there.clear()
+    assert [path.name for path in there.folder.iterdir()] == [f"step_{STEPS}"]
+    assert Checkpoint.open(there.path(STEPS)).facts.step == 2 * STEPS
+
+
+def test_another_batch_size_needs_another_folder(run: Path, data: Path) -> None:
+    recipe = recipe_of(data, "dp1", **{"train.batch_size": 12, "train.steps": 14})
+    with pytest.raises(CheckpointError, match="name another folder with --run-dir"):
+        trainer_of(recipe, run, resume=run, allow_change=["train.batch_size", "train.steps"])
+
+
+def test_another_model_is_refused_without_advice(run: Path, data: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.width was 24 and is 48: change it back$"):
+        train(CPU, recipe_of(data, "dp1", **{"model.width": 48}), run, resume=run, allow_change=["model.width"])
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether a shard in a layout is still the shard."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    shard = torch.zeros_like(parameter.to_local())
+    laid = sharded_as(parameter, shard)
+    assert isinstance(laid, DTensor) and laid.shape == parameter.shape
+    return laid.to_local().data_ptr() == shard.data_ptr()
+
+
+def test_a_shard_in_a_layout_is_no_copy(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(shares_memory) == [True, True]
+
+
+# another training
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "words"),
+    [
+        ({"train.seed": 1}, "train.seed", "train.seed was 0 and is 1"),
+        ({"train.ema_decay": None}, "train.ema_decay", "train.ema_decay was 0.9 and is not set"),
+        ({"optimizer.lr": 0.1}, "optimizer.lr", "optimizer.lr was"),
+        ({"train.batch_size": 12}, "train.batch_size", "train.batch_size was 24 and is 12"),
+        ({"optimizer.name": "lamb"}, "optimizer.name", "optimizer.name was adamw and is lamb"),
+        ({"optimizer.name": "muon"}, "optimizer.name", "optimizer.name was adamw and is muon"),
+    ],
+)
+def test_another_training_needs_to_be_allowed(
+    changed: dict[str, Any], key: str, words: str, run: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(data, "dp1", **{"train.steps": 14, **changed})
+    if changed.get("train.ema_decay", 0) is None:
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})
+    with pytest.raises(CheckpointError, match=words):
+        train(CPU, recipe, tmp_path / "other", resume=run)
+    train(CPU, recipe, tmp_path / "other", resume=run, allow_change=[key, "train.steps"])
+    first = rows(tmp_path / "other")[0]
+    batch = changed.get("train.batch_size", 24)
+    assert first["samples"] == 2 * STEPS * 24 + batch and first["step"] == 2 * STEPS * 24 // batch + 1
+
+
+def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "packed"
+    shutil.copytree(data, other)  # the same data elsewhere
+    train(CPU, recipe_of(other, "dp1"), tmp_path / "same", resume=run)
+    found = Checkpoint.open(run / "checkpoints" / f"step_{STEPS}")
+    stated(found.path, found.facts.model_copy(update={"data": "another"}).model_dump_json())
+    with pytest.raises(CheckpointError, match="the training set is another"):
+        train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path)
+    train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path, allow_change=["data"])
+
+
+# what cannot be written
+
+
+def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) -> str:
+    """What a training says whose rank `rank` can write no large file after its first checkpoint; on every rank."""
+    trainer = trainer_of(recipe, run_dir)
+    save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def saved(step: int, samples: int) -> None:
+        if step > STEPS and dist.get_rank() == rank:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        save(step, samples)
+
+    trainer.saver.save = saved  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "trained"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
+    rank: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    answers = ranks(2).run(full_disk, recipe_of(data, "fsdp2"), tmp_path / "run", rank)
+    for answer in answers:
+        assert f"step_6' cannot be written (rank {rank}: " in answer and "File too large" in answer
+    there = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in there.iterdir()] == ["step_3"]

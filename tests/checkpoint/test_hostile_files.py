@@ -1,0 +1,397 @@
+"""Files of strangers: whatever they hold, nothing of it runs, nothing outside their folder is read, nothing is
+allocated because they say so, and each gets one sentence."""
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers.foreign_weights import (
+    HEADS,
+    TIMM_CONFIG,
+    WIDTH,
+    as_transformers,
+    saved,
+    timm_logits,
+    timm_state,
+    transformers_config,
+)
+from helpers.imported import IMAGES, logits_of
+from helpers.small_data import pack_small
+from helpers.trained import changed, recipe_of, train
+from vitpar.checkpoint import Checkpoint
+from vitpar.checkpoint.index import Index, StoredFile, StoredTensor, read_index
+from vitpar.checkpoint.whole import read_whole
+from vitpar.errors import CheckpointError, DataError, RecipeError, UserError
+from vitpar.train.recipe_file import read_recipe
+from vitpar.weights.folder import read_config
+from vitpar.weights.importing import import_weights
+
+
+def refused(path: Path, message: str, **options: Any) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        import_weights(path, path.parent / "here", **options)
+    said = str(caught.value)
+    assert "\n" not in said and "\x1b" not in said and len(said) < 600
+    assert not (path.parent / "here").exists() and not (path.parent / "here.partial").exists()
+
+
+# pickles
+
+
+class Touch:
+    """Leaves a file behind when it is read from a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+def pickled(kind: str, tmp_path: Path, mark: Path) -> Path:
+    content = {"model": timm_state(qk_norm=True), "extra": Touch(mark)}
+    path = tmp_path / "theirs.pth"
+    if kind == "plain pickle":
+        path.write_bytes(pickle.dumps(content))
+    elif kind == "in a folder":
+        path = tmp_path / "there"
+        path.mkdir()
+        torch.save(content, path / "pytorch_model.bin")
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "plain pickle", "in a folder"])
+def test_a_pickle_that_would_run_code_is_refused_and_does_not(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    path = pickled(kind, tmp_path, mark)
+    refused(path, "holds more than tensors .*--trust")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "in a folder"])
+def test_a_trusted_pickle_is_read(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    import_weights(pickled(kind, tmp_path, mark), tmp_path / "here", trust=True)
+    assert mark.exists()
+    expected = timm_logits(timm_state(qk_norm=True), IMAGES)
+    torch.testing.assert_close(logits_of(tmp_path / "here"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_file_that_unpacks_to_more_than_it_has(tmp_path: Path) -> None:
+    torch.save({"pos_embed": torch.zeros(1000, 1000)}, tmp_path / "plain.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
+        zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
+        for name in plain.namelist():
+            bomb.writestr(name, plain.read(name))
+    refused(tmp_path / "bomb.pth", "bytes and unpacks to 4,00.*which no file of torch.save does")
+
+
+def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        torch.save({**timm_state(qk_norm=True), "norm.bias": tensor}, folder / "x.pth")
+        return folder / "x.pth"
+
+    return write
+
+
+def cut(folder: Path) -> Path:
+    path = claiming(torch.ones(WIDTH))(folder)
+    path.write_bytes(path.read_bytes()[:5_000])
+    return path
+
+
+def raw(content: bytes, name: str = "x.pth") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "x.pth")
+    return folder / "x.pth"
+
+
+def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> Callable[[Path], Path]:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return raw(struct.pack("<Q", len(text) if length is None else length) + text + data, "x.safetensors")
+
+
+def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (claiming(torch.zeros(1).expand(10**6, 10**6)), "larger than the file"),
+        (claiming(torch.ones(3).to_sparse()), "which is no parameter"),
+        (claiming(torch.empty(4, device="meta")), "larger than the file|cannot be read"),
+        (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*no parameter"),
+        (cut, "cannot be read"),
+        (raw(b""), "cannot be read"),
+        (raw(b"PK\x03\x04" + b"\0" * 100), "cannot be read"),
+        (raw(b"\x80\x02" + b"(" * 10_000), "cannot be read|more than tensors"),
+        (raw(b"\xff\xfe\x80 not a pickle \xfa"), "cannot be read|more than tensors"),
+        (raw(pickle.dumps([1, 2])), "cannot be read|holds no tensors|more than tensors"),
+        (pipe, "there are no weights at"),
+        (lambda folder: folder / "gone", "there are no weights at"),
+        (safetensors({}, length=2**60), "cannot be read"),
+        (safetensors({}, length=2**64 - 1), "cannot be read"),
+        (safetensors({"a": tensor(0, 400, 10, 10)}), "cannot be read"),
+        (safetensors({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)), "cannot be read"),
+        (safetensors({"a": tensor(0, 8, 2), "b": tensor(0, 8, 2)}, bytes(8)), "cannot be read"),
+        (safetensors({"a": tensor(8, 0, 2)}, bytes(8)), "cannot be read"),
+        (safetensors({"a": tensor(0, 8, 2**62, 2**62)}, bytes(8)), "cannot be read"),
+        (safetensors({"a": tensor(0, 8, 10**9, 10**9)}, bytes(8)), "cannot be read"),
+        (safetensors({"a": tensor(0, 8, 1, dtype="I64")}, bytes(8)), "I64, which is no parameter"),
+        (safetensors({"a": tensor(0, 0, 0)}), "neither as timm"),
+        (safetensors(b"\xff\xfe\xfa{}"), "cannot be read"),
+        (safetensors(b"[" * 100_000), "cannot be read"),
+        (raw(b"\1\2", "x.safetensors"), "cannot be read"),
+    ],
+)
+def test_files_that_lie(write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    refused(write(tmp_path), message)
+
+
+# folders
+
+
+def write_index(folder: Path, text: str | bytes) -> None:
+    content = text if isinstance(text, bytes) else text.encode()
+    (folder / "model.safetensors.index.json").write_bytes(content)
+
+
+def mapped(file: Any) -> str:
+    return json.dumps({"weight_map": {"pos_embed": file}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (mapped(name), "cannot be in its folder")
+            for name in ("../secret.safetensors", "../../etc/passwd", "..", "")
+        ),
+        (mapped("/etc/passwd"), "'/etc/passwd', which cannot be in its folder"),
+        (mapped("sub/x.safetensors"), "cannot be in its folder"),
+        (mapped("a\0b"), "cannot be in its folder"),
+        (mapped(3), "names 3, which cannot"),
+        (mapped(["x"]), "cannot be in its folder"),
+        (mapped("gone.safetensors"), "no such file"),
+        (mapped("."), "cannot be in its folder|no such file"),
+        (json.dumps({"weight_map": {"other": "model.safetensors"}}), "lacks other, which its index promises"),
+        ("{}", "has no weight_map"),
+        ("[]", "holds no object"),
+        ("[" * 100_000, "cannot be read"),
+        (b"\xff\xfe{}", "cannot be read"),
+        ('{"weight_map": ' + "9" * 5_000 + "}", "cannot be read"),
+    ],
+)
+def test_an_index_that_names_what_it_must_not(text: str | bytes, message: str, tmp_path: Path) -> None:
+    save_file({"pos_embed": torch.ones(1)}, tmp_path / "secret.safetensors")
+    folder = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
+    write_index(folder, text)
+    refused(folder, message)
+
+
+def test_links_within_a_cache_are_followed(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "1")
+    (folder / "model.safetensors").symlink_to(blobs / "1")
+    import_weights(folder, tmp_path / "here")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    refused_place = tmp_path / "other"
+    with pytest.raises(DataError, match="no such file"):
+        import_weights(folder, refused_place)
+
+
+@pytest.mark.parametrize("size", ["hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size"])
+def test_sizes_of_a_foreign_config_allocate_nothing(size: str, tmp_path: Path) -> None:
+    """Tensors tell the sizes, a config only what they do not."""
+    config = transformers_config(**{size: 10**9})
+    import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here")
+    assert read_config(tmp_path / "here").width == WIDTH
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": '])
+def test_a_config_that_cannot_be_read(file: str, content: bytes, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config())
+    (folder / file).write_bytes(content)
+    refused(folder, f"{file}' cannot be read")
+
+
+# vitpar's own
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    import_weights(saved(tmp_path / "there", timm_state(), TIMM_CONFIG), tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+ABSURD = [
+    *({name: 10**9} for name in ("width", "depth", "hidden", "num_classes", "registers", "representation_size")),
+    *({"width": 10**18, "heads": 1}, {"image_size": 4 * 10**9}, {"channels": 10**12}, {"patch_size": 8}),
+    *({"width": "24"}, {"width": 24.0}, {"heads": True}, {"depth": -1}, {"heads": 0}, {"pool": "max"}, {"colour": 1}),
+]
+
+
+@pytest.mark.parametrize("said", ABSURD, ids=str)
+def test_a_config_is_compared_with_the_tensors_before_anything_is_made(said: dict[str, Any], weights: Path) -> None:
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps(config | said))
+    with pytest.raises(DataError) as caught:
+        read_config(weights)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"", b"{"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_own_weights_that_cannot_be_read(file: str, content: bytes, weights: Path) -> None:
+    (weights / file).write_bytes(content)
+    with pytest.raises(DataError, match=f"{file}.* cannot be read"):
+        read_config(weights)
+
+
+def test_own_weights_name_no_file_elsewhere(weights: Path) -> None:
+    text = (weights / "model.safetensors.index.json").read_text()
+    (weights / "model.safetensors.index.json").write_text(text.replace("model-00001", "../there/model-00001"))
+    with pytest.raises(DataError, match="cannot be in its folder"):
+        read_config(weights)
+
+
+def test_a_recipe_that_is_nested_without_end(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(RecipeError, match="not valid TOML"):
+        read_recipe(tmp_path / "recipe.toml")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Copies a checkpoint of one step to a new folder."""
+    import shutil
+
+    from vitpar.launch import ALONE, join, leave
+
+    place = tmp_path_factory.mktemp("trained")
+    before = dict(os.environ)
+    join(ALONE, "cpu")
+    recipe = recipe_of(pack_small(place), "dp1", **{"train.steps": 1, "checkpoint.every_steps": 1})
+    train(torch.device("cpu"), recipe, place / "run")
+    leave()
+    os.environ.clear()
+    os.environ.update(before)
+
+    def copied(folder: Path) -> Path:
+        return Path(shutil.copytree(place / "run" / "checkpoints" / "step_1", folder / "step_1"))
+
+    return copied
+
+
+BIAS = "model.head.fc.bias"  # of 7 classes
+
+
+def with_parts(*parts: Any, shape: tuple[int, ...] = (7,)) -> Callable[[Index], None]:
+    def change(index: Index) -> None:
+        index.tensors[BIAS] = StoredTensor(dtype="float32", shape=shape, parts=list(parts))
+
+    return change
+
+
+def twice(index: Index) -> None:
+    index.shards.append(index.shards[0])
+
+
+def elsewhere(name: str) -> Callable[[Index], None]:
+    def change(index: Index) -> None:
+        index.files[name] = index.files[index.shards[0]]
+        index.shards[0] = name
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_parts((0, (0,), (4,)), (0, (3,), (3,))), "do not make it up"),  # overlap at 3, a hole at 6
+        (with_parts((0, (0,), (7,)), (0, (0,), (7,)), shape=(14,)), "do not make it up"),
+        (with_parts((0, (0,), (10**12,)), shape=(10**12,)), "bytes of tensors in .*which has"),
+        (with_parts((0, (0, 0), (10**30, 10**30)), shape=(10**30, 10**30)), "bytes of tensors in"),
+        (with_parts((5, (0,), (7,))), "do not make it up"),
+        (with_parts((-1, (0,), (7,))), "do not make it up"),
+        (twice, "names a file twice"),
+        (elsewhere("../step_1/x"), "cannot be in it"),
+        (elsewhere("/etc/passwd"), "cannot be in it"),
+        (elsewhere(".."), "cannot be in it"),
+        (elsewhere("a\0b"), "cannot be in it"),
+    ],
+)
+def test_an_index_of_a_checkpoint_that_lies(
+    change: Callable[[Index], None], message: str, checkpoint: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path)
+    changed(path, change)
+    with pytest.raises(CheckpointError, match=message):
+        read_index(path)
+
+
+def test_a_tensor_cut_into_many_boxes_is_whole() -> None:
+    boxes = [(0, (2 * i, 3 * j), (2, 3)) for i in range(2) for j in range(3)]
+    whole = StoredTensor(dtype="float32", shape=(4, 9), parts=boxes)
+    assert whole.is_filled(1)
+    assert not whole.model_copy(update={"parts": [*boxes[:-1], boxes[0]]}).is_filled(1)
+    assert StoredTensor(dtype="float32", shape=(), parts=[(0, (), ())]).is_filled(1)
+    empty = StoredTensor(dtype="float32", shape=(0, 4), parts=[(0, (0, 0), (0, 4))])
+    assert empty.is_filled(1)
+
+
+def test_files_are_as_large_as_the_index_says_before_anything_is_made(
+    checkpoint: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path)
+
+    def huge(index: Index) -> None:
+        index.files[index.shards[0]] = StoredFile(bytes=10**16, crc32=0)
+        with_parts((0, (0,), (10**12,)), shape=(10**12,))(index)
+
+    changed(path, huge)
+    for look in (lambda: read_whole(Checkpoint.open(path), BIAS), lambda: read_config(path)):
+        with pytest.raises(CheckpointError, match="bytes where 10,000,000,000,000,000 were written"):
+            look()
+
+
+def test_a_checkpoints_config_is_compared_with_its_index(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert read_config(path).width == config["width"]
+    text = json.dumps(config | {"width": 10**6, "heads": HEADS})
+    (path / "config.json").write_text(text)
+
+    def known(index: Index) -> None:
+        import zlib
+
+        index.files["config.json"] = StoredFile(bytes=len(text), crc32=zlib.crc32(text.encode()))
+
+    changed(path, known)
+    with pytest.raises(DataError, match=r"has shape \[.*\] where the model has \[.*1000000"):
+        read_config(path)

@@ -1,0 +1,214 @@
+"""Checkpoints that are written while training goes on: what is in them, when they are whole, and what ends a run."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from helpers.ranks import RankPool
+from vitpar.checkpoint import Writer, atomic, load_tensors
+from vitpar.checkpoint.image import FileImage
+from vitpar.checkpoint.writer import BUSY, DONE, FAILED
+from vitpar.errors import CheckpointError
+
+KINDS = {
+    "scalar": torch.tensor(7.0),
+    "flags": torch.tensor([True, False, True]),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "halves": torch.randn(3, 5).bfloat16(),
+    "doubles": torch.randn(2, 3, 4, dtype=torch.float64),
+    "step": torch.tensor(2**40),
+    "floats": torch.randn(7, 1),
+    "fp16": torch.randn(3).half(),
+    "ints": torch.arange(3, dtype=torch.int32),
+}
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set to let files be written, which nothing is before."""
+    goes_on, write = threading.Event(), atomic.write
+
+    def waiting(path: Path, content: bytes | memoryview) -> Any:
+        assert goes_on.wait(60)
+        return write(path, content)
+
+    monkeypatch.setattr(atomic, "write", waiting)
+    return goes_on
+
+
+def test_a_file_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+    image = FileImage({name: (tensor.dtype, tensor.shape) for name, tensor in KINDS.items()}, pinned=False)
+    image.stage(KINDS)
+    stored = atomic.write(tmp_path / "file.safetensors", image.content)
+    assert stored.bytes == (tmp_path / "file.safetensors").stat().st_size
+    read = load_file(tmp_path / "file.safetensors")
+    assert read.keys() == KINDS.keys()
+    for name, tensor in KINDS.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def ended(writer: Writer) -> None:
+    """Wait until what this process does in the background is done."""
+    end = time.monotonic() + 60
+    while writer.progress == BUSY:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_tensors_may_change_while_they_are_written(alone: None, tmp_path: Path, slow_disk: threading.Event) -> None:
+    writer, tensor = Writer(), torch.ones(1000)
+    writer.begin(tmp_path / "step_1", {"a": tensor}, {"state.json": "{}"})
+    writer.staged()
+    tensor.fill_(2.0)
+    assert writer.progress == BUSY
+    assert writer.advance(BUSY) is None and not (tmp_path / "step_1").exists()
+    slow_disk.set()
+    ended(writer)
+    assert writer.advance(DONE) is None  # all files are there: now rank 0 makes the index
+    ended(writer)
+    saved = writer.advance(DONE)
+    assert saved and saved.folder == tmp_path / "step_1" and saved.bytes > 4000
+    load_tensors(tmp_path / "step_1", {"a": tensor})
+    assert torch.equal(tensor, torch.ones(1000))
+    assert writer.finish() is None
+
+
+def test_one_is_written_at_a_time(alone: None, tmp_path: Path, slow_disk: threading.Event) -> None:
+    writer = Writer()
+    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})
+    threading.Timer(0.3, slow_disk.set).start()
+    writer.begin(tmp_path / "step_2", {"a": torch.zeros(3)}, {})
+    assert (tmp_path / "step_1" / "index.json").exists()
+    writer.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+
+
+def test_what_is_written_may_change_its_shape(alone: None, tmp_path: Path) -> None:
+    writer = Writer()
+    for step, tensors in enumerate(
+        [{"a": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(2)}, {"b": torch.ones(5)}]
+    ):
+        writer.begin(tmp_path / f"step_{step}", tensors, {})
+        writer.finish()
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors(tmp_path / f"step_{step}", found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def sharded(rows: int) -> Mapping[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    own = {f"of rank {dist.get_rank()}": torch.full((2,), float(dist.get_rank()))}
+    whole = torch.arange(rows * 3.0).reshape(rows, 3)
+    return {**own, "rows": distribute_tensor(whole, mesh, [Shard(0)]), "same": torch.ones(4)}
+
+
+def fails_on(device: torch.device, folder: Path, rank: int, where: str) -> list[Any]:
+    """Save once well, and once with a disk that is full on `rank`, as it is found out; on every rank."""
+    writer, write = Writer(), atomic.write
+    tensors = sharded(5)
+    writer.begin(folder / "step_1", tensors, {"state.json": "{}"})
+    writer.finish()
+
+    def full(path: Path, content: bytes | memoryview) -> Any:
+        if path.name.startswith(where):
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    atomic.write = full if dist.get_rank() == rank else write
+    try:
+        writer.begin(folder / "step_2", tensors, {"state.json": "{}"})
+        for _ in range(2):
+            ended(writer)
+            worst = torch.tensor(writer.progress)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            writer.advance(worst.item())
+    except CheckpointError as error:
+        return [str(error), worst.item(), writer.finish()]
+    finally:
+        atomic.write = write
+    return []
+
+
+@pytest.mark.parametrize(("rank", "where"), [(1, "shard"), (0, "shard"), (0, "index")])
+def test_a_full_disk_is_told_on_every_rank(
+    rank: int, where: str, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    for answer in ranks(2).run(fails_on, tmp_path, rank, where):
+        message, worst, left = answer
+        assert f"step_2' cannot be written (rank {rank}: No space left on device)" in message
+        assert worst == FAILED and left is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def uneven(device: torch.device, folder: Path) -> list[bool]:
+    """Save more rows than there are ranks, and fewer; whether each rank reads its own again."""
+    answers, writer = [], Writer()
+    for rows in (5, 1):
+        tensors = sharded(rows)
+        writer.begin(folder / str(rows), tensors, {})
+        writer.finish()
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors(folder / str(rows), found)
+        parts = [tuple(getattr(t, "_local_tensor", t) for t in (found[name], tensors[name])) for name in tensors]
+        answers.append(all(torch.equal(*pair) for pair in parts))
+    return answers
+
+
+def test_ranks_write_what_they_have(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(3).run(uneven, tmp_path) == [[True, True]] * 3
+    assert load_file(tmp_path / "1" / "shard-00001-of-00003.safetensors").keys() >= {"rows", "of rank 0"}
+
+
+def test_a_file_that_rank_0_does_not_see_is_told(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that each machine has of its own."""
+    monkeypatch.setattr("vitpar.checkpoint.writer.SEEN_S", 0.2)
+    writer = Writer()
+    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})
+    ended(writer)
+    (shard,) = (tmp_path / "step_1.partial").iterdir()
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="No such file or directory; is the folder one that all machines share"):
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_comes_after_a_checkpoint_does_not_undo_it(alone: None, tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    writer = Writer()
+    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {}, published=refuse)
+    assert writer.finish() and (tmp_path / "step_1" / "index.json").exists()
+
+
+def test_a_checkpoint_that_cannot_take_the_place_of_another_leaves_it(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, replace = Writer(), os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.suffix == ".partial":
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    for value in (1.0, 2.0):
+        writer.begin(tmp_path / "step_1", {"a": torch.full((3,), value)}, {})
+        if value == 1.0:
+            writer.finish()
+            monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        writer.finish()
+    found = torch.zeros(3)
+    load_tensors(tmp_path / "step_1", {"a": found})
+    assert torch.equal(found, torch.ones(3))

@@ -1,0 +1,145 @@
+"""`vitpar checkpoint`: what it shows of checkpoints, finds wrong with them and makes of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import assembled, recipe_of, train
+from vitpar.launch import ALONE, join, leave
+from vitpar_cli.checkpoint import app
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Path:
+    """A folder with the runs `meshed`, under fsdp2xtp2 with averages, and `alone`, of the same recipe; `plain`, of
+    another seed without averages."""
+    place = tmp_path_factory.mktemp("runs")
+    data = pack_small(place)
+    best = {"checkpoint.keep_best": True, "train.eval_every": STEPS}
+    ranks(4).run(train, recipe_of(data, "fsdp2xtp2+ckpt", **best), place / "meshed")
+    for name, more in (("alone", {}), ("plain", {"train.seed": 1})):
+        join(ALONE, "cpu")
+        recipe = recipe_of(data, "dp1", **best, **more)
+        if name == "plain":
+            recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})
+        train(torch.device("cpu"), recipe, place / name)
+        leave()
+    return place
+
+
+def vitpar(*words: str, code: int = 0) -> str:
+    """What `vitpar checkpoint <words>` prints."""
+    done = CliRunner().invoke(app, words)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        assert code == 2, done.exception
+        return str(done.exception)
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_list_names_every_checkpoint(runs: Path) -> None:
+    found = json.loads(vitpar("list", str(runs / "meshed"), "--json"))
+    assert [row["step"] for row in found] == [STEPS, 2 * STEPS]
+    assert [row["samples"] for row in found] == [STEPS * 24, 2 * STEPS * 24]
+    assert sum(row["best"] for row in found) == 1 and all(row["ranks"] == 4 and not row["problem"] for row in found)
+    files = (runs / "meshed" / "checkpoints" / f"step_{STEPS}").iterdir()
+    assert found[0]["bytes"] == sum(path.stat().st_size for path in files if path.name != "index.json")
+    assert "144" in vitpar("list", str(runs / "meshed"))
+
+
+def test_info_counts_what_is_inside(runs: Path) -> None:
+    found = json.loads(vitpar("info", str(runs / "meshed"), "--json"))
+    whole = assembled(runs / "meshed" / "checkpoints" / f"step_{2 * STEPS}")
+    assert found["step"] == 2 * STEPS and found["plan"] == "fsdp2xtp2+ckpt"
+    for group, sums in found["tensors"].items():
+        inside = [tensor for name, tensor in whole.items() if name.startswith(f"{group}.")]
+        assert sums == {
+            "tensors": len(inside),
+            "elements": sum(tensor.numel() for tensor in inside),
+            "bytes": sum(tensor.nbytes for tensor in inside),
+        }
+    assert "fsdp2xtp2+ckpt" in vitpar("info", str(runs / "meshed" / "checkpoints" / f"step_{STEPS}"))
+
+
+def test_verify_finds_a_flipped_bit(runs: Path) -> None:
+    assert "all as they were written" in vitpar("verify", str(runs / "meshed"))
+    (path,) = (runs / "meshed" / "checkpoints" / f"step_{2 * STEPS}").glob("shard-00003*")
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    assert vitpar("verify", str(runs / "meshed"), code=1) == f"{path.name} is not what was written\n"
+    path.write_bytes(content)
+
+
+def test_diff_tells_rounding_from_another_training(runs: Path) -> None:
+    same = runs / "meshed" / "checkpoints" / f"step_{STEPS}"
+    assert json.loads(vitpar("diff", str(same), str(same), "--json"))["apart"] == []
+    near = json.loads(vitpar("diff", str(runs / "meshed"), str(runs / "alone"), "--json", code=1))
+    assert near["recipe"] == [] and near["steps"] == [2 * STEPS] * 2
+    assert 0 < max(row["largest"] for row in near["apart"] if row["name"].startswith("model.")) < 1e-3
+    far = json.loads(vitpar("diff", str(runs / "alone"), str(runs / "plain"), "--json", code=1))
+    assert "train.seed was 0 and is 1" in far["recipe"]
+    assert max(row["largest"] or 0 for row in far["apart"]) > 1e-2
+    alone = [row["name"] for row in far["apart"] if row["largest"] is None]
+    assert alone and all(name.startswith("ema.") for name in alone)
+    text = vitpar("diff", str(runs / "alone"), str(runs / "plain"), code=1)
+    assert "train.seed was 0 and is 1" in text and "tensors differ" in text
+
+
+@pytest.mark.parametrize(("options", "prefix"), [([], "ema."), (["--no-averages"], "model.")])
+@pytest.mark.parametrize("size", ["5GB", "10KB"])
+def test_export_gives_weights_that_are_read(options: list[str], prefix: str, size: str, runs: Path) -> None:
+    out = runs / f"out-{prefix}{size}"
+    said = vitpar("export", str(runs / "meshed"), "--out", str(out), "--shard-size", size, *options)
+    files = sorted(out.glob("*.safetensors"))
+    assert f"step {2 * STEPS} is in" in said and (len(files) > 3) is (size == "10KB")
+    if size == "10KB":
+        assert all(path.stat().st_size < 12_000 or len(load_file(path)) == 1 for path in files)
+    expected = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in assembled(runs / "meshed" / "checkpoints" / f"step_{2 * STEPS}").items()
+        if name.startswith(prefix)
+    }
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    read: dict[str, Any] = {}
+    for path in files:
+        inside = load_file(path)
+        assert all(index[name] == path.name for name in inside)
+        read |= inside
+    assert read.keys() == expected.keys() == index.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+    if prefix == "ema.":  # which is what the run itself wrote at its end
+        theirs = {
+            name: tensor
+            for path in (runs / "meshed" / "weights").glob("*.safetensors")
+            for name, tensor in load_file(path).items()
+        }
+        assert all(torch.equal(read[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["list", "."], "has no checkpoints"),
+        (["info", "gone"], "'gone' is neither a checkpoint nor a run that has one"),
+        (["verify", "gone/checkpoints/step_3"], "is no checkpoint (index.json is missing)"),
+        (["export", "alone", "--out", "meshed"], "'meshed' exists and is not empty"),
+        (["export", "alone", "--out", "new", "--shard-size", "many"], "--shard-size many is no size"),
+        (["export", "alone", "--out", "alone/log.txt/new"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    words: list[str], message: str, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs)
+    assert message in vitpar(*words, code=2)
+    assert not list(runs.glob("*.partial"))

@@ -1,0 +1,121 @@
+"""The doctor's findings on this machine, and its judgement of machines that lack something."""
+
+import copy
+import json
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import vitpar.doctor
+from helpers.paths import ROOT
+from vitpar.doctor import MINIMUM, collect, problems
+from vitpar_cli.doctor import doctor
+
+HEALTHY: dict[str, Any] = {
+    "versions": MINIMUM | {"vitpar": "0.1.0", "torch": "2.13.0+cu130"},
+    "system": {
+        **{"os": "Linux", "machine": "x86_64", "cores": 8},
+        **{"memory_bytes": 64 * 10**9, "memory_available_bytes": 60 * 10**9},
+    },
+    "torch": None,
+    "cpu_capability": "AVX512",
+    "devices": [{"name": "H200", "memory_bytes": 141 * 10**9, "compute_capability": [9, 0]}],
+    "distributed": {"gloo": True, "nccl": True, "cuda": "13.0"},
+    "gpu_driver": True,
+    "world": None,
+    "limits": {"open_files": 65536, "user_processes": None, "shared_memory_bytes": 8 * 10**9},
+    "local_world": {"ok": True, "seconds": 3.0, "error": None},
+    "compiler": "/usr/bin/g++",
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, report: dict[str, Any], *options: str):
+    """`vitpar doctor` on a machine of which `report` was collected."""
+    monkeypatch.setattr(vitpar.doctor, "collect", lambda: copy.deepcopy(report))
+    app = typer.Typer()
+    app.command()(doctor)
+    return CliRunner().invoke(app, list(options))
+
+
+def test_this_machine_trains() -> None:
+    report = collect()
+    assert report["local_world"]["ok"], report["local_world"]
+    assert report["distributed"]["gloo"] and report["system"]["cores"] >= 1
+    assert report.keys() == HEALTHY.keys()
+    assert not [message for severity, message in problems(report) if severity == "error"]
+    json.dumps(report)
+
+
+def test_minimum_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [f"python{project['requires-python']}", *project["dependencies"]]
+    assert {tuple(requirement.split(">=")) for requirement in declared} == set(MINIMUM.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "sentence"),
+    [
+        (lambda r: r["versions"].update(torch="2.9.1"), "error", "torch is 2.9.1 but vitpar needs 2.11 or newer: pip"),
+        (lambda r: r["versions"].update(einops=None), "error", "einops is missing: pip install 'einops>=0.8'"),
+        (
+            lambda r: r["versions"].update(simplejpeg=None),
+            "warning",
+            "simplejpeg is missing, so the slower Pillow reads",
+        ),
+        (lambda r: r.update(torch="libc10.so not found"), "error", "torch is installed but cannot be imported (libc10"),
+        (lambda r: r["distributed"].update(gloo=False), "error", "this torch has no gloo backend"),
+        (lambda r: r["distributed"].update(nccl=False), "error", "1 GPUs but a torch without NCCL: install torch"),
+        (
+            lambda r: r["local_world"].update(ok=False, error="boom"),
+            "error",
+            "two local ranks could not add up a number",
+        ),
+        (lambda r: r.update(world={"error": "RANK is 'x'"}), "error", "RANK is 'x'"),
+        (
+            lambda r: r.update(devices=[]),
+            "warning",
+            "an NVIDIA driver is loaded but torch sees no GPU (the driver may be",
+        ),
+        (
+            lambda r: r["devices"][0].update(compute_capability=[7, 5]),
+            "warning",
+            "GPU 0 (H200, 7.5) is too old for fast",
+        ),
+        (lambda r: r["limits"].update(open_files=256), "warning", "only 256 files may be open at once: ulimit -n 4096"),
+        (lambda r: r["limits"].update(user_processes=64), "warning", "only 64 processes may run at once: ulimit -u"),
+        (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, through which"),
+        (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory are free"),
+        (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
+    ],
+)
+def test_each_problem_is_found_alone(
+    change: Callable[[dict[str, Any]], None], severity: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = copy.deepcopy(HEALTHY)
+    change(report)
+    [(found_severity, message)] = problems(report)
+    assert found_severity == severity
+    assert message.startswith(sentence)
+    result = run(monkeypatch, report)
+    assert f"{severity}: {sentence}" in result.output
+    assert result.exit_code == (1 if severity == "error" else 0)
+
+
+def test_healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(HEALTHY) == []
+    result = run(monkeypatch, HEALTHY)
+    assert result.exit_code == 0
+    assert "no problems found" in result.output and "H200, 141.0 GB, compute capability 9.0" in result.output
+
+
+def test_errors_come_first_and_json_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = copy.deepcopy(HEALTHY) | {"compiler": None, "world": {"error": "RANK is 'x'"}}
+    result = run(monkeypatch, report, "--json")
+    assert result.exit_code == 1
+    printed = json.loads(result.output)
+    assert [problem["severity"] for problem in printed.pop("problems")] == ["error", "warning"]
+    assert printed == report

@@ -1,0 +1,334 @@
+"""`vitpar train`, `eval` and `check` as a person starts them: what they write, and how they refuse."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import Command, refusal
+from helpers.run_folder import losses_of, rows_of
+from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
+from vitpar.data import ShardSet
+
+STEPS = 4
+CHECKPOINT = "alone/weights"
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 4
+heads = 2
+drop_path = 0.1
+
+[data]
+path = "data"
+workers = 1
+
+[train]
+steps = 4
+batch_size = 8
+log_every = 1
+eval_every = 3
+"""
+TRAIN_KEYS = [
+    *("kind", "step", "epoch", "samples", "loss", "lr", "grad_norm"),
+    *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes"),
+]
+EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed data and a recipe, to run commands in."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone_run(place: Path, vitpar: Command) -> Path:
+    """The folder of a run in one process."""
+    done = vitpar("train", "--recipe", "recipe.toml", "--run-dir", "alone")
+    assert done.returncode == 0, done.stderr
+    return place / "alone"
+
+
+def test_a_run_folder_tells_its_story(alone_run: Path) -> None:
+    from vitpar import parse
+    from vitpar.strategy import read_plan
+    from vitpar.train.recipe_file import read_recipe
+
+    assert {path.name for path in alone_run.iterdir()} == {
+        *("recipe.toml", "plan.json", "env.json", "log.txt", "metrics.jsonl", "checkpoints", "weights")
+    }
+    assert [path.name for path in (alone_run / "checkpoints").iterdir()] == [f"step_{STEPS}"]
+    assert read_recipe(alone_run / "recipe.toml") == read_recipe(alone_run.parent / "recipe.toml")
+    assert str(read_plan(alone_run / "plan.json")) == str(parse("dp1"))
+    env = json.loads((alone_run / "env.json").read_text())
+    assert {"command", "git_commit", "python", "torch"} <= env.keys()
+    assert env["command"][1:] == ["train", "--recipe", "recipe.toml", "--run-dir", "alone"]
+
+
+def test_metrics_hold_every_key(alone_run: Path) -> None:
+    rows, evaluations = rows_of(alone_run, "train"), rows_of(alone_run, "eval")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in evaluations] == [3, 4]
+    for row in rows:
+        assert list(row) == TRAIN_KEYS
+        assert row["samples"] == 8 * row["step"]
+        assert row["epoch"] == pytest.approx(row["samples"] / (TRAIN * CLASSES), abs=1e-5)
+        assert row["images_per_second"] == pytest.approx(8 / row["step_ms"] * 1e3, rel=0.01)
+        assert row["mfu"] is None and row["memory_bytes"] > 1e6 and row["grad_norm"] > 0 and row["data_ms"] >= 0
+    for row in evaluations:
+        assert list(row) == EVAL_KEYS
+        assert row["samples"] == VAL and 0 <= row["top1"] <= row["top5"] <= 1
+
+
+def test_log_says_what_happened(alone_run: Path) -> None:
+    lines = (alone_run / "log.txt").read_text().splitlines()
+    events = [line.split()[1] for line in lines]
+    assert events == ["start", "step", "step", "step", "eval", "step", "eval", "saving", "step_4", "done"]
+    assert "vit_custom" in lines[0] and "dp1" in lines[0] and f"loss {losses_of(alone_run)[0]:.4f}" in lines[1]
+
+
+def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Command) -> None:
+    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "pp2xtp2", "--run-dir", "mesh", "--json")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(place / "mesh") == pytest.approx(losses_of(alone_run), rel=1e-5)
+    norms = [[row["grad_norm"] for row in rows_of(folder, "train")] for folder in (place / "mesh", alone_run)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    (line,) = done.stdout.splitlines()
+    summary = json.loads(line)
+    assert summary["weights"] == "mesh/weights" and summary["steps"] == STEPS
+    assert {key: summary[key] for key in EVAL_KEYS[2:]} == {
+        key: rows_of(place / "mesh", "eval")[-1][key] for key in EVAL_KEYS[2:]
+    }
+    parts = {path.name for path in (place / "mesh" / "weights").glob("*.safetensors")}
+    assert len(parts) == 2
+
+
+def test_augmented_and_mixed_images_are_the_same_on_any_mesh(place: Path, vitpar: Command) -> None:
+    """Two images a rank, so that partners are on other ranks, and runs of samples that batches cut."""
+    settings = {
+        **{"augment.policy": "rand-m9-n2-mstd0.5-inc1", "augment.color_jitter": 0.4, "augment.random_erasing": 0.5},
+        **{"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0, "augment.mixup_prob": 0.8},
+        **{"data.shuffle_window": 12, "data.shuffle_block": 4},
+    }
+    sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    for mesh, folder in (("dp1", "mixed-alone"), ("fsdp4", "mixed-mesh")):
+        done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, "--run-dir", folder, *sets)
+        assert done.returncode == 0, done.stderr
+    assert losses_of(place / "mixed-mesh") == pytest.approx(losses_of(place / "mixed-alone"), rel=1e-5)
+    norms = [[row["grad_norm"] for row in rows_of(place / f"mixed-{name}", "train")] for name in ("mesh", "alone")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: stem=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],
+)
+def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (place / "runs").glob(f"*-vit_custom-{named}")
+    assert losses_of(folder) == pytest.approx(losses_of(alone_run), rel=1e-5)
+
+
+def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> None:
+    done = vitpar("eval", "--checkpoint", "alone/weights", "--json")
+    assert done.returncode == 0, done.stderr
+    expected = rows_of(alone_run, "eval")[-1]
+    assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:]})
+
+
+def test_check_passes_and_fails(vitpar: Command) -> None:
+    done = vitpar("check", "--mesh", "dp2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"] and 0 < result["worst"]["error"] < result["tolerance"]
+    strict = vitpar("check", "--recipe", "recipe.toml", "--mesh", "dp2", "--tolerance", "1e-12")
+    assert strict.returncode == 1
+    assert "FAILED" in strict.stdout and "Traceback" not in strict.stderr
+
+
+# bad images
+
+
+@pytest.fixture(scope="module")
+def spoilt(place: Path) -> list[str]:
+    """Names of two bad training images and one bad validation image of the data in `place`/spoilt."""
+    shutil.copytree(place / "data", place / "spoilt")
+    return [damage(place / "spoilt", split, sample) for split, sample in (("train", 4), ("train", 11), ("val", 2))]
+
+
+def test_a_bad_image_ends_the_run_with_its_name(spoilt: list[str], vitpar: Command) -> None:
+    done = vitpar("train", "--recipe", "recipe.toml", "--data", "spoilt", "--steps", "5")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: sample '") and done.stderr.count("\n") == 1
+    assert any(name in done.stderr for name in spoilt)
+
+
+def test_bad_images_are_skipped_counted_and_the_same_everywhere(
+    place: Path, spoilt: list[str], vitpar: Command
+) -> None:
+    assert TRAIN * CLASSES <= 5 * 8 < 2 * TRAIN * CLASSES  # 5 steps are one epoch and a little
+    runs = {}
+    for mesh in ("dp1", "dp2"):
+        words = ("--mesh", mesh, "--run-dir", f"skip-{mesh}", "--steps", "5", "--set", "data.bad_sample=skip")
+        done = vitpar("train", "--recipe", "recipe.toml", "--data", "spoilt", *words)
+        assert done.returncode == 0, done.stderr
+        runs[mesh] = place / f"skip-{mesh}"
+        notes = [
+            line.partition(" ")[2] for line in (runs[mesh] / "log.txt").read_text().splitlines() if "warning" in line
+        ]
+        assert [note.partition(":")[2].partition(":")[0] for note in notes] == [" validation"] * 2 + [" training"]
+        assert "1 image skipped: sample '" in notes[0] and spoilt[2] in notes[0]
+        assert re.search("images skipped [234] times: sample '", notes[-1])
+        assert all(name in notes[-1] for name in spoilt[:2])
+        assert " ".join(notes[-1].removeprefix("warning: ").split()) in " ".join(done.stdout.split())
+        assert [row["samples"] for row in rows_of(runs[mesh], "eval")] == [VAL - 1] * 2
+    assert losses_of(runs["dp2"]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
+    notes = [(run / "log.txt").read_text().splitlines()[-2].partition(" ")[2] for run in runs.values()]
+    assert notes[0] == notes[1]
+
+
+# bad input
+
+
+BAD_INPUT = [
+    (["--mesh", "zp2"], "unknown role 'zp'"),
+    (["--mesh", "pp2xx"], "pp2xx"),
+    (["--mesh", ""], "empty"),
+    (["--mesh", "dp2xdp2"], "dp"),
+    (["--mesh", "tp2+2d"], "2d"),
+    (["--mesh", "tp3"], "tp3 does not divide the 2 heads of vit_custom: use tp2"),
+    (["--mesh", "pp8"], "pp8 makes 8 stages but vit_custom has 4 blocks: use at most 4 stages"),
+    (["--mesh", "pp2", "--microbatches", "3"], "3 micro-batches cannot share the 8 images"),
+    (["--mesh", "pp2", "--microbatch-size", "3"], "micro-batches of 3 images do not divide the 8 images"),
+    (["--mesh", "dp3"], "a batch of 8 images does not divide into the 3 data-parallel parts"),
+    (["--mesh", "pp2", "--schedule", "zigzag"], "unknown schedule 'zigzag'"),
+    (["--mesh", "pp2", "--schedule", "1fb1"], "did you mean '1f1b'?"),
+    (["--mesh", "pp2", "--split", "1,2"], "split 1,2 deals 3 blocks but the model has 4"),
+    (["--mesh", "pp2", "--split", "uneven"], "unknown split 'uneven'"),
+    (["--data", "nowhere"], "no data set at 'nowhere': make one with `vitpar data pack"),
+    (["--data", "empty"], "no data set at 'empty'"),
+    (["--set", "train.sed=1"], "unknown recipe key 'train.sed' (did you mean 'train.seed'?)"),
+    (["--set", "train.seed"], "'train.seed' sets nothing"),
+    (["--recipe", "gone.toml"], "there is no recipe 'gone.toml'"),
+    (["--model", "vit_smal_patch4_8"], "unknown model 'vit_smal_patch4_8' (did you mean 'vit_small_patch"),
+    (["--model", "vit_tiny_patch3_8"], "patches of 3 pixels do not tile images of 8"),
+    (["--precision", "fp4"], "recipe key 'train.precision' is 'fp4'"),
+    (
+        ["--precision", "bf16", "--set", "loss_scale.hysteresis=1"],
+        "loss_scale.hysteresis is 1, which does nothing with",
+    ),
+    (["--run-dir", "used"], "the run folder 'used' exists and is not empty"),
+    (["--run-dir", "recipe.toml"], "the run folder 'recipe.toml' exists"),
+    (["--run-dir", "recipe.toml/run"], "the run folder 'recipe.toml/run' cannot be made"),
+    (["--epochs", "2", "--steps", "5"], "both train.epochs and train.steps are given: keep one"),
+    (["--set", "optimizer.betas=[0.9, 1.5]"], "recipe key 'optimizer.betas.1' is 1.5"),
+    (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.001: lower it"),
+    (["--set", "data.std=[0.0, 1.0, 1.0]"], "must be positive in every channel"),
+    (["--device", "cuda"], "this machine shows no CUDA GPU: use --device cpu"),
+    (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), BAD_INPUT, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
+def test_bad_input_is_refused_before_anything_starts(
+    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(place)
+    (place / "empty").mkdir(exist_ok=True)
+    (place / "used").mkdir(exist_ok=True)
+    (place / "used" / "something").touch()
+    before = sorted(place.iterdir())
+    base = [] if "--recipe" in words else ["--recipe", "recipe.toml"]
+    assert message in refusal(["train", *base, *words], monkeypatch, capsys)
+    assert sorted(place.iterdir()) == before, "something was left behind"
+
+
+def test_a_product_that_is_not_the_world_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "--recipe", "recipe.toml", "--mesh"]
+    assert "'pp2' needs 2 ranks but the world has 4" in refusal([*words, "pp2"], monkeypatch, capsys)
+    assert "which does not divide 4 ranks" in refusal([*words, "pp3xdp"], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
+        (
+            ["eval", "--checkpoint", CHECKPOINT, "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"],
+            "must be positive in every",
+        ),
+        (
+            ["eval", "--checkpoint", CHECKPOINT, "--set", "optimizer.lr=1"],
+            "optimizer.lr changes nothing in an evaluation",
+        ),
+        (["check", "--mesh", "tp5"], "tp5"),
+        (["check", "--mesh", "dp2", "--set", "optimizer.lr=1"], "--set optimizer.lr changes nothing in a check"),
+        (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
+        (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses model.…"),
+    ],
+)
+def test_other_commands_refuse_alike(
+    words: list[str],
+    message: str,
+    place: Path,
+    alone_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    assert message in refusal(words, monkeypatch, capsys)
+
+
+def test_files_of_the_folder_one_is_in_are_not_modules(place: Path, vitpar: Command) -> None:
+    (place / "random.py").write_text("raise SystemExit('not this one')")
+    done = vitpar("check", "--mesh", "dp2", "--set", "model.depth=1", "--set", "train.batch_size=4", launcher=("-P",))
+    (place / "random.py").unlink()
+    assert done.returncode == 0, done.stderr
+    assert "batch 4" in done.stdout
+
+
+def test_the_program_itself_refuses(vitpar: Command) -> None:
+    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "tp3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: tp3 does not divide") and done.stderr.count("\n") == 1
+
+
+# help
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval", "plan", "check", "doctor", "data", "data pack", "data info"])
+def test_help_has_an_example(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vitpar_cli.main import main
+
+    monkeypatch.setattr(sys, "argv", ["vitpar", *command.split(), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "Example" in capsys.readouterr().out
+
+
+def test_packed_data_is_whole_after_all_this(place: Path, alone_run: Path) -> None:
+    assert len(ShardSet.open(place / "data", "val")) == VAL

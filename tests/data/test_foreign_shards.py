@@ -1,0 +1,262 @@
+"""Shards that others wrote, and reading everything back."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from helpers.tiny_images import encoded, write_tree
+from vitpar.data import Labels, Order, ShardSet, TrainLoader, TrainTransform, index, pack, scan, verify
+from vitpar.errors import DataError, UserError
+from vitpar_cli.data import app
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Two training shards and one for validation, written by webdataset itself."""
+    for name, first, count in (("a-train-0", 0, 5), ("a-train-1", 5, 4), ("a-val-0", 9, 3)):
+        with webdataset.TarWriter(str(tmp_path / f"{name}.tar")) as writer:
+            for i in range(first, first + count):
+                image = {"png": encoded(i)} if i % 2 else {"jpeg": encoded(i, "JPEG")}
+                writer.write({"__key__": f"some/where/{i}", "cls": i % 3, "json": {"label": i % 2}, **image})
+    return tmp_path
+
+
+@pytest.mark.parametrize(("labels", "classes"), [(Labels(), 3), (Labels("json"), 2)])
+def test_shards_of_others_are_indexed_and_trained_on(foreign, labels, classes):
+    before = {path.name: path.read_bytes() for path in foreign.glob("*.tar")}
+    manifest = index(foreign, labels=labels)
+    assert {name: split.samples for name, split in manifest.splits.items()} == {"train": 9, "val": 3}
+    train = ShardSet.open(foreign, "train")
+    assert train.labels.tolist() == [i % classes for i in range(9)] and train.classes == tuple("012"[:classes])
+    assert [train.read(i) for i in range(9)] == [encoded(i, "PNG" if i % 2 else "JPEG") for i in range(9)]
+    assert train.name(7) == "a-train-1.tar/some/where/7"
+    batch = next(iter(TrainLoader(train, TrainTransform(8), order=Order(0, 9), batch_size=9)))
+    assert batch.images.shape == (9, 3, 8, 8)
+    assert before == {path.name: path.read_bytes() for path in foreign.glob("*.tar")}
+    assert not list(verify(foreign))
+
+
+def test_folders_name_classes(tmp_path):
+    for shard, names in enumerate((("bee/1.png", "ant/2.png"), ("cat/3.JPEG", "bee/4.png"))):
+        write_tar(tmp_path / f"x-{shard}.tar", [(name, encoded(int(name[4]))) for name in names])
+    index(tmp_path, labels=Labels("folder"), splits={"train": "x-*.tar"})
+    train = ShardSet.open(tmp_path, "train")
+    assert train.classes == ("ant", "bee", "cat") and train.labels.tolist() == [1, 0, 2, 1]
+    index(tmp_path, labels=Labels("folder"), splits={"train": "x-*.tar"}, classes=["dog", "cat", "bee", "ant"])
+    assert ShardSet.open(tmp_path, "train").labels.tolist() == [2, 3, 1, 2]
+    with pytest.raises(DataError, match="class 'ant' of the shards is not among the 1 that are named"):
+        index(tmp_path, labels=Labels("folder"), splits={"train": "x-*.tar"}, classes=["dog"])
+
+
+PNG = encoded(1)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("a.png", PNG)], "sample 'x.tar/a' has no label"),
+        ([("a.cls", b"1")], "sample 'x.tar/a' has no image"),
+        ([("a.png", b""), ("a.cls", b"1")], "image 'x.tar/a.png' has 0 bytes"),
+        ([("a.png", PNG), ("a.cls", b"cat")], "label b'cat' of 'x.tar/a.cls' is not a whole number"),
+        ([("a.png", PNG), ("a.cls", b"-1")], "label -1 of 'x.tar/a.cls' is not from 0"),
+        ([("a.png", PNG), ("a.cls", b"1"), ("a.jpg", PNG)], "'x.tar/a.jpg' has the key of another sample"),
+        ([("a.png", PNG), ("a.cls", b"1"), ("a.cls", b"1")], "'x.tar/a.cls' has the key of another sample"),
+        ([("a.txt", b"hello")], "shard '.*x.tar' holds no images with labels"),
+    ],
+)
+def test_bad_shards_are_refused_by_name(tmp_path, members, message):
+    write_tar(tmp_path / "x.tar", members)
+    with pytest.raises(DataError, match=message):
+        index(tmp_path)
+    assert not (tmp_path / "dataset.json").exists()
+
+
+@pytest.mark.parametrize("field", ["class", "label"])
+def test_json_labels_are_checked(tmp_path, field):
+    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.json", json.dumps({"label": [1]}).encode())])
+    message = "has no field 'class'" if field == "class" else r"label \[1\] of .* is not a whole number"
+    with pytest.raises(DataError, match=message):
+        index(tmp_path, labels=Labels("json", field))
+
+
+@pytest.mark.parametrize("kept", [700, 1100, 1536, 2000, 2560, 2700, 3584, 4096])
+def test_truncated_shards_are_refused(tmp_path, kept):
+    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1")])
+    (tmp_path / "x.tar").write_bytes((tmp_path / "x.tar").read_bytes()[:kept])
+    with pytest.raises(DataError, match=r"is not a whole tar file|has no label|has no image"):
+        index(tmp_path)
+
+
+def test_what_cannot_be_indexed_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no \.tar files in"):
+        index(tmp_path)
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="unpack the compressed ones"):
+        index(tmp_path)
+    with pytest.raises(DataError, match=r"no files 'b-.*' in .* for the split 'train'"):
+        index(tmp_path, splits={"train": "b-*.tar"})
+    for pattern in ("/data/x-*.tar", "../x-*.tar"):
+        with pytest.raises(DataError, match="must be a name and a pattern of file names, without folders"):
+            index(tmp_path, splits={"train": pattern})
+    with pytest.raises(DataError, match=r"no folder '.*nowhere' to index"):
+        index(tmp_path / "nowhere")
+
+
+def test_verify_names_each_bad_sample(tmp_path):
+    write_tree(tmp_path / "source")
+    (tmp_path / "source" / "train" / "ant" / "0.png").write_bytes(encoded(0)[:-25])
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
+    shards = ShardSet.open(tmp_path / "packed", "train")
+    cut = next(i for i in range(len(shards)) if shards.read(i) == encoded(0)[:-25])
+    path, data = tmp_path / "packed" / "val-000001.tar", ShardSet.open(tmp_path / "packed", "val").read(8)
+    path.write_bytes(path.read_bytes().replace(data, data[:-1] + b"!"))
+    found = list(verify(tmp_path / "packed"))
+    assert [(problem.split, problem.sample) for problem in found] == [("train", cut), ("val", 8)]
+    assert "cannot be decoded" in found[0].what and "are not those that were indexed" in found[1].what
+    assert [problem.split for problem in verify(tmp_path / "packed", pixels=False)] == ["val"]
+    shown = CliRunner().invoke(app, ["verify", str(tmp_path / "packed")])
+    assert shown.exit_code == 1 and "2 bad samples" in shown.output and "val 8 val-000001.tar/00000008" in shown.output
+    shown = CliRunner().invoke(app, ["verify", str(tmp_path / "packed"), "--no-pixels", "--json"])
+    assert len(json.loads(shown.stdout)["bad"]) == 1
+
+
+def test_a_replaced_shard_is_noticed(tmp_path):
+    """Where it is opened, and at the beginning of every epoch."""
+    write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed")
+    path = tmp_path / "packed" / "train-000000.tar"
+
+    def replace():
+        path.with_suffix(".new").write_bytes(path.read_bytes())
+        path.with_suffix(".new").replace(path)
+
+    train = ShardSet.open(tmp_path / "packed", "train")
+    replace()
+    with pytest.raises(DataError, match=r"train-000000.tar' was replaced while it was in use"):
+        train.read(0)
+    train = ShardSet.open(tmp_path / "packed", "train")
+    batches = iter(TrainLoader(train, TrainTransform(8), order=Order(0, 21), batch_size=7, workers=0))
+    for _ in range(3):
+        next(batches)
+    replace()
+    with pytest.raises(DataError, match="was replaced while it was in use"):
+        next(batches)
+
+
+def test_a_new_index_keeps_the_names_of_classes(tmp_path):
+    write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
+    manifest = json.loads(before["dataset.json"])
+    (tmp_path / "packed" / "dataset.json").write_text(json.dumps({**manifest, "vitpar_dataset": 1}))
+    index(tmp_path / "packed")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()} == before
+
+
+def test_a_failed_index_leaves_the_one_before(foreign):
+    index(foreign)
+    before = {path.name: path.read_bytes() for path in foreign.iterdir()}
+    write_tar(foreign / "a-val-1.tar", [("a.txt", b"no image")])
+    with pytest.raises(DataError, match=r"a-val-1.tar' holds no images with labels"):
+        index(foreign)
+    assert before == {path.name: path.read_bytes() for path in foreign.iterdir() if path.name != "a-val-1.tar"}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("imagenet-train-000012.tar", "train"),
+        ("imagenet1k-validation-00.tar", "val"),
+        ("x-valid-000-of-010.tar", "val"),
+        ("photos-000-of-010.tar", "photos"),
+        ("0001.tar", "train"),
+    ],
+)
+def test_names_tell_splits(tmp_path, name, split):
+    write_tar(tmp_path / name, [("a.png", PNG), ("a.cls", b"0")])
+    assert list(index(tmp_path).splits) == [split]
+
+
+def test_absurd_labels_are_refused(tmp_path):
+    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"2000000000")])
+    with pytest.raises(DataError, match="label 2000000000 of the shards is above 999999"):
+        index(tmp_path)
+    write_tar(tmp_path / "x.tar", [("a.png", PNG)])
+    with pytest.raises(DataError, match=r"image 'x.tar/a.png' is in no folder"):
+        index(tmp_path, labels=Labels("folder"))
+
+
+def test_the_command_indexes(foreign):
+    names = foreign / "names.txt"
+    names.write_text("ant\nbee\ncat\n")
+    done = CliRunner().invoke(app, ["index", str(foreign), "--split", "train=a-train-*.tar", "--classes", str(names)])
+    assert done.exit_code == 0 and "bee" in done.output and "val" not in done.output
+    for options, message in (
+        (["--label", "xml"], "unknown place of labels 'xml'"),
+        (["--split", "train"], "'train' is no split"),
+        (["--classes", str(foreign / "none")], "cannot read the classes"),
+    ):
+        with pytest.raises(DataError, match=message):
+            CliRunner().invoke(app, ["index", str(foreign), *options], catch_exceptions=False)
+
+
+def mutated(data, changes):
+    found = bytearray(data)
+    for place, value in changes:
+        found[place % len(found)] = value
+    return bytes(found)
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 255)), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=CHANGES, cut=st.integers(0, 3000))
+def test_mutated_shards_are_read_or_refused(tmp_path, changes, cut):
+    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1")])
+    data = (tmp_path / "x.tar").read_bytes()
+    (tmp_path / "x.tar").write_bytes(mutated(data, changes)[: len(data) - cut])
+    try:
+        rows = scan(tmp_path / "x.tar").rows
+    except UserError:
+        return
+    assert (rows["offset"] + rows["size"] <= len(data)).all()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    changes=CHANGES,
+    name=st.sampled_from(["dataset.json", "train.index.npy", "train-000000.tar"]),
+    cut=st.integers(0, 99),
+)
+def test_mutated_data_sets_are_read_or_refused(tmp_path_factory, changes, name, cut):
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not folder.exists():
+        write_tree(folder / "source", 2, 1)
+        pack(folder / "source", folder / "packed")
+    path = folder / "packed" / name
+    data = path.read_bytes()
+    try:
+        path.write_bytes(mutated(data, changes)[: len(data) - cut])
+        shards = ShardSet.open(folder / "packed", "train")
+        assert all(0 <= shards.label(i) < len(shards.classes) and shards.read(i) for i in range(len(shards)))
+        assert np.array_equal(shards.labels, shards.labels.clip(0, 2))
+    except UserError:
+        pass
+    finally:
+        path.write_bytes(data)

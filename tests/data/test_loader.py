@@ -1,0 +1,229 @@
+"""Batches: one global order under every plan, pixels that follow the sample, and faults that surface."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.tiny_images import write_tree
+from vitpar.data import (
+    EvalLoader,
+    EvalTransform,
+    Order,
+    ShardSet,
+    TrainTransform,
+    pack,
+)
+from vitpar.data import TrainLoader as Loader
+from vitpar.errors import DataError, RecipeError
+from vitpar.models import IGNORED
+
+TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """21 training and 9 validation images of 3 classes."""
+    folder = tmp_path_factory.mktemp("data")
+    write_tree(folder / "source")
+    pack(folder / "source", folder / "packed", shard_samples=8)
+    return folder / "packed"
+
+
+@pytest.fixture(scope="module")
+def train(packed):
+    return ShardSet.open(packed, "train")
+
+
+@pytest.fixture(scope="module")
+def val(packed):
+    return ShardSet.open(packed, "val")
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A data set whose training samples 4 and 11 and validation sample 2 cannot be decoded."""
+    write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
+    for split, numbers in (("train", (4, 11)), ("val", (2,))):
+        shards = ShardSet.open(tmp_path / "packed", split)
+        for i in numbers:
+            data = shards.read(i)
+            path = tmp_path / "packed" / shards.name(i).split("/")[0]
+            path.write_bytes(path.read_bytes().replace(data, data[:20] + b"\0" * (len(data) - 20)))
+    return tmp_path / "packed"
+
+
+def TrainLoader(shards, transform, *, seed=0, **settings):
+    """In the usual order."""
+    return Loader(shards, transform, order=Order(seed, len(shards)), **settings)
+
+
+def take(loader, count):
+    """The first `count` batches."""
+    batches = iter(loader)
+    found = [next(batches) for _ in range(count)]
+    batches.close()
+    return found
+
+
+def joined(loaders, steps, field):
+    """`field` of the first `steps` global batches, put together from the loaders of all ranks."""
+    parts = [[getattr(batch, field) for batch in take(loader, steps)] for loader in loaders]
+    return torch.cat([torch.cat(ranks) for ranks in zip(*parts, strict=True)])
+
+
+@pytest.mark.parametrize(("parts", "workers"), [(1, 1), (1, 3), (2, 0), (3, 2), (6, 0), (6, 1)])
+def test_the_plan_changes_neither_order_nor_pixels(train, parts, workers):
+    steps = 8  # 48 samples: more than two epochs, one of them ending inside a batch
+    alone = take(TrainLoader(train, TRAIN, batch_size=6, seed=1, workers=0), steps)
+    for part in range(parts):
+        rows = list(range(part, 6, parts))
+        here = take(TrainLoader(train, TRAIN, batch_size=6, rows=rows, seed=1, workers=workers), steps)
+        for a, b in zip(alone, here, strict=True):
+            assert torch.equal(a.images[rows], b.images)
+            assert torch.equal(a.labels, b.labels) and torch.equal(a.keys, b.keys)
+
+
+def test_pixels_and_keys_follow_the_sample_through_the_epochs(train):
+    keys = joined([TrainLoader(train, TRAIN, batch_size=7)], 6, "keys")
+    assert len(set(keys.tolist())) == 42
+    other = joined([TrainLoader(train, TRAIN, batch_size=7, seed=1)], 6, "keys")
+    assert not set(keys.tolist()) & set(other.tolist())
+    whole = TrainTransform(8, scale=(1, 1), ratio=(1, 1), flip=0)
+    batch = next(iter(TrainLoader(train, whole, batch_size=21)))
+    order = Order(0, 21).batch(0, 21)[1]
+    assert batch.labels.tolist() == train.labels[order].tolist()
+    plain = torch.cat([b.images for b in EvalLoader(train, EvalTransform(8, crop_pct=1.0), batch_size=21)])[order]
+    distance = (batch.images[:, None].float() - plain[None].float()).abs().mean((2, 3, 4))
+    assert distance.argmin(1).tolist() == list(range(21))
+
+
+def test_start_continues_where_another_loader_stopped(train):
+    whole = take(TrainLoader(train, TRAIN, batch_size=4), 9)
+    rest = take(TrainLoader(train, TRAIN, batch_size=4, start=20), 4)
+    for a, b in zip(whole[5:], rest, strict=True):
+        assert torch.equal(a.images, b.images) and torch.equal(a.keys, b.keys)
+        assert (a.samples, a.epoch) == (b.samples, b.epoch)
+    assert (rest[0].samples, rest[0].epoch) == (24, 24 / 21)
+
+
+def test_without_pixels_no_shard_is_opened(packed, monkeypatch):
+    train, val = ShardSet.open(packed, "train"), ShardSet.open(packed, "val")
+    full = take(TrainLoader(train, TRAIN, batch_size=6), 5)
+    full_eval = list(EvalLoader(val, EVAL, batch_size=4))
+    monkeypatch.setattr(ShardSet, "read", lambda self, i: pytest.fail("a shard was read"))
+    monkeypatch.setattr("os.open", lambda *args: pytest.fail("a file was opened"))
+    for a, b in zip(full, take(TrainLoader(train, TRAIN, batch_size=6, rows=()), 5), strict=True):
+        assert b.images is None and torch.equal(a.labels, b.labels) and torch.equal(a.keys, b.keys)
+    for a, b in zip(full_eval, EvalLoader(val, EVAL, batch_size=4, rows=()), strict=True):
+        assert b.images is None and torch.equal(a.labels, b.labels)
+
+
+@pytest.mark.parametrize(("parts", "batch_size"), [(1, 9), (1, 4), (2, 4), (4, 4), (4, 8), (4, 40)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_covers_every_sample_once(val, parts, batch_size, workers):
+    local = batch_size // parts
+    rows = [range(part * local, (part + 1) * local) for part in range(parts)]
+    loaders = [EvalLoader(val, EVAL, batch_size=batch_size, rows=mine, workers=workers) for mine in rows]
+    ranks = [list(loader) for loader in loaders]
+    assert {len(batches) for batches in ranks} == {len(loaders[0])} == {-(-9 // batch_size)}
+    assert {tuple(b.images.shape) for batches in ranks for b in batches} == {(local, 3, 8, 8)}
+    for batches in ranks:
+        labels = torch.cat([b.labels for b in batches])
+        assert labels[:9].tolist() == val.labels.tolist() and (labels[9:] == IGNORED).all()
+    images = torch.cat([torch.cat([b.images for b in step]) for step in zip(*ranks, strict=True)])
+    alone = torch.cat([b.images for b in EvalLoader(val, EVAL, batch_size=9, workers=0)])
+    assert torch.equal(images[:9], alone) and not images[9:].any()
+
+
+def test_padding_is_not_decoded(val, monkeypatch):
+    read, original = [], ShardSet.read
+    monkeypatch.setattr(ShardSet, "read", lambda self, i: (read.append(i), original(self, i))[1])
+    list(EvalLoader(val, EVAL, batch_size=16))
+    assert sorted(read) == list(range(9))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_sample_fails_by_name(damaged, workers):
+    shards = ShardSet.open(damaged, "train")
+    message = (
+        r"sample 'train-00000[01].tar/000000(04|11)' of '.*packed': its header cannot be read .*, and its bytes are"
+    )
+    with pytest.raises(DataError, match=message):
+        take(TrainLoader(shards, TRAIN, batch_size=21, workers=workers), 1)
+    assert not decoding_threads()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_sample_is_skipped_counted_and_named(damaged, workers):
+    shards = ShardSet.open(damaged, "train")
+    loader = TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip")
+    batches = take(loader, 6)
+    problems = "; ".join(loader.skipped.problems)
+    assert loader.skipped.times == 4 and len(loader.skipped.problems) == 2, "two images, met twice each"
+    assert shards.name(4) in problems and shards.name(11) in problems and "cannot be read" in problems
+    order = Order(0, 21).batch(0, 42)[1]
+    labels = torch.cat([b.labels for b in batches])
+    bad = torch.from_numpy(np.isin(order, (4, 11)))
+    assert torch.equal(labels == IGNORED, bad)
+    assert labels[~bad].tolist() == shards.labels[order[~bad.numpy()]].tolist()
+    images = torch.cat([b.images for b in batches])
+    assert not images[bad].any() and images[~bad].flatten(1).any(1).all()
+    val = EvalLoader(ShardSet.open(damaged, "val"), EVAL, batch_size=9, bad_sample="skip")
+    assert (next(iter(val)).labels == IGNORED).nonzero().flatten().tolist() == [2] and val.skipped.times == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lost_shard_is_never_skipped(damaged, workers):
+    shards = ShardSet.open(damaged, "train")
+    for path in damaged.glob("*.tar"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"cannot read '.*tar': No such file"):
+        take(TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip"), 1)
+
+
+def decoding_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("vitpar-decode")]
+
+
+def test_closing_or_dropping_the_iterator_stops_the_threads(train):
+    batches = iter(TrainLoader(train, TRAIN, batch_size=8, workers=3))
+    next(batches)
+    assert decoding_threads()
+    batches.close()
+    assert not decoding_threads()
+    for _ in TrainLoader(train, TRAIN, batch_size=8, workers=3):
+        break
+    assert not decoding_threads()
+    list(EvalLoader(train, EVAL, batch_size=8, workers=3))
+    assert not decoding_threads()
+
+
+def test_a_program_that_never_closes_its_loader_still_ends(packed):
+    program = """if True:
+        import sys
+        from vitpar.data import Order, ShardSet, TrainLoader, TrainTransform
+        shards, order = ShardSet.open(sys.argv[1], "train"), Order(0, 21)
+        batches = iter(TrainLoader(shards, TrainTransform(8), order=order, batch_size=64, workers=3))
+        next(batches)
+    """
+    done = subprocess.run([sys.executable, "-c", program, str(packed)], timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"batch_size": 0}, DataError, "the batch size is 0: use 1 or more"),
+        ({"batch_size": 4, "workers": -1}, RecipeError, "-1 decoding workers"),
+        ({"batch_size": 4, "bad_sample": "ignore"}, RecipeError, "unknown way 'ignore' to treat a bad sample"),
+    ],
+)
+def test_wrong_settings_are_refused(train, val, settings, error, message):
+    for loader, shards, transform in ((TrainLoader, train, TRAIN), (EvalLoader, val, EVAL)):
+        with pytest.raises(error, match=message):
+            loader(shards, transform, **settings)

@@ -1,0 +1,382 @@
+"""Packing: what goes in comes out, the same input gives the same bytes, and nothing half done looks whole."""
+
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+from typer.testing import CliRunner
+
+from helpers.tiny_images import CLASSES, encoded, write_classes, write_tree, write_zips
+from vitpar.data import Reencode, ShardSet, pack, survey
+from vitpar.data.sources import open_source
+from vitpar.errors import DataError
+from vitpar_cli.data import app, pack_command
+
+
+def packed_labels(folder: Path) -> dict[bytes, int]:
+    """The label of every packed image by its bytes, over all splits."""
+    found = {}
+    for split in ("train", "val"):
+        shards = ShardSet.open(folder, split)
+        found |= {shards.read(i): shards.label(i) for i in range(len(shards))}
+    return found
+
+
+@pytest.mark.parametrize("write", [write_tree, write_zips, lambda folder: write_classes(folder, 6)])
+def test_images_and_labels_come_back_unchanged(tmp_path, write):
+    labels = write(tmp_path / "source")
+    manifest = pack(tmp_path / "source", tmp_path / "packed", shard_samples=4)
+    assert packed_labels(tmp_path / "packed") == labels
+    assert tuple(manifest.classes) == CLASSES
+    assert [shard.samples for shard in manifest.splits["train"].shards][:2] == [
+        4,
+        4 if manifest.splits["train"].samples > 7 else 2,
+    ]
+
+
+def test_webdataset_reads_the_shards(tmp_path):
+    labels = write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
+    urls = [str(path) for path in sorted((tmp_path / "packed").glob("*.tar"))]
+    assert len(urls) == 5
+    found = {}
+    for sample in webdataset.WebDataset(urls, shardshuffle=False):
+        image = sample.get("jpg") or sample["png"]
+        found[image] = int(sample["cls"])
+        assert Image.open(io.BytesIO(image)).format == ("JPEG" if "jpg" in sample else "PNG")
+    assert found == labels
+
+
+def test_same_input_packs_to_the_same_bytes(tmp_path, monkeypatch):
+    write_classes(tmp_path / "source", 8)
+    pack(tmp_path / "source", tmp_path / "a", shard_samples=5)
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    pack(tmp_path / "source", tmp_path / "b", shard_samples=5)
+    pack(tmp_path / "source", tmp_path / "c", shard_samples=5, seed=1)
+
+    def files(name):
+        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+    assert files("a") == files("b")
+    assert files("a")["train-000000.tar"] != files("c")["train-000000.tar"]
+
+
+def test_training_shards_mix_classes_and_val_keeps_the_order(tmp_path):
+    write_tree(tmp_path / "source", train=40, val=4)
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=30)
+    train = ShardSet.open(tmp_path / "packed", "train").labels
+    assert all(set(train[start : start + 30]) == {0, 1, 2} for start in range(0, 120, 30))
+    assert ShardSet.open(tmp_path / "packed", "val").labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_digits_are_scaled_without_loss_and_split_by_class():
+    from sklearn.datasets import load_digits
+
+    source = open_source("digits")
+    assert {name: len(split.labels) for name, split in source.splits.items()} == {"train": 1437, "val": 360}
+    assert np.ptp(np.bincount(source.splits["val"].labels)) <= 2
+    pixels = {
+        int(name.split("/")[1]): np.asarray(Image.open(io.BytesIO(split.read(i))))
+        for split in source.splits.values()
+        for i, name in enumerate(split.names)
+    }
+    back = np.stack([np.rint(pixels[i] * (16 / 255)) for i in range(1797)])
+    assert np.array_equal(back, load_digits().images)
+
+
+def test_digits_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'vitpar\[digits\]'"):
+        open_source("digits")
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.2, 0.5, 0.99])
+def test_carved_split_is_stratified_and_seeded(tmp_path, fraction):
+    write_classes(tmp_path, 10)
+    source = open_source(tmp_path, val_fraction=fraction)
+    again, other = (open_source(tmp_path, val_fraction=fraction, seed=seed) for seed in (0, 1))
+    train, val = source.splits["train"], source.splits["val"]
+    assert np.bincount(val.labels).tolist() == [min(9, round(10 * fraction))] * 3
+    assert not set(train.names) & set(val.names) and len(train.names) + len(val.names) == 30
+    assert val.names == again.splits["val"].names != other.splits["val"].names
+
+
+def test_classes_are_numbered_without_a_list(tmp_path):
+    write_zips(tmp_path / "source", classes=False)
+    assert open_source(tmp_path / "source").classes == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: (d / "train_map.txt").write_text("ant/0.png\t0\nbee/1.png\tx\n"),
+            r"label 'x' in line 2 of '.*train_map",
+        ),
+        (
+            lambda d: (d / "val_map.txt").write_text("ant/0.png\t3\n"),
+            r"label 3 in line 1 of '.*val_map.txt' is outside the 3",
+        ),
+        (lambda d: (d / "val_map.txt").write_text("ant/0.png\t-1\n"), r"label -1 in line 1"),
+        (
+            lambda d: (d / "val_map.txt").write_text("\nant/0.png 0\n"),
+            r"line 2 of .* is 'ant/0.png 0': expected .* a tab",
+        ),
+        (lambda d: (d / "val_map.txt").write_text("\n"), r"val_map.txt' names no images"),
+        (lambda d: (d / "val_map.txt").unlink(), r"cannot read '.*val_map.txt': No such file"),
+        (
+            lambda d: (d / "val_map.txt").write_text("ant/9.png\t0\n"),
+            r"val.zip' has no entry 'ant/9.png', which 'val_map.txt'",
+        ),
+        (lambda d: (d / "val.zip").unlink(), r"cannot read '.*val.zip': No such file"),
+        (lambda d: (d / "val.zip").write_bytes(b"PK nothing"), r"val.zip' is not a whole zip file"),
+    ],
+)
+def test_bad_zip_layouts_are_refused(tmp_path, change, message):
+    write_zips(tmp_path / "source")
+    change(tmp_path / "source")
+    with pytest.raises(DataError, match=message):
+        pack(tmp_path / "source", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_damaged_zip_entry_is_named(tmp_path):
+    write_zips(tmp_path / "source")
+    path = tmp_path / "source" / "val.zip"
+    data = bytearray(path.read_bytes())
+    data[data.index(encoded(1001)) + 60] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"cannot read entry 'bee/1.png' of '.*val.zip': Bad CRC-32"):
+        pack(tmp_path / "source", tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: (d / "train/dog").mkdir(), r"class folder '.*train/dog' holds no images"),
+        (lambda d: (d / "val/dog").mkdir(), r"class folder '.*val/dog' has no counterpart in '.*train'"),
+        (lambda d: (d / "train/ant/0.png").write_text("hello"), r"'.*train/ant/0.png' is not an image of a known type"),
+        (
+            lambda d: (d / "val/ant/0.png").write_bytes(encoded(1)[:20]),
+            r"'.*val/ant/0.png' is damaged \(its header cannot",
+        ),
+        (lambda d: (d / "train").rename(d / "empty") and (d / "train").mkdir(), r"no images to pack in"),
+    ],
+)
+def test_bad_folders_are_refused(tmp_path, change, message):
+    write_tree(tmp_path / "source")
+    change(tmp_path / "source")
+    with pytest.raises(DataError, match=message):
+        pack(tmp_path / "source", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"val_fraction": 0.3}, "has a val split of its own: leave out the val fraction 0.3"),
+        ({"val_fraction": 1.5}, "val fraction 1.5 is out of range"),
+        ({"shard_samples": 0}, "shard size 0 is not a positive number"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, settings, message):
+    write_tree(tmp_path / "source")
+    with pytest.raises(DataError, match=message):
+        pack(tmp_path / "source", tmp_path / "packed", **settings)
+
+
+def test_a_missing_source_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no folder or file '.*nowhere' to pack: give a folder of images"):
+        pack(tmp_path / "nowhere", tmp_path / "packed")
+
+
+def test_only_a_packed_data_set_is_ever_replaced(tmp_path):
+    write_classes(tmp_path / "source", 3)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="is not empty and holds no data set"):
+            pack(tmp_path / "source", tmp_path / "home", overwrite=overwrite)
+    (tmp_path / "packed").mkdir()
+    pack(tmp_path / "source", tmp_path / "packed", seed=1)
+    shard = tmp_path / "packed" / "train-000000.tar"
+    before = shard.read_bytes()
+    with pytest.raises(DataError, match="holds a data set: choose another folder, or --overwrite"):
+        pack(tmp_path / "source", tmp_path / "packed")
+    pack(tmp_path / "source", tmp_path / "packed", seed=3, overwrite=True)
+    assert shard.read_bytes() != before
+    assert sorted(os.listdir(tmp_path)) == ["home", "packed", "source"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file"):
+        pack(tmp_path / "source", tmp_path / "file")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_interrupted_packing_leaves_what_was_there_and_goes_on(tmp_path, overwrite, workers):
+    write_classes(tmp_path / "source", 6)
+    pack(tmp_path / "source", tmp_path / "expected", shard_samples=2)
+    if overwrite:
+        pack(tmp_path / "source", tmp_path / "packed", seed=9)
+    read = []
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val" and done == total:
+            raise KeyboardInterrupt
+
+    settings = {"shard_samples": 2, "overwrite": overwrite, "workers": workers}
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "source", tmp_path / "packed", progress=interrupt, **settings)
+    assert (tmp_path / "packed").exists() == overwrite
+    if overwrite:
+        assert len(packed_labels(tmp_path / "packed")) == 18
+    pack(tmp_path / "source", tmp_path / "packed", progress=lambda *count: read.append(count), **settings)
+    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "packed", "source"]
+    assert len([split for split, *_ in read if split == "train"]) == 7, "shards that were whole are used as they are"
+
+
+def test_killed_packing_leaves_nothing_that_looks_whole_and_goes_on(tmp_path):
+    write_classes(tmp_path / "source", 6)
+    program = """if True:
+        import os, sys
+        from vitpar.data import pack
+        stop = lambda split, done, total: split == "val" and done == total and os._exit(9)
+        pack(sys.argv[1], sys.argv[2], shard_samples=5, progress=stop)
+    """
+    arguments = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "packed")]
+    assert subprocess.run(arguments, check=False).returncode == 9
+    assert not (tmp_path / "packed").exists()
+    leftover = next(path for path in tmp_path.iterdir() if path.name != "source")
+    with pytest.raises(DataError, match="no data set"):
+        ShardSet.open(leftover, "train")
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=5)
+    pack(tmp_path / "source", tmp_path / "expected", shard_samples=5)
+    assert files(tmp_path / "packed") == files(tmp_path / "expected") and not leftover.exists()
+
+
+def test_what_was_left_of_other_settings_is_not_used(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "source", tmp_path / "packed", shard_samples=5, progress=interrupt)
+    (tmp_path / "source" / "ant" / "4.png").unlink()
+    pack(tmp_path / "source", tmp_path / "packed", shard_samples=5)
+    pack(tmp_path / "source", tmp_path / "expected", shard_samples=5)
+    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+
+
+def test_two_do_not_pack_into_one_place(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def again(split: str, done: int, total: int) -> None:
+        with pytest.raises(DataError, match="another process is packing into"):
+            pack(tmp_path / "source", tmp_path / "packed")
+
+    pack(tmp_path / "source", tmp_path / "packed", progress=again)
+
+
+def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path):
+    write_classes(tmp_path / "source", 6)
+    program = """if True:
+        import resource, sys
+        from vitpar.data import pack
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        import signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            pack(sys.argv[1], sys.argv[2], shard_samples=int(sys.argv[3]))
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    arguments = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "packed"), "50"]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("DataError cannot write") and "File too large; run the same again" in done.stdout
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_destination_that_fills_up_meanwhile_is_left_alone(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def fill(split: str, done: int, total: int) -> None:
+        (tmp_path / "packed").mkdir(exist_ok=True)
+        (tmp_path / "packed" / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(DataError, match="is not empty and holds no data set"):
+        pack(tmp_path / "source", tmp_path / "packed", progress=fill)
+    assert (tmp_path / "packed" / "thesis.txt").read_text() == "years of work"
+
+
+def test_what_was_left_of_another_source_is_not_used(tmp_path):
+    """Not even where it has the same names and labels."""
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val":
+            raise KeyboardInterrupt
+
+    for name, first in (("a", 0), ("b", 500)):
+        write_zips(tmp_path / name, first=first)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "a", tmp_path / "packed", progress=interrupt)
+    pack(tmp_path / "b", tmp_path / "packed")
+    pack(tmp_path / "b", tmp_path / "expected")
+    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("quality", [50, 95])
+def test_large_images_are_made_smaller_on_request(tmp_path, quality):
+    write_classes(tmp_path / "source", 3)
+    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "source" / "ant" / "0.png")
+    pack(tmp_path / "source", tmp_path / "packed", reencode=Reencode(64, quality))
+    sizes = {}
+    for split in ("train", "val"):
+        shards = ShardSet.open(tmp_path / "packed", split)
+        for i in range(len(shards)):
+            image = Image.open(io.BytesIO(shards.read(i)))
+            sizes[image.size] = image.format, len(shards.read(i))
+    assert set(sizes) == {(85, 64), (12, 10)} and sizes[85, 64][0] == "JPEG"
+    with pytest.raises(DataError, match="--quality 50 is of images that --short-side makes smaller"):
+        words = ["pack", str(tmp_path / "source"), str(tmp_path / "other"), "--quality", "50"]
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    with pytest.raises(DataError, match="JPEG quality 0 is out of range"):
+        Reencode(64, 0)
+
+
+def test_commands_print_what_was_packed(tmp_path):
+    write_tree(tmp_path / "source")
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "source"), str(tmp_path / "packed"), "--shard-samples", "5"])
+    assert done.exit_code == 0 and "train" in done.output and "bee" in done.output
+    shown = CliRunner().invoke(app, ["info", str(tmp_path / "packed"), "--json"])
+    assert json.loads(shown.output) == survey(tmp_path / "packed")
+    assert json.loads(shown.output)["splits"]["val"] == {
+        "samples": 9,
+        "shards": 2,
+        "bytes": sum(path.stat().st_size for path in (tmp_path / "packed").glob("val-*.tar")),
+        "per_class": [3, 3, 3],
+        "fingerprint": ShardSet.open(tmp_path / "packed", "val").fingerprint,
+        "width": [12] * 5,
+        "height": [10] * 5,
+        "image_bytes": json.loads(shown.output)["splits"]["val"]["image_bytes"],
+    }
+    default = inspect.signature(pack).parameters["shard_samples"].default
+    assert inspect.signature(pack_command).parameters["shard_samples"].default == default
+    again = CliRunner().invoke(app, ["pack", str(tmp_path / "source"), str(tmp_path / "packed")])
+    assert isinstance(again.exception, DataError)

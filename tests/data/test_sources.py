@@ -1,0 +1,318 @@
+"""Every kind of source, round and round: what was written comes out of the packed shards."""
+
+import csv
+import io
+import json
+import pickle
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.tiny_images import CLASSES, encoded, write_classes
+from vitpar.data import ShardSet, pack
+from vitpar.data.sources import open_source
+from vitpar.errors import DataError
+
+
+def packed_images(folder, split):
+    """Sorted (label, encoded image) of a packed split."""
+    shards = ShardSet.open(folder, split)
+    return sorted((shards.label(i), shards.read(i)) for i in range(len(shards)))
+
+
+# TFRecords, written by hand: a length, its checksum, the message, its checksum.
+
+
+def varint(value):
+    found = b""
+    while value > 0x7F:
+        found, value = found + bytes([value & 0x7F | 0x80]), value >> 7
+    return found + bytes([value])
+
+
+def field(number, data):
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def feature(name, number, content):
+    return field(1, field(1, name.encode()) + field(2, field(number, content)))
+
+
+def example(image, label, synset=None, packed=True):
+    number = field(1, varint(label)) if packed else varint(1 << 3) + varint(label)
+    features = feature("image/height", 3, field(1, varint(10))) + feature("image/encoded", 1, field(1, image))
+    features += feature("image/class/label", 3, number)
+    if synset:
+        features += feature("image/class/synset", 1, field(1, synset.encode()))
+    return field(1, features)
+
+
+def write_tfrecords(folder, first=1, packed=True, synsets=True):
+    folder.mkdir()
+    images = {
+        "train": [(i % 3, encoded(i, size=(30, 20))) for i in range(7)],
+        "val": [(i, encoded(90 + i)) for i in range(3)],
+    }
+    for split, word in (("train", "train"), ("val", "validation")):
+        for shard in range(2):
+            data = b""
+            for label, image in images[split][shard::2]:
+                message = example(image, label + first, CLASSES[label] if synsets else None, packed)
+                data += struct.pack("<Q", len(message)) + b"crcl" + message + b"crcd"
+            (folder / f"{word}-{shard:05d}-of-00002").write_bytes(data)
+    return {split: sorted(found) for split, found in images.items()}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_tfrecords_come_back(tmp_path, first, packed):
+    expected = write_tfrecords(tmp_path / "source", first, packed)
+    assert tuple(pack(tmp_path / "source", tmp_path / "packed", shard_samples=4).classes) == CLASSES
+    for split, images in expected.items():
+        assert packed_images(tmp_path / "packed", split) == images
+
+
+def test_tfrecord_classes_are_numbered_without_names(tmp_path):
+    write_tfrecords(tmp_path / "source", synsets=False)
+    assert open_source(tmp_path / "source").classes == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:-3], "ends within a record, or is no TFRecord file"),
+        (lambda data: b"\xff" * 8 + data[8:], "ends within a record, or is no TFRecord file"),
+        (
+            lambda data: data.replace(b"image/encoded", b"image/decoded"),
+            "the record at byte 0 .* no feature 'image/encoded'",
+        ),
+        (lambda data: data.replace(b"class/label", b"class/lable"), "no feature 'image/class/label'"),
+        (lambda data: data[:12] + b"\xff" * (len(data) - 16) + data[-4:], "the record at byte 0 of .* cannot be used"),
+        (lambda data: b"", "TFRecords of 'train' in .* hold no images"),
+    ],
+)
+def test_bad_tfrecords_are_refused(tmp_path, change, message):
+    write_tfrecords(tmp_path / "source")
+    for path in (tmp_path / "source").glob("train-*"):
+        path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        open_source(tmp_path / "source")
+
+
+# CIFAR in its four forms.
+
+
+def cifar_files(hundred, binary):
+    """The files of a tiny CIFAR, and its (label, pixels) by split."""
+    rng = np.random.default_rng(0)
+
+    def batch(count):
+        return rng.integers(0, 256, (count, 3072), np.uint8), rng.integers(0, 10, count)
+
+    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    files, images = {}, {"train": [], "val": []}
+    for name in names:
+        pixels, labels = batch(4)
+        images["val" if name.startswith("test") else "train"] += zip(labels.tolist(), pixels, strict=True)
+        if binary:
+            coarse = np.zeros((4, 1 if hundred else 0), np.uint8)
+            files[f"{name}.bin"] = np.hstack([coarse, labels[:, None].astype(np.uint8), pixels]).tobytes()
+        else:
+            key = b"fine_labels" if hundred else b"labels"
+            files[name] = pickle.dumps({b"data": pixels, key: labels.tolist()}, protocol=2)
+    words = [f"word{i}" for i in range(100 if hundred else 10)]
+    if binary:
+        files["fine_label_names.txt" if hundred else "batches.meta.txt"] = "\n".join([*words, ""]).encode()
+    else:
+        key = b"fine_label_names" if hundred else b"label_names"
+        files["meta" if hundred else "batches.meta"] = pickle.dumps(
+            {key: [word.encode() for word in words]}, protocol=2
+        )
+    return files, images, words
+
+
+def write_archive(path, files):
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"cifar/{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("hundred", [False, True])
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("archive", [False, True])
+def test_cifar_comes_back(tmp_path, hundred, binary, archive):
+    files, images, words = cifar_files(hundred, binary)
+    source = tmp_path / ("cifar.tar.gz" if archive else "cifar")
+    if archive:
+        write_archive(source, files)
+    else:
+        source.mkdir()
+        for name, data in files.items():
+            (source / name).write_bytes(data)
+    assert pack(source, tmp_path / "packed").classes == words
+    for split, expected in images.items():
+        shards = ShardSet.open(tmp_path / "packed", split)
+        found = sorted(
+            (shards.label(i), np.asarray(Image.open(io.BytesIO(shards.read(i)))).transpose(2, 0, 1).tobytes())
+            for i in range(len(shards))
+        )
+        assert found == sorted((label, pixels.tobytes()) for label, pixels in expected)
+
+
+class Hostile:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it ran')",)
+
+
+def test_cifars_pickles_run_no_code(tmp_path):
+    files, _, _ = cifar_files(hundred=False, binary=False)
+    files["data_batch_3"] = pickle.dumps({b"data": Hostile()}, protocol=2)
+    write_archive(tmp_path / "cifar.tar.gz", files)
+    with pytest.raises(
+        DataError, match=r"it asks for (__builtin__|builtins)\.exec, which CIFAR's files have no need of"
+    ):
+        open_source(tmp_path / "cifar.tar.gz")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("data_batch_2", b"\x80\x02}q\x00.", "'data_batch_2' of CIFAR does not hold images and labels"),
+        ("data_batch_2", b"rubbish", "'data_batch_2' of CIFAR cannot be read"),
+        (
+            "data_batch_2",
+            pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [0, 1]}, 2),
+            "does not hold images",
+        ),
+    ],
+)
+def test_damaged_cifar_is_refused(tmp_path, name, data, message):
+    files, _, _ = cifar_files(hundred=False, binary=False)
+    write_archive(tmp_path / "cifar.tar.gz", {**files, name: data})
+    with pytest.raises(DataError, match=message):
+        open_source(tmp_path / "cifar.tar.gz")
+    whole = (tmp_path / "cifar.tar.gz").read_bytes()
+    (tmp_path / "cifar.tar.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="is not a whole tar file"):
+        open_source(tmp_path / "cifar.tar.gz")
+
+
+# Parquet.
+
+
+def write_parquet(folder, named=True, data=True):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    target = folder / "data" if data else folder
+    target.mkdir(parents=True)
+    images = {"train": [(i % 3, encoded(i)) for i in range(23)], "val": [(i, encoded(90 + i)) for i in range(3)]}
+    info = {"info": {"features": {"labels": {"names": list(CLASSES)}}}}
+    for word, found in (("train", images["train"]), ("validation", images["val"])):
+        for part in range(2):
+            rows = found[part::2]
+            table = pa.table(
+                {
+                    "image": pa.array([{"bytes": image, "path": None} for _, image in rows]),
+                    "labels": pa.array([label for label, _ in rows]),
+                }
+            )
+            table = table.replace_schema_metadata({"huggingface": json.dumps(info)} if named else {})
+            parquet.write_table(table, target / f"{word}-{part:05d}-of-00002.parquet", row_group_size=4)
+    return {split: sorted(found) for split, found in images.items()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_parquet_comes_back(tmp_path, named):
+    expected = write_parquet(tmp_path / "source", named, data=named)
+    manifest = pack(tmp_path / "source", tmp_path / "packed", shard_samples=7, workers=3)
+    assert manifest.classes == (list(CLASSES) if named else ["0", "1", "2"])
+    for split, images in expected.items():
+        assert packed_images(tmp_path / "packed", split) == images
+
+
+def test_names_of_files_tell_splits(tmp_path):
+    """Also longer ones; a contest's test set has no labels; without training files there is nothing to pack."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tmp_path.joinpath("source").mkdir()
+
+    def write(name, labels):
+        images = pa.array([{"bytes": encoded(i)} for i in range(len(labels))])
+        parquet.write_table(pa.table({"image": images, "label": labels}), tmp_path / "source" / name)
+
+    write("tiny-test.parquet", [-1, -1])
+    write("tiny-valid-00000-of-00001.parquet", [0, 1])
+    with pytest.raises(DataError, match="has val but nothing to train on"):
+        open_source(tmp_path / "source")
+    write("tiny-train.parquet", [1, 0, 1])
+    source = open_source(tmp_path / "source")
+    assert {name: len(split.labels) for name, split in source.splits.items()} == {"train": 3, "val": 2}
+    write("more.parquet", [1])
+    with pytest.raises(DataError, match=r"more.parquet' does not say which split it is of"):
+        open_source(tmp_path / "source")
+
+
+def test_bad_parquet_is_refused(tmp_path):
+    write_parquet(tmp_path / "source", data=False)
+    path = next((tmp_path / "source").glob("train-00001*"))
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        open_source(tmp_path / "source")
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"picture": [b"x"], "label": [0]}), path)
+    with pytest.raises(DataError, match="has the columns picture, label: it needs `image`, with bytes"):
+        open_source(tmp_path / "source")
+
+
+# CSV.
+
+
+def write_list(folder, rows, names=("path", "label", "split")):
+    with (folder / "list.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([names, *rows])
+    return folder / "list.csv"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_lists_come_back(tmp_path, named):
+    labels = write_classes(tmp_path, 3)
+    files = sorted(tmp_path.glob("*/*.*"))
+    rows = [(p.relative_to(tmp_path), p.parent.name if named else CLASSES.index(p.parent.name), "") for p in files]
+    rows[-1] = (*rows[-1][:2], "val")
+    manifest = pack(write_list(tmp_path, rows), tmp_path / "packed")
+    assert manifest.classes == (list(CLASSES) if named else ["0", "1", "2"])
+    found = packed_images(tmp_path / "packed", "train") + packed_images(tmp_path / "packed", "val")
+    assert sorted(found) == sorted((label, image) for image, label in labels.items())
+    assert manifest.splits["val"].samples == 1
+
+
+def test_a_list_beside_us_is_bounded_too(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_list(tmp_path / "here", [("../secret.png", "0")])
+    with pytest.raises(DataError, match="leaves the list's folder"):
+        open_source("list.csv")
+    (tmp_path / "here" / "list.csv").write_bytes("\ufeffpath,label\na.png,²\nb.png,--1\nc.png,²\nd.png,--1\n".encode())
+    assert open_source("list.csv", val_fraction=0.5).classes == ["--1", "²"]
+
+
+@pytest.mark.parametrize(
+    ("row", "names", "message"),
+    [
+        (("../secret.png", "0"), ("path", "label"), "'../secret.png' in line 2 of .* leaves the list's folder"),
+        (("/etc/passwd", "0"), ("path", "label"), "'/etc/passwd' in line 2 of .* leaves the list's folder"),
+        (("a.png", ""), ("path", "label"), "line 2 of .* has no label"),
+        (("a.png", "-1"), ("path", "label"), "label -1 is outside 0 to"),
+        (("a.png", "0", "dev"), ("path", "label", "split"), "split 'dev' in line 2 of .* is none of train, val, test"),
+        (("a.png", "0"), ("file", "label"), "names no column 'path'"),
+        (("a.png", "0"), ("path", "label"), "cannot read '.*a.png': No such file"),
+    ],
+)
+def test_bad_lists_are_refused(tmp_path, row, names, message):
+    path = write_list(tmp_path, [row] * 5, names)
+    with pytest.raises(DataError, match=message):
+        pack(path, tmp_path / "packed")

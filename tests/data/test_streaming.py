@@ -1,0 +1,392 @@
+"""Streams of shards: who reads which, how many batches there are, what may run a command, and faults that surface."""
+
+import gzip
+import os
+import stat
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from webdataset import TarWriter
+
+from helpers.streamed_shards import png, served, write_shards
+from vitpar.data import (
+    EvalTransform,
+    Labels,
+    Part,
+    StreamEvalLoader,
+    StreamLoader,
+    StreamSet,
+    TrainTransform,
+)
+from vitpar.data.stream import urls
+from vitpar.data.stream.stream_set import Reader
+from vitpar.errors import DataError
+from vitpar.models import IGNORED
+
+SIZES = (5, 1, 7, 4, 3)
+COUNT = sum(SIZES)
+TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty images of noise in five shards of different sizes; each has its number for a label."""
+    place = tmp_path_factory.mktemp("shards")
+    assert write_shards(place, "train", SIZES) == COUNT
+    return place
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with served(folder) as found:
+        yield found
+
+
+def stream(pattern: str, allow_pipe: bool = False, **settings: Any) -> StreamSet:
+    return StreamSet(
+        urls.expand(pattern), COUNT, COUNT, settings.pop("labels", Labels()), allow_pipe=allow_pipe, **settings
+    )
+
+
+def whole(address: str, **settings: Any) -> StreamSet:
+    return stream(f"{address}/train-{{0..4}}.tar", **settings)
+
+
+def loaded(data: StreamSet, batches: int, *, batch_size: int = 4, seed: int = 0, **settings: Any) -> list[Any]:
+    """The first batches of a training."""
+    made = iter(StreamLoader(data, TRAIN, batch_size=batch_size, seed=seed, **settings))
+    found = list(islice(made, batches))
+    made.close()
+    return found
+
+
+def labels_of(batches: list[Any]) -> list[int]:
+    found = torch.cat([batch.labels for batch in batches])
+    return found[found != IGNORED].tolist()
+
+
+def stream_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(("vitpar-stream", "vitpar-decode"))]
+
+
+# order
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle_buffer", [0, 1, 6, 1000])
+def test_a_pass_gives_every_sample_once_over_http(address: str, workers: int, shuffle_buffer: int) -> None:
+    batches = loaded(whole(address, shuffle_buffer=shuffle_buffer), 10, workers=workers)
+    first, second = labels_of(batches[:5]), labels_of(batches[5:])
+    assert sorted(first) == sorted(second) == list(range(COUNT))
+    assert first != second and first != sorted(first)
+    keys = torch.cat([batch.keys for batch in batches]).tolist()
+    assert len(set(keys)) == 2 * COUNT and min(keys) > 0
+    assert [batch.samples for batch in batches[:2]] == [4, 8] and batches[-1].epoch == 2.0
+    assert not batches[0].whole and not stream_threads()
+
+
+def test_the_shuffle_buffer_mixes_shards_and_the_seed_orders_all(folder: Path) -> None:
+    data, shard_of = whole(str(folder)), [i for i, size in enumerate(SIZES) for _ in range(size)]
+    changes = {}
+    for size in (0, 1000):
+        shards = [shard_of[i] for i in labels_of(loaded(whole(str(folder), shuffle_buffer=size), 5))]
+        changes[size] = sum(a != b for a, b in pairwise(shards))
+    assert changes[0] == len(SIZES) - 1 and changes[1000] > len(SIZES)
+    first, again, other = (labels_of(loaded(data, 5, seed=seed)) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_parts_are_disjoint_and_together_whole(folder: Path, parts: int) -> None:
+    data, seen, keys = whole(str(folder)), [], {}
+    for number in range(parts):
+        part = Part(number, parts)
+        reader = Reader(data, part, 0, bad_sample="fail", stopping=threading.Event())
+        assert len({tuple(reader.pass_shards(turn)) for turn in range(12)}) > 1
+        count = sum(SIZES[shard] for shard in reader.pass_shards(0))
+        samples = list(islice(reader.endless(0), count))
+        seen += [sample.label for sample in samples]
+        keys |= {sample.label: sample.key for sample in samples}
+    assert sorted(seen) == list(range(COUNT))
+    (alone,) = loaded(data, 1, batch_size=COUNT)
+    assert keys == dict(zip(alone.labels.tolist(), alone.keys.tolist(), strict=True)), "who reads changes no key"
+
+
+def test_pixels_do_not_depend_on_workers(address: str) -> None:
+    alone, *others = (loaded(whole(address), 8, batch_size=6, workers=workers) for workers in (0, 2, 4))
+    for batches in others:
+        for a, b in zip(alone, batches, strict=True):
+            assert torch.equal(a.images, b.images) and torch.equal(a.keys, b.keys) and torch.equal(a.labels, b.labels)
+    assert len({image.numpy().tobytes() for batch in alone for image in batch.images}) == 48, "augmented anew"
+
+
+def test_all_ranks_have_as_many_batches_whatever_the_shards_hold(folder: Path) -> None:
+    """Three ranks that decode different numbers of rows, and one that decodes none."""
+    data = whole(str(folder))
+    rows = [[0, 1, 2], [3, 4], [5]]
+    ranks = [loaded(data, 30, batch_size=6, rows=mine, part=Part(i, 3), workers=0) for i, mine in enumerate(rows)]
+    ranks.append(loaded(data, 30, batch_size=6, rows=[], part=None))
+    for batches in zip(*ranks, strict=True):
+        for batch, mine in zip(batches, [*rows, []], strict=True):
+            others = [row for row in range(6) if row not in mine]
+            assert (batch.labels[others] == IGNORED).all() and not batch.keys[others].any()
+            assert (batch.labels[mine] != IGNORED).all() and (batch.keys[mine] > 0).all()
+            assert batch.images is None if not mine else len(batch.images) == len(mine)
+
+
+def test_a_run_that_goes_on_begins_a_pass_in_an_order_of_its_own(folder: Path) -> None:
+    """Also where it was stopped twice in one pass."""
+    data = whole(str(folder))
+    orders, keys = set(), set()
+    for start in (0, 4, 8, COUNT - 1, COUNT, COUNT + 1):
+        batches = loaded(data, 5, start=start)
+        assert sorted(labels_of(batches)) == list(range(COUNT)) and batches[0].samples == start + 4
+        orders.add(tuple(labels_of(batches)))
+        keys |= {key for batch in batches for key in batch.keys.tolist()}
+        assert labels_of(loaded(data, 5, start=start)) == labels_of(batches)
+    assert len(orders) == 6 and len(keys) == 6 * COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_evaluation_gives_all_once_also_with_fewer_shards_than_parts(address: str, parts: int, workers: int) -> None:
+    seen = []
+    for number in range(parts):
+        rows = [number, number + parts]
+        loader = StreamEvalLoader(
+            whole(address), EVAL, batch_size=2 * parts, rows=rows, part=Part(number, parts), workers=workers
+        )
+        batches = list(islice(loader, 12))
+        ended = [batch.ended for batch in batches].index(True)
+        assert all(batch.ended for batch in batches[ended:])
+        assert ended == -(-sum(SIZES[number::parts]) // 2)
+        assert all(batch.images.shape == (2, 3, 8, 8) for batch in batches)
+        assert not any(batch.images[batch.labels[rows] == IGNORED].any() for batch in batches)
+        seen += labels_of(batches)
+    assert sorted(seen) == list(range(COUNT))
+    assert not stream_threads()
+
+
+def test_labels_in_json(tmp_path: Path) -> None:
+    with TarWriter(str(tmp_path / "a.tar")) as writer:
+        for label in range(3):
+            sample = {"png": png(np.full((8, 8, 3), label)), "json": {"class": label}, "npy": np.zeros(4)}
+            writer.write({"__key__": f"x/{label}", **sample})
+    data = stream(str(tmp_path / "a.tar"), labels=Labels.parse("json:class"))
+    assert sorted(labels_of(loaded(data, 1, batch_size=3))) == [0, 1, 2]
+    with pytest.raises(DataError, match="has no field 'label'"):
+        loaded(stream(str(tmp_path / "a.tar"), labels=Labels.parse("json")), 1)
+
+
+# what may be opened
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("pipe:cat train-{0..4}.tar", "'pipe:cat train-0.tar' runs a shell command, which is off: set stream.allow_p"),
+        ("s3://b/a.tar", "'s3://b/a.tar' runs the command `aws s3 cp`, which is off"),
+        ("gs://b/a.tar", "'gs://b/a.tar' runs the command `gsutil cat`, which is off"),
+        ("{http://h/a.tar,pipe:touch x}", "'pipe:touch x' runs a shell command"),
+        ("PIPE:touch x", "'PIPE:touch x' cannot be streamed: use http://"),
+        ("ais://b/a.tar", "cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND"),
+        ("train-{0..4.tar", "the braces of 'train-{0..4.tar' do not close"),
+        ("a-{1,1}.tar", "shard 'a-1.tar' is in the stream twice"),
+        ("", "has a shard without a name"),
+    ],
+)
+def test_what_is_refused_before_anything_is_opened(
+    pattern: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("a command was run"))
+    with pytest.raises(DataError, match=message.replace("{", r"\{").replace("|", r"\|")) as caught:
+        stream(pattern)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["GOPEN_REWRITE", "USE_AIS_FOR"])
+def test_the_environment_cannot_make_a_command_of_a_url(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "http://=pipe:touch x #")
+    with pytest.raises(DataError, match=f"{name} is set in the environment, and would change what a URL opens: unset"):
+        stream("http://h/a.tar")
+
+
+def test_a_stream_needs_numbers_for_labels() -> None:
+    with pytest.raises(DataError, match=r"so stream\.label cannot be 'folder': use cls or json:FIELD"):
+        stream("a.tar", labels=Labels("folder"))
+
+
+def test_commands_run_where_they_are_allowed(folder: Path) -> None:
+    data = stream(f"pipe:cat '{folder}'/train-{{0..4}}.tar | cat", allow_pipe=True)
+    assert sorted(labels_of(loaded(data, 5))) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(("scheme", "program"), [("s3", "aws"), ("gs", "gsutil")])
+def test_object_stores_are_read_with_their_programs(
+    scheme: str, program: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell reads the URL."""
+    fake = tmp_path / program
+    fake.write_text(f'#!/bin/sh\nfor word; do echo "$word"; done >> {tmp_path}/words\ncat {folder}/train-2.tar\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    url = f"{scheme}://bucket/a;touch pwned;.tar"
+    assert len(labels_of(loaded(stream(url, allow_pipe=True), 7, batch_size=1, workers=0))) == 7
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words == (["s3", "cp", url, "-"] if scheme == "s3" else ["cat", url])
+    assert not (tmp_path / "pwned").exists()
+
+
+# faults
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.fixture
+def faulty(folder: Path, tmp_path: Path) -> Path:
+    """The shards anew, to be spoilt."""
+    write_shards(tmp_path, "train", SIZES)
+    return tmp_path
+
+
+def spoil(name: str, place: Path) -> tuple[str, str, int]:
+    """A pattern of the stream with shard 2 (7 samples) spoilt as `name` says, what the error says, and how many of
+    the 7 samples can still be read."""
+    shard, pattern = place / "train-2.tar", f"{place}/train-{{0..4}}.tar"
+    match name:
+        case "missing":
+            shard.unlink()
+            return pattern, f"shard '{shard}' cannot be opened: No such file or directory", 0
+        case "cut":
+            cut(shard, shard.stat().st_size // 4)
+            return pattern, f"shard '{shard}' cannot be read to its end: unexpected end of data", -1
+        case "cut between members":
+            with tarfile.open(shard) as tar:
+                cut(shard, [member.offset for member in tar][7])  # three samples, and a label without its image
+            return pattern, f"shard '{shard}' cannot be read to its end: it ends too early", 3
+        case "no tar file":
+            shard.write_bytes(b"<html>not found</html>" * 100)
+            return pattern, f"shard '{shard}' cannot be read to its end: ", 0
+        case "compressed":
+            shard.write_bytes(gzip.compress(shard.read_bytes()))
+            return pattern, f"shard '{shard}' cannot be read to its end: it is compressed; unpack it, as pipe:", -1
+        case "empty":
+            shard.write_bytes(b"")
+            return pattern, f"shard '{shard}' cannot be read to its end: empty file", 0
+        case "two in one":
+            shard.write_bytes(shard.read_bytes() + (place / "train-0.tar").read_bytes())
+            return pattern, f"shard '{shard}' cannot be read to its end: it goes on behind its end", -1
+    raise AssertionError(name)
+
+
+FAULTS = ["missing", "cut", "cut between members", "no tar file", "compressed", "empty", "two in one"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_shard_that_is_not_whole_fails_by_name_or_is_skipped_and_counted(fault: str, faulty: Path) -> None:
+    pattern, message, left = spoil(fault, faulty)
+    for workers in (0, 2):
+        with pytest.raises(DataError) as caught:
+            loaded(stream(pattern), 5, workers=workers)
+        assert str(caught.value).startswith(message) and "skip such with data.bad_sample" in str(caught.value)
+        assert "\n" not in str(caught.value) and not stream_threads()
+    loader = StreamEvalLoader(stream(pattern), EVAL, batch_size=4, bad_sample="skip", workers=2)
+    found = labels_of(list(islice(loader, 12)))
+    lost = set(range(6, 13))
+    assert len(found) == len(set(found)) and set(range(COUNT)) - set(found) <= lost
+    assert left < 0 or len(found) == COUNT - 7 + left
+    assert loader.skipped.shards == 1 and loader.skipped.times == 0 and loader.skipped.problems[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("{address}/gone-0.tar", "curl ended with exit code 22 (the server does not give it); restore it, or skip"),
+        ("{address}/cut/train-2.tar", "curl ended with exit code 18 (the transfer broke off)"),
+        ("http://127.0.0.1:1/a.tar", "curl ended with exit code 7 (nobody answers there)"),
+        ("pipe:cat {folder}/train-2.tar; exit 3", "its command ended with exit code 3"),
+        ("pipe:exit 3", "its command ended with exit code 3"),
+    ],
+)
+def test_what_the_network_or_a_command_fails_with_is_said(url: str, message: str, address: str, folder: Path) -> None:
+    shard = url.format(address=address, folder=folder)
+    with pytest.raises(DataError) as caught:
+        loaded(stream(shard, allow_pipe=True), 5)
+    assert str(caught.value).startswith(f"shard '{shard}' cannot be read to its end: {message}")
+    loader = StreamEvalLoader(stream(shard, allow_pipe=True), EVAL, batch_size=4, bad_sample="skip")
+    assert list(islice(loader, 6))[-1].ended and loader.skipped.shards == 1
+    if "train-2" not in url:
+        with pytest.raises(DataError, match=r"none of the 1 shard that part 0 of 1 read of .* gave an image"):
+            loaded(stream(shard, allow_pipe=True), 5, bad_sample="skip")
+
+
+def test_silence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = stream("pipe:exec sleep 60", allow_pipe=True)
+    begun = time.monotonic()
+    monkeypatch.setattr(urls, "_SILENT_S", 0.5)
+    with pytest.raises(DataError, match="cannot be read to its end: nothing came for 0 s"):
+        loaded(data, 1)
+    assert time.monotonic() - begun < 20 and not stream_threads()
+
+
+def test_closing_ends_what_still_reads(folder: Path, tmp_path: Path) -> None:
+    """The command gives a whole shard, and then nothing for a minute."""
+    command = f"pipe:echo $$ >> {tmp_path}/pid; cat {folder}/train-2.tar; exec sleep 60"
+    data = stream(command, allow_pipe=True, shuffle_buffer=0)
+    batches = iter(StreamLoader(data, TRAIN, seed=0, batch_size=2, workers=2))
+    next(batches)
+    begun = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begun < 5 and not stream_threads()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_fail_by_name_or_are_skipped_and_counted(tmp_path: Path, workers: int) -> None:
+    good = png(np.zeros((8, 8, 3)))
+    members = {
+        "good": {"png": good, "cls": b"1"},
+        "bad": {"png": good[:40], "cls": b"1"},
+        "lonely": {"png": good},
+        "double": {"png": good, "jpg": good, "cls": b"1"},
+        "word": {"png": good, "cls": b"cat"},
+    }
+    messages = {
+        "bad": "sample 'bad' of '{}': its header cannot be read",
+        "lonely": "sample 'lonely' of '{}' has no label (.cls) beside its image",
+        "double": "sample 'double' of '{}' has 2 images",
+        "word": "label b'cat' of 'word.cls' of '{}' is not a whole number",
+    }
+    for name, message in messages.items():
+        path = tmp_path / f"{name}.tar"
+        with TarWriter(str(path)) as writer:
+            for key in ("good", name):
+                writer.write({"__key__": key, **members[key]})
+        with pytest.raises(DataError) as caught:
+            loaded(stream(str(path)), 1, batch_size=2, workers=workers)
+        assert str(caught.value).startswith(message.format(path))
+        loader = StreamLoader(stream(str(path)), TRAIN, seed=0, batch_size=2, bad_sample="skip", workers=workers)
+        first, second = islice(loader, 2)
+        assert loader.skipped.shards == 0 and loader.skipped.times >= 2
+        assert loader.skipped.problems[0].startswith(message.format(path))
+        assert labels_of([first, second]) == [1] * (2 if name == "bad" else 4)
+
+
+def test_a_label_beyond_the_classes_is_never_skipped(folder: Path) -> None:
+    data = StreamSet((f"{folder}/train-2.tar",), 7, 10, Labels())
+    with pytest.raises(DataError, match=r"label 1[0-2] of sample '00.*' is beyond the 10 classes that stream\.classes"):
+        loaded(data, 5, bad_sample="skip")

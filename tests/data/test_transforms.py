@@ -1,0 +1,208 @@
+"""Decoding, cropping and resizing: right pixels, right ranges, and randomness that belongs to the sample."""
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image, ImageOps
+
+from helpers.tiny_images import encoded
+from vitpar.data import EvalTransform, Normalize, Reencode, TrainTransform
+from vitpar.data.images import BadImage, decode, image_size, image_type
+from vitpar.data.randomness import Draws, sample_keys
+from vitpar.errors import RecipeError
+
+
+def smooth(height, width):
+    """A picture that resizing changes little: uint8 [height, width, 3]."""
+    y, x = np.mgrid[0:height, 0:width]
+    return np.stack([255 * y / height, 255 * x / width, 127 + 0 * x], axis=2).astype(np.uint8)
+
+
+def saved(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "LA"])
+def test_every_png_mode_becomes_rgb(mode):
+    image = Image.fromarray(smooth(9, 7)).convert(mode)
+    assert np.array_equal(decode(saved(image, "PNG")), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_every_jpeg_mode_becomes_rgb(mode):
+    data = saved(Image.fromarray(smooth(32, 24)).convert(mode), "JPEG", quality=95)
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(decode(data).astype(int) - expected).max() <= 2
+
+
+def test_sixteen_bit_grey_is_scaled_not_clipped():
+    grey = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
+    assert np.array_equal(decode(saved(Image.fromarray(grey), "PNG"))[:, :, 0], grey >> 8)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_type_and_size_come_from_the_bytes(kind):
+    data = encoded(0, kind, size=(11, 5))
+    assert image_type(data) == {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+    assert image_size(data) == (11, 5) and decode(data).shape == (5, 11, 3)
+
+
+@pytest.mark.parametrize("data", [encoded(0, "JPEG")[:-40], encoded(0, "PNG")[:-40], b"\xff\xd8\xff", b"", b"hello"])
+def test_damaged_bytes_are_a_bad_image(data):
+    with pytest.raises(BadImage):
+        decode(data)
+
+
+def test_harmless_jpeg_flaws_are_accepted():
+    data = encoded(0, "JPEG")
+    flawed = data[:-2] + b"\0\0\0" + data[-2:]
+    with pytest.raises(ValueError, match="extraneous bytes"):
+        simplejpeg.decode_jpeg(flawed, strict=True)
+    assert np.array_equal(decode(flawed), decode(data))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_the_right_side_up(kind, orientation):
+    """As Pillow turns them; and so are smaller ones made of them."""
+    image, file = Image.fromarray(smooth(60, 40)), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(file, kind, exif=exif, **({"quality": 100, "subsampling": 0} if kind == "JPEG" else {}))
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))).convert("RGB")).astype(int)
+    found = decode(file.getvalue())
+    assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
+    small = decode(Reencode(20, quality=100)(file.getvalue()))
+    assert small.shape == ((30, 20, 3) if orientation < 5 else (20, 30, 3))
+    resized = np.asarray(Image.fromarray(expected.astype(np.uint8)).resize(small.shape[1::-1])).astype(int)
+    assert np.abs(small - resized).mean() < 4
+
+
+def test_damaged_exif_does_not_cost_the_image():
+    file = io.BytesIO()
+    Image.fromarray(smooth(20, 10)).save(file, "JPEG", exif=b"Exif\0\0rubbish that is no TIFF")
+    assert decode(file.getvalue()).shape == (20, 10, 3)
+
+
+def test_absurdly_large_images_are_refused_before_they_are_decoded(monkeypatch):
+    data = encoded(0, "JPEG", size=(64, 48))
+    monkeypatch.setattr("vitpar.data.images.MOST_PIXELS", 1000)
+    with pytest.raises(BadImage, match="it has 64 x 48 pixels, more than 1,000"):
+        decode(data)
+
+
+def test_pillow_reads_jpegs_where_simplejpeg_is_missing(monkeypatch):
+    pixels = decode(encoded(0, "JPEG")).astype(int)
+    monkeypatch.setattr("vitpar.data.images.simplejpeg", None)
+    assert np.abs(decode(encoded(0, "JPEG")).astype(int) - pixels).max() <= 2
+    with pytest.raises(BadImage):
+        decode(encoded(0, "JPEG")[:-40])
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 64), (64, 40), (20, 20), (3, 90), (90, 3), (1, 1)])
+def test_train_crop_is_inside_the_image_and_of_the_asked_area(height, width):
+    transform = TrainTransform(16, scale=(0.25, 0.75))
+    for key in range(200):
+        top, left, h, w = transform._crop(height, width, Draws(key))
+        assert 0 <= top <= top + h <= height and 0 <= left <= left + w <= width and h * w > 0
+        if height >= 20 and width >= 20:
+            assert 0.2 < h * w / (height * width) < 0.8 and 0.7 < w / h < 1.45
+
+
+def test_train_crops_and_flips_are_spread_out():
+    transform, whole = TrainTransform(16), TrainTransform(16, scale=(1, 1), ratio=(1, 1))
+    boxes = [
+        transform._crop(100, 100, Draws(int(key)))
+        for key in sample_keys(0, np.zeros(500, int), np.arange(500), np.zeros(500, int))
+    ]
+    areas = np.array([h * w for _, _, h, w in boxes]) / 100**2
+    assert areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54  # large wide boxes often do not fit
+    image = smooth(16, 16)
+    flipped = [bool(whole(image, Draws(key))[1, 0, 0] > 100) for key in range(400)]
+    assert 150 < sum(flipped) < 250
+
+
+def test_train_output_is_a_function_of_the_key():
+    image, transform = decode(encoded(5, size=(40, 30))), TrainTransform(16)
+    first = transform(image, Draws(1))
+    assert first.shape == (3, 16, 16) and first.dtype == torch.uint8
+    assert torch.equal(first, transform(image, Draws(1))) and not torch.equal(first, transform(image, Draws(2)))
+
+
+def test_flip_can_be_switched_off_and_forced():
+    image = smooth(16, 16)
+    expected = torch.from_numpy(image).permute(2, 0, 1)
+    for key in range(20):
+        assert torch.equal(TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip=0)(image, Draws(key)), expected)
+        assert torch.equal(TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip=1)(image, Draws(key)), expected.flip(-1))
+
+
+@pytest.mark.parametrize("size", [(50, 80), (80, 50), (10, 13), (300, 299)])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_eval_agrees_with_pillow(size, interpolation):
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    height, width = size
+    scale = 32 / min(size)
+    resized = Image.fromarray(image).resize(
+        (max(32, int(width * scale)), max(32, int(height * scale))), getattr(Image.Resampling, interpolation.upper())
+    )
+    left, top = round((resized.width - 28) / 2), round((resized.height - 28) / 2)
+    expected = np.asarray(resized.crop((left, top, left + 28, top + 28))).astype(int)
+    found = EvalTransform(28, interpolation=interpolation)(image).permute(1, 2, 0).numpy()
+    assert np.abs(found - expected).max() <= 1
+
+
+def test_eval_leaves_an_image_of_the_right_size_alone():
+    image = decode(encoded(3, size=(8, 8)))
+    assert torch.equal(EvalTransform(8)(image), torch.from_numpy(image).permute(2, 0, 1))
+
+
+def test_normalize_maps_channels_by_mean_and_std():
+    images = torch.tensor([0, 128, 255], dtype=torch.uint8).view(1, 3, 1, 1)
+    assert Normalize()(images).flatten().tolist() == pytest.approx([-1, 128 / 127.5 - 1, 1])
+    expected = [(0 - 0.485) / 0.229, (128 / 255 - 0.456) / 0.224, (1 - 0.406) / 0.225]
+    imagenet = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    assert imagenet(images).flatten().tolist() == pytest.approx(expected, rel=1e-5)
+    assert imagenet(images, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_keys_differ_in_every_part_and_are_never_negative():
+    n = 1000
+    zeros, numbers = np.zeros(n, int), np.arange(n)
+    cases = itertools.product((0, 1, -1), (0, 1), (0, 1))
+    keys = np.concatenate([sample_keys(seed, zeros + e, numbers, zeros + r) for seed, e, r in cases])
+    assert len(set(keys.tolist())) == 12 * n and keys.min() >= 0
+    assert abs(np.mean(keys / 2**63) - 0.5) < 0.02
+
+
+def test_draws_are_uniform_and_do_not_repeat_the_key_stream():
+    draws = Draws(7)
+    numbers = np.array([draws.uniform() for _ in range(4000)])
+    assert abs(numbers.mean() - 0.5) < 0.02 and abs(numbers.std() - 12**-0.5) < 0.02 and len(set(numbers)) == 4000
+    assert {Draws(key).below(3) for key in range(50)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainTransform(0), "image size 0 is not a positive"),
+        (lambda: TrainTransform(8, scale=(0.5, 1.5)), r"crop scale \(0.5, 1.5\) must be"),
+        (lambda: TrainTransform(8, ratio=(2, 1)), r"crop ratio \(2, 1\) must be"),
+        (lambda: TrainTransform(8, flip=2), "flip 2 is not a probability"),
+        (lambda: TrainTransform(8, erase=-1), "erase -1 is not a probability"),
+        (lambda: TrainTransform(8, color_jitter=(0, -1, 0)), "color jitter"),
+        (lambda: TrainTransform(8, interpolation="nearest"), "unknown interpolation 'nearest'"),
+        (lambda: EvalTransform(8, crop_pct=1.1), "crop_pct 1.1 is out of range"),
+        (lambda: Normalize(std=(1, 0, 1)), r"std \(1, 0, 1\) must be positive"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make, message):
+    with pytest.raises(RecipeError, match=message):
+        make()

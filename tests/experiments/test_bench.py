@@ -1,0 +1,199 @@
+"""The benchmark programs run, measure what they say, and notice when contenders compute unlike things."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bench.timing import Spread, ratio, take_turns
+from helpers.paths import ROOT
+
+
+def run(program: str, *arguments: str, blocked: tuple[str, ...] = (), path: Path = ROOT / "src") -> str:
+    """Run a program of experiments/ where the packages `blocked` cannot be imported, and those in `path` come before
+    others; what it printed."""
+    start = f"import sys, runpy; sys.modules |= dict.fromkeys({blocked!r}); sys.argv = sys.argv[1:]; " + (
+        "sys.path.insert(0, 'experiments'); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start, f"experiments/{program}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cpu_program_prints_a_ratio(tmp_path: Path) -> None:
+    printed = run("bench_cpu.py", "--quick", "--only", "dp2", "--json", str(tmp_path / "result.json"))
+    (case,) = json.loads((tmp_path / "result.json").read_text())["cases"]
+    assert case["ratio"]["wall"]["middle"] > 0
+    assert f"{case['ratio']['wall']['middle']:.3f} ±" in printed
+    assert len(case["seconds"]["hand"]["wall"]) == len(case["seconds"]["vitpar"]["wall"]) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_plan_program_prints_its_tables(tmp_path: Path) -> None:
+    printed = run("bench_plans.py", "--json", str(tmp_path / "result.json"))
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert all(row["activations"] == row["table"] >= row["kept"] for row in found["traffic"])
+    assert all(row["weights"] == row["weights_in_theory"] for row in found["traffic"])
+    assert all(len(row["idle"]) >= 5 for row in found["bubble"])
+    assert {row["mesh"] for row in found["memory"]} == {"dp2", "dp2+zero1", "dp2+zero2", "fsdp2", "pp2", "pp2xfsdp2"}
+    assert all(abs(row["rest"] / row["state"] - 1) < 0.1 for row in found["memory"])
+    assert all(abs(row["peak"] / row["most"] - 1) < 0.1 for row in found["memory"])
+    assert len(found["layerwise"]) == 3
+    assert printed.count("in theory") == 3
+
+
+def test_gpu_program_runs_on_the_cpu_without_the_trainer_s_packages(tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
+    printed = run("bench_gpu.py", *arguments, blocked=("pydantic", "tomli_w", "webdataset", "simplejpeg", "rich"))
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [len(found[section]) for section in ("limits", "vitpar", "phases", "input", "plain", "fp8")] == [
+        1,
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
+    assert [part.split(":")[0] for part in found["left_out"]] == ["input, vit_tiny_patch16_224"]
+    assert found["limits"][0]["products"] > 0 and found["limits"][0]["copy"] > 0
+    assert list(found["phases"][0]["ms"])[:2] == ["forward", "backward"]
+    assert "relative difference" in printed
+    assert printed.count("| vit_tiny_patch16_224, batch 4 |") == 5
+
+
+def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
+    run("bench_gpu.py", *arguments)
+    (row,) = json.loads((tmp_path / "result.json").read_text())["input"]
+    assert 60_000 < row["mean_bytes"] < 160_000  # as ImageNet's
+    assert len(row["seconds"]["JPEG"]) == len(row["seconds"]["synthetic"]) >= 2
+    assert row["input_alone"] > 0
+
+
+def test_peers_program_compares_who_is_there_and_says_who_is_not(tmp_path: Path) -> None:
+    arguments = ("--tiny", "--rounds", "2", "--precision", "fp32", "--json", str(tmp_path / "result.json"))
+    contenders = ("vitpar_trainer", "vitpar_step", "plain", "timm_loop")
+    with_nobody = tmp_path / "timm"
+    with_nobody.mkdir()
+    (with_nobody / "__init__.py").write_text("raise RuntimeError('operator does not exist')")
+    printed = run("bench_peers.py", *arguments, "--only", *contenders, path=tmp_path)
+    (case,) = json.loads((tmp_path / "result.json").read_text())["cases"]
+    assert [row["contender"] for row in case["rows"]] == ["vitpar_trainer", "vitpar_step", "plain"]
+    assert len({row["parameters"] for row in case["rows"]}) == 1
+    assert case["left_out"] == {"timm, plain loop": "missing: RuntimeError: operator does not exist"}
+    assert all(len(row["wall"]) == 2 and min(row["wall"] + row["cpu"]) > 0 for row in case["rows"])
+    assert "timm, plain loop is left out" in printed
+
+
+@pytest.mark.slow
+def test_peers_program_finds_the_deepest_model_of_a_pretended_memory(tmp_path: Path) -> None:
+    arguments = ("--tiny", "--largest", "--pretend-mb", "25", "--only", "plain", "--json", str(tmp_path / "r.json"))
+    run("bench_peers.py", *arguments)
+    (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
+    found = case["largest"]["plain"]
+    assert found["trials"][str(found["depth"])] and not found["trials"][str(found["depth"] + 1)]
+    assert "OutOfMemoryError" in found["full"]
+
+
+def test_initial_parameters_go_where_the_import_finds_them() -> None:
+    import torch
+
+    from bench.peers.job import Job
+    from bench.peers.same import our_vit, start_as_ours
+    from vitpar.weights.formats import parts, renamed
+
+    class Theirs(torch.nn.Module):
+        """Parameters as timm names and shapes them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = {"cls_token": (1, 1, 8), "pos_embed": (1, 5, 8), "head.bias": (3,), "head.weight": (3, 8)}
+            shapes |= {"patch_embed.proj.weight": (8, 3, 2, 2), "patch_embed.proj.bias": (8,)}
+            for end in ("weight", "bias"):
+                rest = (8,) if end == "weight" else ()
+                shapes |= {f"blocks.0.attn.qkv.{end}": (24, *rest), f"blocks.0.attn.proj.{end}": (8, *rest)}
+                shapes |= {f"blocks.0.mlp.fc1.{end}": (32, *rest), f"norm.{end}": (8,)}
+                shapes |= {f"blocks.0.mlp.fc2.{end}": (8, 32) if rest else (8,)}
+                shapes |= {f"blocks.0.norm{i}.{end}": (8,) for i in (1, 2)}
+            self.shapes, self.values = shapes, {n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
+
+        def named_parameters(self, *args: object, **kwargs: object):
+            return iter(self.values.items())
+
+    options = {"patch_size": 2, "image_size": 4, "width": 8, "depth": 1, "heads": 2, "num_classes": 3}
+    job, theirs = Job("timm_loop", "vit_custom", 2, options), Theirs()
+    start_as_ours(theirs, job)
+    made = parts(renamed("it", theirs.shapes), job.config)
+    for name, ours in our_vit(job).named_parameters():
+        assert torch.equal(made[name].make(*(theirs.values[n] for n in made[name].names)), ours), name
+
+
+def test_deepest_is_found_by_bisection() -> None:
+    from bench.peers.largest import deepest
+
+    for limit in (0, 1, 2, 5, 8, 31):
+        tried: list[int] = []
+        assert deepest(lambda depth, limit=limit, tried=tried: tried.append(depth) or depth <= limit, 31) == limit
+        assert len(tried) <= 11 and max(tried) <= 31
+
+
+@pytest.mark.slow
+def test_steadiness_program_prints_its_tables(tmp_path: Path) -> None:
+    printed = run("bench_steady.py", "--tiny", "--json", str(tmp_path / "result.json"))
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert len(found["steady"]["step_ms"]) == 150
+    assert found["steady"]["samples"][-1][0] > 100
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in found["logging"].values())
+    assert "rise after step 50" in printed
+
+
+def test_slope_tells_a_rise_from_noise() -> None:
+    from bench.steadiness import Slope, windows
+
+    flat, rising = [10.0, 10.2] * 50, [10.0 + 0.01 * i + 0.1 * (i % 2) for i in range(100)]
+    assert abs(Slope.of(flat).rise) < 2 * Slope.of(flat).error
+    assert Slope.of(rising).rise == pytest.approx(0.99 / 10.545, rel=0.02)
+    assert Slope.of(rising).rise > 20 * Slope.of(rising).error
+    assert windows(list(range(7)), 3) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_gpu_program_refuses_without_a_gpu() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "experiments/bench_gpu.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "no CUDA device can be seen" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_contenders_take_turns_and_the_order_turns_around() -> None:
+    calls: list[str] = []
+    contenders = {name: partial(calls.append, name) for name in ("a", "b")}
+    times = take_turns(contenders, 3, partial(calls.append, "|"))
+    assert "".join(calls) == "|b||a||a||b||b||a|"
+    assert len(times["a"].wall) == len(times["b"].cpu) == 3
+
+
+def test_ratio_is_taken_pair_by_pair() -> None:
+    slow_spell = [1.0, 1.0, 10.0, 10.0, 1.0]
+    assert ratio([1.1 * s for s in slow_spell], slow_spell) == Spread(pytest.approx(1.1), pytest.approx(0.0))
+
+
+def test_unlike_losses_are_refused() -> None:
+    from bench.rank import compare
+
+    compare([(2.0, 3.0)], [(2.0001, 3.0)], 1e-4)
+    with pytest.raises(AssertionError, match=r"gradient norm of step 2 is 3\.0 by hand"):
+        compare([(2.0, 3.0)] * 2, [(2.0, 3.0), (2.0, 3.01)], 1e-4)

@@ -1,0 +1,62 @@
+"""`vitpar` as a person starts it: in a process of its own, on the CPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.paths import ROOT
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+"""Runs `vitpar <words>`, behind `launcher` if given."""
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables from which a process finds its world."""
+
+
+def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> "subprocess.Popen[str]":
+    """``vitpar <words>`` in the folder `place`, behind `launcher`, in a session of its own."""
+    ours = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env |= {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, *launcher, "-m", "vitpar_cli.main", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def run(
+    place: Path, words: Iterable[str], launcher: Iterable[str] = (), timeout: float = 200
+) -> "subprocess.CompletedProcess[str]":
+    """The same, to its end."""
+    process = started(place, words, launcher)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr with which `vitpar <words>` ends, without starting any process."""
+    from vitpar_cli.main import main
+
+    def spawned(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"a process was started: {args}")
+
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", spawned)
+    monkeypatch.setattr(sys, "argv", ["vitpar", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    return err.strip()

@@ -1,0 +1,83 @@
+"""Runs that are killed and resumed: their recipe, their processes and the rows they write."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 4
+heads = 4
+drop_path = 0.1
+dropout = 0.1
+
+[data]
+path = "data"
+
+[augment]
+policy = "3a"
+mixup = 0.8
+
+[optimizer]
+lr = 1e-3
+
+[train]
+steps = 40
+batch_size = 8
+log_every = 1
+eval_every = 10
+ema_decay = 0.9
+
+[checkpoint]
+every_steps = 6
+"""
+
+
+def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Those of metrics.jsonl by kind and step; each once."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    by_key = {(row["kind"], row["step"]): row for row in found}
+    assert len(by_key) == len(found), "a step stands twice"
+    return by_key
+
+
+def lines(folder: Path) -> int:
+    try:
+        return (folder / "metrics.jsonl").read_text().count("\n")
+    except FileNotFoundError:
+        return 0
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started."""
+    pids: list[int] = []
+    for path in Path(f"/proc/{launcher}/task").glob("*/children"):
+        pids += [int(pid) for pid in path.read_text().split()]
+    return pids
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found += [pid] * (state != "Z")
+    return found
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", ended: bool = False) -> None:
+    """Until `condition`, while `process` runs; or after it, if it has `ended`."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end and (ended or process.poll() is None), process.communicate()[1]
+        time.sleep(0.01)

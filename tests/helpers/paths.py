@@ -1,0 +1,6 @@
+"""Folders of the repository."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "experiments"

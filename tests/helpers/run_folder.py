@@ -1,0 +1,16 @@
+"""What a run left in its folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def rows_of(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Rows of that kind in metrics.jsonl, in order."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
+
+
+def losses_of(folder: Path) -> list[float]:
+    """The training loss of every logged step."""
+    return [row["loss"] for row in rows_of(folder)]

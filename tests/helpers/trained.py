@@ -1,0 +1,84 @@
+"""Small runs with checkpoints, of any plan, and what is in them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vitpar.checkpoint.index import Index, read_index
+from vitpar.train.events import Silent
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
+from vitpar.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+STEPS = 3
+LAYERWISE = "pp2: stem=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2"
+PLANS: dict[str, dict[str, Any]] = {
+    "dp1": {},
+    "dp4+zero2": {},
+    "tp4xfsdp2+2d": {},
+    "fsdp3": {},
+    "pp2xtp2xdp2": {"microbatches": 2},
+    "tp8+3d": {},
+    "pp2xfsdp2": {"schedule": "zbvzerobubble", "virtual_stages": 2},
+    "tp2xdp2+sp": {},
+    "fsdp2xtp2+ckpt": {},
+    LAYERWISE: {"microbatches": 2},
+}
+
+
+def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
+    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 24}
+    values |= {"train.steps": 2 * STEPS, "train.ema_decay": 0.9, "checkpoint.every_steps": STEPS, "checkpoint.keep": 0}
+    values |= {f"parallel.{key}": value for key, value in PLANS.get(mesh, {}).items()}
+    if any(key.startswith("checkpoint.every") for key in changed):
+        del values["checkpoint.every_steps"]
+    return read_recipe(None, {**values, **changed})
+
+
+def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
+    plan = recipe.plan(recipe.config(7))
+    return Trainer(recipe, plan, CPU, reporter=Silent(), run_dir=run_dir, **more)
+
+
+def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> None:
+    """Run `recipe` to its end; on every rank."""
+    trainer_of(recipe, run_dir, **more).run()
+
+
+def rows(run: Path, kind: str = "train", after: int = 0) -> list[dict[str, Any]]:
+    """Those of metrics.jsonl, without times."""
+    every = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    timed = ("step_ms", "data_ms", "images_per_second", "memory_bytes")
+    kept = [row for row in every if row["kind"] == kind and row["step"] > after]
+    return [{key: value for key, value in row.items() if key not in timed} for row in kept]
+
+
+def assembled(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together from its files by hand."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    wholes = {}
+    for name, stored in index["tensors"].items():
+        whole = torch.full(stored["shape"], torch.nan, dtype=getattr(torch, stored["dtype"]))
+        for part in stored["parts"]:
+            shard, offsets, sizes = part
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            with safe_open(checkpoint / index["shards"][shard], framework="pt") as file:
+                whole[box] = file.get_tensor(name)
+        wholes[name] = whole
+    return wholes
+
+
+def changed(path: Path, change: Callable[[Index], None]) -> None:
+    """Write the index anew, with a checksum that fits."""
+    index = read_index(path)
+    change(index)
+    index.crc32 = index.checksum
+    (path / "index.json").write_text(index.model_dump_json())

@@ -1,0 +1,272 @@
+"""Worlds over several machines: processes with the variables of srun and mpirun, the SLURM script, errors under
+torchrun, and hosts that have nothing but a cable between them."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import run
+from helpers.killed_runs import RECIPE, alive, lines, rows, wait_for
+from helpers.paths import ROOT
+from helpers.small_data import pack_small
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from vitpar.launch import find_world, join, leave, reporting
+
+with reporting():
+    world = find_world()
+    join(world, "cpu", timeout=100)
+    import torch, torch.distributed as dist
+    everyone = [None] * world.size
+    dist.all_gather_object(everyone, (world.rank, os.environ["HOST"], world.local_rank, world.local_size))
+    text = f"{world.launcher} {world.single_machine} {os.environ.get('GLOO_SOCKET_IFNAME')} {everyone}"
+    Path(sys.argv[1], f"rank{world.rank}").write_text(text)
+    leave()
+"""
+HOSTS = ("a", "a", "b", "b")
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def slurm(rank: int, port: str) -> dict[str, str]:
+    """What srun gives to a task of two on each of two hosts."""
+    return {
+        **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
+        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)},
+        **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "localhost,other", "MASTER_PORT": port},
+    }
+
+
+def openmpi(rank: int, port: str) -> dict[str, str]:
+    """The same of mpirun."""
+    return {
+        **{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-7@1"},
+        **{"OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": port},
+    }
+
+
+def clean() -> dict[str, str]:
+    """Our environment without any launcher's variables."""
+    theirs = ("SLURM_", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_", "LOCAL_", "GLOO_", "VITPAR_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    return kept | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("launcher", [slurm, pytest.param(openmpi, marks=pytest.mark.slow)])
+def test_four_tasks_on_two_hosts_are_one_world(launcher, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    port, ranks = free_port(), []
+    for rank, host in enumerate(HOSTS):
+        env = clean() | launcher(rank, port) | {"HOST": host, "GLOO_SOCKET_IFNAME": "lo"}
+        ranks.append(subprocess.Popen([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], env=env))
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0] * 4
+    finally:
+        for process in ranks:
+            process.kill()
+    everyone = [(rank, host, rank % 2, 2) for rank, host in enumerate(HOSTS)]
+    for rank in range(4):
+        assert (tmp_path / f"rank{rank}").read_text() == f"{launcher.__name__} False lo {everyone}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="OpenMPI's mpirun is not installed")
+def test_mpirun_starts_a_world_that_we_join(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, tmp_path / "program.py"]
+    subprocess.run([*map(str, argv), str(tmp_path)], env=clean() | {"HOST": "a"}, check=True, timeout=120)
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text() == f"openmpi True lo {[(r, 'a', r, 2) for r in range(2)]}"
+
+
+# Errors under torchrun
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed data and a recipe."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def test_torchrun_shows_the_sentence_of_the_rank_that_failed(place: Path) -> None:
+    done = run(place, ["train", "--recipe", "recipe.toml", "--mesh", "pp3xdp", "--run-dir", "no"], TORCHRUN)
+    sentence = "error: the degrees given in 'pp3xdp' multiply to 3, which does not divide 2 ranks: choose degrees"
+    assert done.returncode == 1 and "vitpar_cli" not in done.stderr.replace("vitpar_cli.main FAILED", "")
+    # Once a rank, but torchrun may end the other before it gets there.
+    assert sum(line.startswith(sentence) for line in done.stderr.splitlines()) in (1, 2)
+    root = done.stderr.partition("Root Cause (first observed failure):")[2]
+    assert f"traceback : {sentence}" in root and "exitcode  : 2" in root
+    assert not (place / "no").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_cause_and_not_the_peer_that_lost_it(place: Path) -> None:
+    # A rank that cannot write its part of a checkpoint raises; the other only loses it.
+    (place / "crash.py").write_text(
+        "import os, sys\n"
+        "from vitpar.train.trainer import Trainer\n"
+        "step = Trainer.step\n"
+        "def broken(self, number, batch):\n"
+        "    if number == 3 and self.rank == 1:\n"
+        "        raise RuntimeError('the true cause')\n"
+        "    return step(self, number, batch)\n"
+        "Trainer.step = broken\n"
+        "from vitpar_cli.main import main\n"
+        "main()\n"
+    )
+    words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "crashed"]
+    begin = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, *TORCHRUN, "crash.py", *words], cwd=place, env=clean(), text=True, capture_output=True
+    )
+    assert process.returncode == 1 and time.monotonic() - begin < 200
+    root = process.stderr.partition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1 (local_rank: 1)" in root and "RuntimeError: the true cause" in root
+    assert "rank 0 lost its connection to another rank" in process.stderr
+
+
+# The SLURM script
+
+SRUN = """#!/bin/bash
+echo "srun $*" >> calls
+[ -n "${SRUN_CODE:-}" ] && exit "$SRUN_CODE"
+while [ "${1#--}" != "$1" ]; do shift; done
+for rank in 0 1; do
+    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank \\
+        SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_STEP_NODELIST=localhost,other GLOO_SOCKET_IFNAME=lo "$@" &
+    echo $! >> tasks
+done
+code=0
+for task in $(jobs -p); do wait "$task"; this=$?; [ $this -gt $code ] && code=$this; done
+exit $code
+"""
+
+
+@pytest.fixture
+def cluster(place: Path) -> Iterator[dict[str, str]]:
+    """The environment of a batch script on a cluster of two hosts."""
+    tools = place / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "scontrol $*" >> calls\n')):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    for name in ("calls", "tasks"):
+        (place / name).unlink(missing_ok=True)
+    yield clean() | {
+        **{"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHON": sys.executable},
+        **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2"},
+        "MASTER_PORT": free_port(),
+    }
+
+
+SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
+
+
+@pytest.mark.parametrize(("code", "again"), [("0", False), ("75", True), ("1", False), ("2", False)])
+def test_the_slurm_script_queues_again_what_was_asked_to_end(
+    code: str, again: bool, place: Path, cluster: dict[str, str]
+) -> None:
+    words = ["--mesh", "pp2: stem=dp2, *=fsdp2"]
+    done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": code}, timeout=60)
+    assert done.returncode == int(code)
+    first, *rest = (place / "calls").read_text().splitlines()
+    assert first.startswith("srun --distribution=block --wait=60 --cpus-per-task=1 ")
+    assert first.endswith(f" -m vitpar_cli.main train --run-dir runs/job-7 --resume auto {' '.join(words)}")
+    assert rest == ["scontrol requeue 7"] * again
+
+
+@pytest.mark.slow
+def test_the_slurm_script_goes_on_after_a_signal(place: Path, cluster: dict[str, str]) -> None:
+    words = [*SBATCH, "--recipe", "recipe.toml", "--mesh", "dp", "--set", "data.workers=0", "--steps"]
+    run_dir, calls = place / "runs" / "job-7", place / "calls"
+    pipe = subprocess.PIPE
+    batch = subprocess.Popen([*words, "20000"], cwd=place, env=cluster, stdout=pipe, stderr=pipe, text=True)
+    try:
+        wait_for(lambda: lines(run_dir) > 5, batch)
+        tasks = [int(pid) for pid in (place / "tasks").read_text().split()]
+        for pid in [batch.pid, *tasks]:  # a preemption: to the ranks, and to the script too
+            os.kill(pid, signal.SIGUSR1)
+        out, errors = batch.communicate(timeout=100)
+    finally:
+        batch.kill()
+    assert batch.returncode == 75, errors
+    assert "queued again to go on from runs/job-7" in out and calls.read_text().endswith("scontrol requeue 7\n")
+    assert not alive(tasks)
+    saved = max(step for _, step in rows(run_dir))
+    more = [*words, str(saved + 3), "--allow-change", "train.steps"]
+    done = subprocess.run(more, cwd=place, env=cluster, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from runs/job-7/checkpoints/step_{saved}" in done.stdout
+    assert calls.read_text().count("scontrol") == 1
+
+
+# Two hosts with a cable between them
+
+
+@pytest.fixture
+def cable() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 10.203.77.1 and .2, that reach each other and nothing else."""
+    names = (f"vp{os.getpid()}a", f"vp{os.getpid()}b")
+    commands = [
+        *(f"netns add {name}" for name in names),
+        f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}",
+        *(f"-n {name} addr add 10.203.77.{n}/24 dev {name}" for n, name in enumerate(names, start=1)),
+        *(f"-n {name} link set {device} up" for name in names for device in ("lo", name)),
+    ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip("iproute2's ip is not installed")
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+        yield names
+    finally:
+        if shutil.which("ip"):
+            for name in names:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_that_share_only_a_folder_and_a_cable(place: Path, cable: tuple[str, str]) -> None:
+    agents = []
+    for number, name in enumerate(cable):
+        argv = [
+            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+            *("--nproc-per-node=1", f"--node-rank={number}", "--master-addr=10.203.77.1", "--master-port=29500"),
+            *("-m", "vitpar_cli.main", "train", "--recipe", "recipe.toml", "--mesh", "dp", "--run-dir", "cable"),
+            *("--steps", "6", "--set", "data.workers=0"),
+        ]
+        env = clean() | {"GLOO_SOCKET_IFNAME": name}
+        agents.append(subprocess.Popen(argv, cwd=place, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [agent.communicate(timeout=200)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], errors
+    alone = run(place, ["train", "--recipe", "recipe.toml", "--run-dir", "one", "--steps", "6"])
+    assert alone.returncode == 0, alone.stderr
+    losses = [[row["loss"] for row in rows(place / folder).values()] for folder in ("cable", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,0 +1,313 @@
+"""Models: published sizes, every option, consecutive parts, and randomness that belongs to a sample."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from helpers.plans import EVERYTHING
+from vitpar import ViTConfig, model_config
+from vitpar.errors import ModelError
+from vitpar.models.initial import initialise
+from vitpar.models.keyed_random import at_place, drop, keyed_uniform
+from vitpar.models.vit import Block, ViT, sincos_2d
+
+KEYS = torch.arange(1, 9) * 1_000_003
+
+PARAMETERS = {
+    "vit_tiny_patch16_224": 5_717_416,
+    "deit_tiny_distilled_patch16_224": 5_910_800,
+    "vit_small_patch16_224": 22_050_664,
+    "vit_base_patch16_224": 86_567_656,
+    "vit_large_patch16_224": 304_326_632,
+    "vit_huge_patch14_224": 632_045_800,
+    "vit_giant_patch14_224": 1_012_611_432,
+    "vit_gigantic_patch14_224": 1_844_440_680,
+    "vit_22b_patch14_224": 21_758_491_624,
+}
+"""Those of timm up to huge; the largest three follow from the sizes in their papers."""
+
+GIGAFLOPS = {
+    "vit_small_patch16_224": (197, 27.6),
+    "vit_base_patch16_224": (197, 105.4),
+    "vit_large_patch16_224": (197, 369.3),
+    "vit_huge_patch14_224": (257, 1003.8),
+    "vit_giant_patch14_224": (257, 1602.2),
+    "vit_gigantic_patch14_224": (257, 2902.5),
+    "vit_22b_patch14_224": (257, 33767.5),
+}
+"""Tokens, and a training step's operations for one image: 6·(L·S·(4D²+2DM) + 2·L·S²·D + n·3P²·D + 1000·D)."""
+
+
+def tiny(**options: Any) -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "num_classes": 3}
+    return model_config("vit_custom", **{**sizes, **options})
+
+
+def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> ViT:
+    model = ViT(config, layers)
+    initialise(model, 0, config)
+    return model
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_those_published(name: str) -> None:
+    with torch.device("meta"):
+        model = ViT(model_config(name))
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", GIGAFLOPS)
+def test_flops(name: str) -> None:
+    config = model_config(name)
+    assert (config.tokens, round(config.flops / 1e9, 1)) == GIGAFLOPS[name]
+    assert sum(config.layer_flops.values()) == config.flops and tuple(config.layer_flops) == config.layer_names
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"pool": "avg"},
+    {"registers": 3},
+    {"registers": 2, "pool": "avg"},
+    {"distillation": True},
+    {"representation_size": 10},
+    {"position": "sincos2d"},
+    {"position": "sincos2d", "pool": "avg"},
+    {"qk_norm": True},
+    {"layer_scale": 0.1},
+    {"channels": 1},
+    {"hidden": 20},
+    EVERYTHING,
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_shapes_and_gradients_with_every_option(options: dict[str, Any]) -> None:
+    config = tiny(**options)
+    model = filled(config)
+    images = torch.randn(8, config.channels, 8, 8)
+    tokens = model.layers()["stem"](images)
+    assert tokens.shape == (8, config.tokens, 24)
+    assert config.tokens == 4 + config.prefix_tokens
+    logits = model(images, KEYS)
+    assert logits.shape == (8, 3)
+    logits.logsumexp(1).sum().backward()
+    # logsumexp moves with every parameter but for a shift of all keys, which softmax does not see.
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not dead
+    outside = {name for name, p in model.named_parameters() if not p.grad.any()}
+    assert outside == set()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_change_the_parameters_they_name(options: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        plain = dict(ViT(tiny()).named_parameters())
+        ours = dict(ViT(tiny(**options)).named_parameters())
+    added = {
+        "registers": {"stem.reg_token"},
+        "distillation": {"stem.dist_token", "head.fc_dist.weight", "head.fc_dist.bias"},
+        "representation_size": {"head.representation.weight", "head.representation.bias"},
+        "qk_norm": {f"blocks.{i}.attn.{n}_norm.{p}" for i in range(4) for n in "qk" for p in ("weight", "bias")},
+        "layer_scale": {f"blocks.{i}.gamma{n}" for i in range(4) for n in (1, 2)},
+    }
+    expected = set(plain).union(*(added.get(name, set()) for name in options))
+    expected -= {"stem.cls_token"} if options.get("pool") == "avg" else set()
+    expected -= {"stem.pos_embed"} if options.get("position") == "sincos2d" else set()
+    assert set(ours) == expected
+
+
+def test_block_equals_torchs_own_layer() -> None:
+    block = Block(tiny(), 0)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    settings = {"dropout": 0.0, "activation": "gelu", "layer_norm_eps": 1e-6, "batch_first": True, "norm_first": True}
+    theirs = nn.TransformerEncoderLayer(24, 2, dim_feedforward=96, **settings)
+    ours = dict(block.named_parameters())
+    names = {"norm1": "norm1", "norm2": "norm2", "mlp.fc1": "linear1", "mlp.fc2": "linear2"}
+    names["attn.proj"] = "self_attn.out_proj"
+    state = {f"{new}.{p}": ours[f"{old}.{p}"] for old, new in names.items() for p in ("weight", "bias")}
+    for p, rows in (("weight", "(h three d) w -> (three h d) w"), ("bias", "(h three d) -> (three h d)")):
+        state[f"self_attn.in_proj_{p}"] = rearrange(ours[f"attn.qkv.{p}"], rows, h=2, three=3)
+    theirs.load_state_dict(state)
+    x = torch.randn(2, 5, 24)
+    torch.testing.assert_close(block(x), theirs(x), atol=1e-5, rtol=1e-5)
+
+
+def test_stem_is_a_convolution_by_patches() -> None:
+    stem = filled(tiny(pool="avg", position="sincos2d")).stem
+    assert stem is not None
+    images = torch.randn(2, 3, 8, 8)
+    weight = stem.proj.weight.view(24, 3, 4, 4)
+    patches = nn.functional.conv2d(images, weight, stem.proj.bias, stride=4).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(stem(images), patches + sincos_2d(2, 2, 24), atol=1e-5, rtol=1e-5)
+
+
+def test_sincos_positions_are_unlike_and_bounded() -> None:
+    positions = sincos_2d(5, 7, 32)
+    assert positions.shape == (35, 32) and positions.abs().max() <= 1
+    assert len({tuple(row.tolist()) for row in positions}) == 35
+    torch.testing.assert_close(positions[0], torch.tensor([0.0, 1.0]).repeat_interleave(8).repeat(2))
+
+
+def test_registers_and_tokens_are_left_out_of_the_mean() -> None:
+    config = tiny(pool="avg", registers=2)
+    head = filled(config).head
+    x = torch.randn(3, config.tokens, 24)
+    changed = x.clone()
+    changed[:, :2] = 100.0
+    assert torch.equal(head(x), head(changed))
+    changed[:, 2] = 100.0
+    assert not torch.equal(head(x), head(changed))
+
+
+def test_distillation_logits_are_the_mean_of_two_classifiers() -> None:
+    model = filled(tiny(distillation=True))
+    x = torch.randn(2, 6, 24)
+    normed = model.head.norm(x)
+    expected = (model.head.fc(normed[:, 0]) + model.head.fc_dist(normed[:, 1])) / 2
+    torch.testing.assert_close(model.head(x), expected)
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_parts_make_the_whole(cut: int) -> None:
+    config = tiny(**EVERYTHING)
+    whole = filled(config).train()
+    names = config.layer_names
+    first, second = filled(config, names[:cut]).train(), filled(config, names[cut:]).train()
+    assert (*first.layers(), *second.layers()) == names
+    held = {**dict(first.named_parameters()), **dict(second.named_parameters())}
+    assert held.keys() == dict(whole.named_parameters()).keys()
+    assert len(held) == len(list(first.parameters())) + len(list(second.parameters()))
+    images = torch.randn(8, 3, 8, 8)
+    assert torch.equal(second(first(images, KEYS), KEYS), whole(images, KEYS))
+
+
+@pytest.mark.parametrize("option", ["drop_path", "dropout"])
+def test_what_is_dropped_belongs_to_the_sample(option: str) -> None:
+    model = filled(tiny(**{option: 0.5})).train()
+    images = torch.randn(1, 3, 8, 8).expand(8, -1, -1, -1)
+    together = model(images, KEYS)
+    alone = torch.cat([model(images[i : i + 1], KEYS[i : i + 1]) for i in range(8)])
+    torch.testing.assert_close(together, alone)
+    order = torch.tensor([3, 1, 7, 0])
+    torch.testing.assert_close(model(images[order], KEYS[order]), together[order])
+    assert len({tuple(row.tolist()) for row in together.detach()}) > 4  # equal images, unlike keys
+
+
+@pytest.mark.parametrize("option", ["drop_path", "dropout"])
+def test_nothing_is_dropped_in_evaluation_or_without_keys(option: str) -> None:
+    dropping, plain = filled(tiny(**{option: 0.5})), filled(tiny())
+    images = torch.randn(8, 3, 8, 8)
+    expected = plain.eval()(images)
+    assert torch.equal(dropping.eval()(images, KEYS), expected)
+    assert torch.equal(dropping.train()(images), expected)
+    assert not torch.equal(dropping(images, KEYS), expected)
+
+
+def test_drop_path_rises_linearly_to_the_last_block() -> None:
+    model = ViT(tiny(drop_path=0.3))
+    assert [block.drop_path_rate for block in model.blocks.values()] == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert ViT(tiny(drop_path=0.3, depth=1)).blocks["0"].drop_path_rate == 0
+
+
+def test_places_of_randomness_are_never_shared() -> None:
+    """Stem 0; each block four of its own: dropout and drop-path of attention and MLP."""
+    model = ViT(tiny(drop_path=0.1, dropout=0.1))
+    initialise(model, 0, model.config)
+    places = [0, *(block.place.item() + i for block in model.blocks.values() for i in range(4))]
+    assert places == list(range(17))
+
+
+def test_rate_scale_and_independence_of_what_is_dropped() -> None:
+    keys = torch.arange(4000) * 7919
+    x = torch.ones(4000, 2, 5)
+    place = torch.tensor(3)
+    elements = drop(x, at_place(keys, place), 0.3, whole_sample=False)
+    assert elements.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert (elements == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
+    samples = drop(x, at_place(keys, place), 0.3, whole_sample=True)
+    assert torch.equal(samples, samples[:, :1, :1].expand_as(samples))
+    assert (samples[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.03)
+    uniform = torch.stack([keyed_uniform(at_place(keys, torch.tensor(i)), []) for i in range(5)])
+    assert uniform.min() >= 0 and uniform.max() < 1
+    assert (torch.corrcoef(uniform) - torch.eye(5)).abs().max() < 0.06  # unlike places are unrelated
+    neighbours = keyed_uniform(torch.arange(4001), [])
+    assert abs(torch.corrcoef(torch.stack([neighbours[1:], neighbours[:-1]]))[0, 1]) < 0.06
+
+
+def test_compiler_makes_one_graph_for_all_blocks_and_one_for_evaluation() -> None:
+    """A number that differs between blocks would make a graph each; blocks beyond the compiler's limit run eager."""
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    torch.compiler.reset()
+    model = ViT(tiny(depth=12, drop_path=0.2, dropout=0.1))
+    initialise(model, 0, model.config)
+    for block in model.blocks.values():
+        block.compile(backend=count, fullgraph=True)
+    images = torch.randn(2, 3, 8, 8)
+    model.train()(images, torch.tensor([1, 2]))
+    assert graphs == 1
+    model.eval()(images)
+    assert graphs == 2
+
+
+def refused(message: str, name: str = "vit_custom", **options: Any) -> None:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2} if name == "vit_custom" else {}
+    with pytest.raises(ModelError, match=message):
+        model_config(name, **{**sizes, **options})
+
+
+def test_unknown_names_and_options_point_to_the_nearest() -> None:
+    refused("unknown model 'vit_smal_patch16_224' .did you mean 'vit_small_patch16_224'", "vit_smal_patch16_224")
+    refused("unknown model 'resnet50'", "resnet50")
+    refused("unknown model 'vit_small'", "vit_small")
+    refused("unknown model 'vit_small_patch16_'", "vit_small_patch16_")
+    refused("unknown model option 'drop_paht' .did you mean 'drop_path'", drop_paht=0.1)
+    with pytest.raises(ModelError, match="vit_custom needs the model options depth, heads, patch_size"):
+        model_config("vit_custom", width=24)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("patches of 3 pixels do not tile images of 8 .* use an image size of 9", {"patch_size": 3}),
+        ("5 heads do not divide the width 24", {"heads": 5}),
+        ("need a width that 4 divides, vit_custom has 30", {"position": "sincos2d", "width": 30}),
+        ("distillation token .* needs pool 'cls', not 'avg'", {"distillation": True, "pool": "avg"}),
+        ("unknown pool 'cl' of vit_custom .did you mean 'cls'.*use cls or avg", {"pool": "cl"}),
+        ("registers .* is -1", {"registers": -1}),
+        ("drop_path .* is 1.0", {"drop_path": 1.0}),
+        ("dropout .* is -0.1", {"dropout": -0.1}),
+        ("depth .* is 0", {"depth": 0}),
+        ("num_classes .* is 0", {"num_classes": 0}),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(message: str, options: dict[str, Any]) -> None:
+    refused(message, **options)
+
+
+def test_any_patch_and_image_size_of_a_family_is_a_name() -> None:
+    config = model_config("vit_tiny_patch4_32", num_classes=10)
+    assert (config.patch_size, config.image_size, config.width, config.patches) == (4, 32, 192, 64)
+    assert model_config("vit_tiny_patch4_32", width=96).hidden == 384
+    assert dataclasses.replace(config, image_size=16).tokens == 17
+
+
+def test_order_of_tokens(images: Tensor = torch.zeros(1, 3, 8, 8)) -> None:
+    stem = filled(tiny(**EVERYTHING)).stem
+    with torch.no_grad():
+        for value, token in enumerate((stem.cls_token, stem.dist_token, stem.reg_token), start=1):
+            token.fill_(value)
+        stem.pos_embed.zero_()
+        stem.proj.bias.fill_(9)
+    assert stem(images)[0, :, 0].tolist() == [1, 2, 3, 3, 9, 9, 9, 9]

@@ -1,0 +1,223 @@
+"""What every plan sends in a step, counted, against a table that says why.
+
+The model has 4 wrapped layers: stem, two blocks, head. A step here is forward, backward, gradient norm, clipping and
+optimizer, the second one of a run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from helpers.collectives import Sent
+from helpers.ranks import RankPool
+from vitpar import ParallelModel, model_config, parallelize, parse, validate
+from vitpar.parallel import Communication
+from vitpar.train.gradient_norm import clip_, global_norm
+from vitpar.train.optimizer import ShardedOptimizer
+from vitpar.train.recipe import OptimizerSection
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan and what one of its ranks sends. last: what a rank of the last stage sends, where that is not the same."""
+
+    mesh: str
+    why: str
+    step: dict[str, int]
+    last: dict[str, int] | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    communication: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = (self.plan, self.model, self.communication)
+        return " ".join([self.mesh, *(f"{k}={v}" for part in parts for k, v in part.items())])
+
+
+NORM = 1  # the gradients' norm is one all-reduce, whatever the plan
+FOUR = {"microbatches": 4}
+TABLE = (
+    Row("dp1", "one rank has nobody to send to", {}),
+    Row("dp2", "an all-reduce of gradients, which layers as small as these share", {"all_reduce": 1 + NORM}),
+    Row("dp2", "the same once a step, whatever the micro-batches", {"all_reduce": 1 + NORM}, plan=FOUR),
+    Row(
+        "fsdp2",
+        "each layer is gathered in forward, and again in backward but for the head, whose backward follows at once",
+        {"all_gather": 4 + 3, "reduce_scatter": 4, "all_reduce": NORM},
+    ),
+    Row(
+        "fsdp2",
+        "the gathers in every micro-batch, the gradients once; upstream: FSDP2 prefetches the head once for nothing",
+        {"all_gather": 4 * (4 + 3) + 1, "reduce_scatter": 4, "all_reduce": NORM},
+        plan=FOUR,
+    ),
+    Row(
+        "dp2",
+        "gradients of each layer in a message of its own",
+        {"all_reduce": 4 + NORM},
+        communication={"bucket_cap_mb": 1e-6},
+    ),
+    Row(
+        "fsdp2",
+        "gradients become parts in every micro-batch",
+        {"all_gather": 4 * (4 + 3) + 1, "reduce_scatter": 4 * 4, "all_reduce": NORM},
+        plan=FOUR,
+        communication={"reduce_every_microbatch": True},
+    ),
+    Row(
+        "fsdp2",
+        "nothing is dropped after forward, so that backward need not gather",
+        {"all_gather": 4, "reduce_scatter": 4, "all_reduce": NORM},
+        communication={"reshard_after_forward": False},
+    ),
+    Row(
+        "fsdp2+ckpt",
+        "recomputing a block uses the copy that its backward gathered",
+        {"all_gather": 4 + 3, "reduce_scatter": 4, "all_reduce": NORM},
+    ),
+    Row(
+        "tp2",
+        "2 in forward and 2 in backward of each block; the head's sum in forward, its input's gradient in backward",
+        {"all_reduce": 2 * (2 + 2) + 1 + NORM, "all_gather": 1},
+    ),
+    Row(
+        "tp2",
+        "the same for every micro-batch",
+        {"all_reduce": 4 * (2 * (2 + 2) + 1) + NORM, "all_gather": 4},
+        plan=FOUR,
+    ),
+    Row(
+        "tp2+ckpt",
+        "recomputing stops before the second all-reduce of a block, whose result backward does not need",
+        {"all_reduce": 2 * (2 + 2 + 1) + 1 + NORM, "all_gather": 1},
+    ),
+    Row(
+        "tp2+ckpt.selective",
+        "what was sent is kept, so computing again sends nothing",
+        {"all_reduce": 2 * (2 + 2) + 1 + NORM, "all_gather": 1},
+    ),
+    Row(
+        "tp2",
+        "norms of split heads have partial gradients: one sum a step for all of them; a second classifier",
+        {"all_reduce": 2 * (2 + 2) + 1 + 2 + NORM, "all_gather": 2},
+        model={"qk_norm": True, "distillation": True},
+    ),
+    Row("pp2", "4 micro-batches over one border, there and back", {"send": 4, "receive": 4, "all_reduce": NORM}),
+    Row(
+        "pp2",
+        "3 borders between 4 stages on 2 ranks, there and back for 4 micro-batches",
+        {"send": 12, "receive": 12, "all_reduce": NORM},
+        plan={"schedule": "interleaved1f1b", "virtual_stages": 2},
+        model={"depth": 4},
+    ),
+    Row(
+        "pp2xtp2",
+        "a block's all-reduces for every micro-batch, and the head's in the last stage",
+        {"send": 4, "receive": 4, "all_reduce": 4 * (2 + 2) + NORM},
+        {"send": 4, "receive": 4, "all_reduce": 4 * (2 + 2 + 1) + NORM, "all_gather": 4},
+    ),
+    Row(
+        "pp2xfsdp2",
+        "the 2 layers of a stage are gathered once and stay for all micro-batches of the step",
+        {"send": 4, "receive": 4, "all_gather": 2, "reduce_scatter": 2, "all_reduce": NORM},
+    ),
+    Row(
+        "dp2xfsdp2",
+        "as fsdp, and the shards' gradients are summed over dp",
+        {"all_gather": 4 + 3, "reduce_scatter": 4, "all_reduce": 4 + NORM},
+    ),
+    Row(
+        "tp2xfsdp2",
+        "as tp and as fsdp",
+        {"all_gather": 4 + 3 + 1, "reduce_scatter": 4, "all_reduce": 2 * (2 + 2) + 1 + NORM},
+    ),
+)
+
+
+def built(device: torch.device, row: Row) -> tuple[ParallelModel, ShardedOptimizer]:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "num_classes": 3}
+    config = model_config("vit_custom", **{**sizes, **row.model})
+    plan = validate(replace(parse(row.mesh), **row.plan), config, BATCH)
+    communication = Communication(**row.communication)
+    model = parallelize(config, plan, batch_size=BATCH, device=device, communication=communication)
+    return model, ShardedOptimizer(model.named_parameters(), OptimizerSection())
+
+
+def backward(model: ParallelModel) -> None:
+    images = torch.ones(len(model.image_rows(BATCH)), 3, 8, 8) if model.takes_images else None
+    model.forward_backward(images, torch.zeros(BATCH, dtype=torch.int64))
+
+
+def update(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
+    gradients = optimizer.gradients()
+    clip_(gradients, global_norm(gradients, model), 1.0)
+    optimizer.step(1e-3)
+
+
+def sent_in_a_step(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
+    """What this rank sends in a whole step, and in the optimizer's part of it; runs on every rank."""
+    model, optimizer = built(device, row)
+    backward(model)
+    update(model, optimizer)
+    with Sent() as whole:
+        backward(model)
+        with Sent() as updating:
+            update(model, optimizer)
+    return dict(whole.counts), dict(updating.counts)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_a_step_sends_what_the_table_says(row: Row, ranks: Callable[[int], RankPool]) -> None:
+    world = parse(row.mesh).world_size
+    counted = ranks(world).run(sent_in_a_step, row)
+    assert (counted[0][0], row.why) == (row.step, row.why)
+    assert (counted[-1][0], row.why) == (row.last or row.step, row.why)
+    for _, updating in counted:
+        assert updating == ({"all_reduce": NORM} if world > 1 else {})
+
+
+def sent_forward_and_backward(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
+    """What this rank sends in forward and in backward of its one stage; runs on every rank."""
+    model, _ = built(device, row)
+    (stage,) = model.stages.values()
+    with Sent() as forward:
+        logits = stage(torch.ones(len(model.image_rows(BATCH)), 3, 8, 8))
+    with Sent() as back:
+        logits.sum().backward()
+    return dict(forward.counts), dict(back.counts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "forward", "back"),
+    [
+        ("dp2", {}, {"all_reduce": 1}),
+        ("fsdp2", {"all_gather": 4}, {"all_gather": 3, "reduce_scatter": 4}),
+        ("tp2", {"all_reduce": 2 * 2 + 1}, {"all_reduce": 2 * 2, "all_gather": 1}),
+    ],
+)
+def test_forward_and_backward_apart(
+    mesh: str, forward: dict[str, int], back: dict[str, int], ranks: Callable[[int], RankPool]
+) -> None:
+    for counted in ranks(2).run(sent_forward_and_backward, Row(mesh, "", {})):
+        assert counted == (forward, back)
+
+
+def counted_twice(device: torch.device, row: Row) -> tuple[int, int]:
+    """The collectives of a step by our counting and by torch's own; runs on every rank."""
+    model, optimizer = built(device, row)
+    with Sent() as ours, CommDebugMode() as theirs:
+        backward(model)
+        update(model, optimizer)
+    return sum(ours.counts.values()), theirs.get_total_counts()
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "fsdp2", "tp2"])
+def test_torch_counts_the_same(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    for ours, theirs in ranks(2).run(counted_twice, Row(mesh, "", {})):
+        assert ours == theirs > 1

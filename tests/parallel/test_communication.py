@@ -1,0 +1,164 @@
+"""What is said about communication, against what ranks send."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.ranks import RankPool
+from vitpar.models import model_config
+from vitpar.parallel import Communication, parallelize
+from vitpar.parallel.summary import StrategySummary, summarize
+from vitpar.strategy import Plan, parse, validate
+from vitpar.strategy.support import uses
+
+BASE = model_config("vit_base_patch16_224")
+
+
+def planned(strategy: str, batch_size: int = 64, **fields: Any) -> Plan:
+    """The validated plan of a strategy string with some fields changed."""
+    return validate(replace(parse(strategy), **fields), BASE, batch_size)
+
+
+def told(strategy: str, layer: str = "blocks.0", **fields: Any) -> StrategySummary:
+    """What is said about the strategy of a layer."""
+    summary = summarize(BASE, planned(strategy, **fields), 64, bytes_per_parameter=16)
+    return next(part for part in summary.strategies if layer in part.layers)
+
+
+def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -> str:
+    """What is said about an axis of the layer's strategy."""
+    return next(found.communication for found in told(strategy, layer, **fields).axes if found.axis == axis)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [
+        ("dp2xtp4", ["dp2", "tp4"]),
+        ("tp4xdp2+sp", ["tp4", "dp2"]),
+        ("dp2xtp4+2d", ["dp2", "i2", "j2"]),
+        ("tp8xdp2+2.5d", ["d2", "i2", "j2", "dp2"]),
+        ("fsdp2xtp8+3d", ["fsdp2", "i2", "j2", "k2"]),
+    ],
+)
+def test_tp_is_arranged_as_its_mode_says(strategy: str, axes: list[str]) -> None:
+    assert [f"{axis.axis}{axis.degree}" for axis in told(strategy).axes] == axes
+
+
+ONCE, FORWARD = "once a step", "in forward of every micro-batch"
+BOTH = "in forward and in backward of every micro-batch"
+SCATTER = "reduce-scatter gradients"
+SENT: dict[int, list[tuple[str, str, dict[str, Any], list[int], str]]] = {
+    4: [
+        # A plan, an axis, and all-gathers, reduce-scatters and all-reduces of a block in a step along data axes.
+        ("dp4", "dp", {"microbatches": 2}, [0, 0, 1], f"all-reduce gradients, {ONCE}"),
+        ("dp4+zero1", "dp", {"microbatches": 2}, [1, 1, 0], f"all-gather parameters and {SCATTER}, {ONCE}"),
+        ("dp4+zero2", "dp", {"microbatches": 2}, [1, 2, 0], f"{ONCE}; {SCATTER}, for every"),
+        ("fsdp4", "fsdp", {"microbatches": 2}, [4, 1, 0], f"{BOTH}; {SCATTER}, {ONCE}"),
+        ("dp2xfsdp2", "dp", {"microbatches": 1}, [2, 1, 1], f"all-reduce the shards of gradients, {ONCE}"),
+        ("pp2xfsdp2", "fsdp", {"microbatches": 4}, [1, 1, 0], f"parameters and {SCATTER}, {ONCE}"),
+        ("pp2xdp2+zero2", "dp", {"microbatches": 4}, [1, 4, 0], f"{ONCE}; {SCATTER}, for every"),
+        ("tp4+2d", "i", {"microbatches": 2}, [4, 1, 0], f"batch; all-gather parameters layer by layer, {BOTH}"),
+    ],
+    8: [
+        ("tp8+2.5d", "d", {}, [2, 1, 1], f"split the batch; all-reduce the shards of gradients, {ONCE}"),
+        ("dp2xtp4+2d", "dp", {}, [2, 1, 1], f"all-reduce the shards of gradients, {ONCE}"),
+        ("fsdp2xtp4+2d", "i", {}, [2, 1, 0], "split the batch; communicate in one group with fsdp"),
+    ],
+}
+IN_BLOCKS: dict[int, list[tuple[str, list[int], dict[str, list[int]]]]] = {
+    4: [
+        # Along tensor axes of a block for a micro-batch, and the numbers in the words about each axis.
+        ("tp4", [0, 0, 4], {"tp": []}),
+        ("tp4+sp", [2 + 4, 2 + 2, 0], {"tp": [2, 4, 2, 2]}),
+        ("tp4+2d", [4 + 4, 4, 6], {"j": [4, 4, 4]}),
+    ],
+    8: [("tp8+3d", [2 * (2 + 4), 2 * (2 + 2), 6], {"j": [2, 4, 2, 2], "k": [2, 4, 2, 2]})],
+}
+KINDS = ("allgather", "reducescatter", "allreduce")
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives: those of ``fully_shard`` and `GradientSum` (data), and the functional ones (tensor)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.tensor = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = operation.name().partition("::")
+        kind = next((kind for kind in KINDS if name.replace("_", "").startswith(kind)), None)
+        if kind and "c10d" in namespace:
+            (self.tensor if "functional" in namespace else self.data)[kind] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], Counter[str]]:
+    """What the second of two steps of a model with so many blocks sends along data and along tensor axes."""
+    config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
+    # Blocks as small as these would share a message, larger ones do not.
+    alone = Communication(bucket_cap_mb=1e-6) if uses(plan, "fp32", "bucket_cap_mb") else Communication()
+    model = parallelize(config, plan, batch_size=32, device=device, communication=alone)
+    images = torch.randn(32, 3, 16, 16)[model.image_rows(32)] if model.takes_images else None
+    labels = torch.zeros(32, dtype=torch.int64)
+    model.forward_backward(images, labels)
+    with Counted() as counted:
+        model.forward_backward(images, labels)
+    return counted.data, counted.tensor
+
+
+def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
+    """For every plan, collectives of one block in a step along data and along tensor axes. Runs on every rank."""
+    found = []
+    for plan in plans:
+        more, fewer = counts(device, plan, 4), counts(device, plan, 2)
+        blocks = 2 // plan.pipeline_degree
+        data, tensor = ([(a[kind] - b[kind]) // blocks for kind in KINDS] for a, b in zip(more, fewer, strict=True))
+        found.append((data, tensor))
+    return found
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_words_tell_what_is_sent(size: int, ranks: Callable[[int], RankPool]) -> None:
+    plans = [planned(strategy, 32, **fields) for strategy, _, fields, _, _ in SENT[size]]
+    plans += [planned(strategy, 32) for strategy, _, _ in IN_BLOCKS[size]]
+    found = ranks(size).run(sent_by_a_block, plans)[0]
+    for (strategy, axis, fields, expected, words), (data, _) in zip(SENT[size], found, strict=False):
+        assert data == expected, strategy
+        assert words in words_of(strategy, axis, **fields)
+    for (strategy, expected, numbers), (_, tensor) in zip(IN_BLOCKS[size], found[len(SENT[size]) :], strict=True):
+        assert tensor == expected, strategy
+        for axis, wanted in numbers.items():
+            assert [int(number) for number in re.findall(r"\b\d\b", words_of(strategy, axis))] == wanted, strategy
+
+
+def test_layers_without_a_block_have_words_of_their_own() -> None:
+    assert "classifier" in words_of("pp1: head=tp4, *=dp4", "tp", "head")
+    assert "send nothing" in words_of("pp1: stem=tp4, *=dp4", "tp", "stem")
+    assert "twice a block" in words_of("pp1: 3=tp4, head=tp4, *=dp4", "tp", "head")
+
+
+def test_many_stages_on_a_rank_are_gathered_again() -> None:
+    fields = {"schedule": "interleaved1f1b", "microbatches": 4}
+    assert ONCE in words_of("pp2xfsdp2", "fsdp", virtual_stages=3, **fields).partition(";")[0]
+    assert "3 of a rank's stages at a time" in words_of("pp2xfsdp2", "fsdp", virtual_stages=4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("dp4", {}),
+        ("dp4+ckpt", {"+ckpt": "their forward again"}),
+        ("tp4+ckpt", {"+ckpt": "their forward, with what tp sends there, again"}),
+        ("tp4+ckpt.selective+offload", {"+ckpt.selective": "matrix products", "+offload": "host memory"}),
+    ],
+)
+def test_flags_have_words(strategy: str, flags: dict[str, str]) -> None:
+    found = {flag.flag: flag.effect for flag in told(strategy).flags}
+    assert list(found) == list(flags)
+    assert all(words in found[flag] for flag, words in flags.items())

@@ -1,0 +1,182 @@
+"""On GPUs, where there are any: plans against one process there, and a run against the same run on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.paths import ROOT
+from helpers.small_data import pack_small
+from vitpar.checkpoint import Writer, load_tensors
+from vitpar.models import model_config
+from vitpar.parallel.float8 import float8_fault
+from vitpar.planner.measure import layer
+from vitpar.planner.measure.layer import LayerBench, Subject, built
+from vitpar.planner.measure.live_bytes import AllocatedBytes, LiveBytes
+
+GPUS = torch.cuda.device_count()
+PATHS = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+
+
+def vitpar(*words: str, cwd: Path) -> str:
+    """What `vitpar <words>` prints, after it succeeded."""
+    command = [sys.executable, "-m", "vitpar_cli.main", *words]
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [("--no-compile",), ("--compile",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize(
+    ("mesh", "gpus"), [("dp1+ckpt", 1), ("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("pp2", 2), ("pp2xtp2xdp2", 8)]
+)
+def test_plan_equals_one_process(
+    mesh: str, gpus: int, precision: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    if gpus > GPUS:
+        pytest.skip(f"needs {gpus} GPUs")
+    if precision == "fp8" and (fault := float8_fault(torch.device("cuda"))):
+        pytest.skip(fault)
+    found = json.loads(
+        vitpar("check", "--mesh", mesh, "--precision", precision, "--device", "cuda", "--json", *options, cwd=tmp_path)
+    )
+    assert found["passed"], found["worst"]
+
+
+@pytest.mark.parametrize("mesh", ["dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1"])
+def test_offloaded_layers_equal_one_process(mesh: str, tmp_path: Path) -> None:
+    found = json.loads(vitpar("check", "--mesh", mesh, "--device", "cuda", "--json", cwd=tmp_path))
+    assert found["passed"], found["worst"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars", "muon"])
+def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path) -> None:
+    data = pack_small(tmp_path)
+    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "position": "sincos2d"}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "4", "--batch-size", "8")
+    runs = []
+    for number, mesh in enumerate(("dp1", "dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1")):
+        words = ("--mesh", mesh, "--set", f"optimizer.name={optimizer}", "--precision", "fp64", "--device", "cuda")
+        vitpar(*common, *words, "--run-dir", f"run{number}", cwd=tmp_path)
+        rows = map(json.loads, (tmp_path / f"run{number}" / "metrics.jsonl").read_text().splitlines())
+        runs.append([row["loss"] for row in rows])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-6) and runs[2] == pytest.approx(runs[0], rel=1e-6)
+
+
+def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
+    data = pack_small(tmp_path)
+    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "drop_path": 0.1}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "10", "--batch-size", "8")
+    runs = {}
+    for device in ("cpu", "cuda"):
+        vitpar(*common, "--precision", "fp64", "--device", device, "--run-dir", device, cwd=tmp_path)
+        rows = map(json.loads, (tmp_path / device / "metrics.jsonl").read_text().splitlines())
+        runs[device] = [row["loss"] for row in rows]
+    assert runs["cuda"] == pytest.approx(runs["cpu"], rel=1e-6)  # images are normalised in fp32
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.8])
+def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
+    """Input included. The first steps compile, allocate and choose; what is read at the log cadence comes after."""
+    data = pack_small(tmp_path)
+    program = (
+        "import sys, torch\n"
+        "from vitpar.train.trainer import Trainer\n"
+        "step = Trainer.step\n"
+        "def strict(self, number, batch):\n"
+        "    if number > 3: torch.cuda.set_sync_debug_mode('error')\n"
+        "    try: return step(self, number, batch)\n"
+        "    finally: torch.cuda.set_sync_debug_mode('default')\n"
+        "Trainer.step = strict\n"
+        "from vitpar_cli.main import main\n"
+        "sys.exit(main())\n"
+    )
+    sizes = {"image_size": 8, "patch_size": 2, "width": 64, "depth": 4, "heads": 2, "drop_path": 0.1, "dropout": 0.1}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    settings += [f"--set=augment.mixup={mixup}", "--set=train.ema_decay=0.9", "--precision", "bf16"]
+    words = ["train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "8", "--batch-size", "8"]
+    command = [sys.executable, "-c", program, *words, "--device", "cuda", "--run-dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert kernels["compiled"] is True and kernels["attention"]["backend"] in ("cudnn", "flash", "efficient")
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
+def test_every_attention_computes_the_same(backend: str, tmp_path: Path) -> None:
+    mesh = ("--mesh", "dp1", "--precision", "bf16", "--device", "cuda", "--no-compile", "--json")
+    found = json.loads(vitpar("check", *mesh, "--set", f"train.attention={backend}", cwd=tmp_path))
+    assert found["passed"], found["worst"]
+
+
+def test_a_checkpoint_is_what_was_there_when_it_was_begun(alone: None, tmp_path: Path) -> None:
+    """GPU tensors are copied beside whatever is computed, into memory that is locked, and change only after that."""
+    tensors = {"large": torch.arange(2**22, device="cuda", dtype=torch.float32), "host": torch.ones(3)}
+    tensors |= {"small": torch.full((5,), 2.0, device="cuda", dtype=torch.bfloat16)}
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    writer = Writer()
+    for number in range(3):  # with memory that is used again
+        writer.begin(tmp_path / f"step_{number}", tensors, {})
+        writer.staged()
+        for tensor in tensors.values():
+            tensor.mul_(0).sub_(number + 1)
+        writer.finish()
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors(tmp_path / f"step_{number}", found)
+        assert all(torch.equal(found[name].cpu(), expected[name]) for name in expected)
+        expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+
+
+def test_memory_is_counted_as_on_a_cpu() -> None:
+    """Where nothing is compiled, so that operations are seen one by one."""
+    config = model_config("vit_tiny_patch16_224", depth=1)
+    counted = {}
+    for name, count in {
+        "by tensor": LiveBytes,
+        "by allocator": partial(AllocatedBytes, torch.device("cuda", 0)),
+    }.items():
+        with (
+            built(Subject(config, "fp32", 1), "dp1", torch.device("cuda", 0)) as model,
+            pytest.MonkeyPatch.context() as m,
+        ):
+            m.setattr(layer, "live_bytes", lambda device, count=count: count())
+            counted[name] = [LayerBench(model, kind).memory(4) for kind in ("stem", "block", "head")]
+    for (saved, space), (also_saved, also_space) in zip(*counted.values(), strict=True):
+        assert also_saved == pytest.approx(saved, rel=0.02) and also_space >= 0.9 * space
+
+
+def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    data = pack_small(tmp_path)
+    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "drop_path": 0.1}
+    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cuda")
+    saving = ("--set=checkpoint.every_steps=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
+    vitpar(*common, *saving, "--steps", "10", "--run-dir", "through", cwd=tmp_path)
+    vitpar("train", "--resume", "through/checkpoints/step_5", "--run-dir", "on", "--device", "cuda", cwd=tmp_path)
+    runs = []
+    for run in ("through", "on"):
+        rows = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        runs.append({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
+    assert runs[1] == {step: loss for step, loss in runs[0].items() if step > 5} != {}
+
+
+@pytest.mark.parametrize("options", [("--no-compile",), ("--compile",)], ids=["eager", "compiled"])
+def test_phases_and_kernels_are_timed_on_the_device(options: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("--model", "vit_tiny_patch16_224", "--batch-size", "64", "--precision", "bf16", *options)
+    found = json.loads(vitpar("bench", *words, "--device", "cuda", "--profile", "traces", "--json", cwd=tmp_path))
+    assert sum(phase["seconds"]["mean"] for phase in found["phases"]) < 1.05 * found["phased_step_seconds"]["mean"]
+    limits = {phase["name"]: phase["limit_share"] for phase in found["phases"]}
+    assert all(0 < limits[name] < 1.1 for name in ("forward", "backward", "update"))
+    products = [kernel for kernel in found["kernels"] if kernel["flops"]]
+    assert products and sum(kernel["share"] for kernel in found["kernels"]) < 1.5

@@ -1,0 +1,252 @@
+"""What makes steps faster changes nothing else: losses with every fast path on and off; how paths are chosen."""
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.command_line import refusal, run
+from helpers.paths import ROOT
+from helpers.small_data import pack_small
+from vitpar import ViTConfig, model_config, parse, validate
+from vitpar.data import Normalize
+from vitpar.errors import RecipeError
+from vitpar.parallel import attention, compiling
+from vitpar.parallel.attention import Attention, choose_attention, probe, use_attention
+from vitpar.parallel.compiling import Compiling, choose_compiling, compiler_fault
+from vitpar.parallel.precision import precision, slow_here
+from vitpar.strategy import Plan
+from vitpar.train.garbage import Garbage
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BATCH = 8
+SLOW_PATH = {"train.compile": False, "train.attention": "math", "optimizer.implementation": "for-loop"}
+FAST_PATHS: dict[str, dict[str, Any]] = {
+    "attention": {"train.attention": "flash"},
+    "fused": {"optimizer.implementation": "fused"},
+    "foreach": {"optimizer.implementation": "foreach"},
+    "compiled": {"train.compile": True},
+    "all": {"train.compile": True, "train.attention": "flash", "optimizer.implementation": "fused"},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def torchs_attention() -> Any:
+    yield
+    use_attention(None)
+
+
+def plan_of(mesh: str = "dp1", **fields: Any) -> tuple[ViTConfig, Plan]:
+    config = model_config("vit_nano_patch4_16", num_classes=10, depth=4)
+    return config, validate(replace(parse(mesh), **fields), config, BATCH)
+
+
+def losses(place: Path, data: Path, name: str, settings: dict[str, Any]) -> list[float]:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "drop_path": 0.1}
+    values = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {"train.precision": "bf16", "train.log_every": 1, "augment.mixup": 0.8, "optimizer.lr": 1e-3, **settings}
+    words = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
+    common = ["train", "--data", str(data), "--model", "vit_custom", "--steps", "6", "--batch-size", str(BATCH)]
+    done = run(place, [*common, *words, "--device", "cpu", "--run-dir", name])
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, (place / name / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def slowly(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the run with no fast path."""
+    return losses(tmp_path_factory.mktemp("slow"), data, "slow", SLOW_PATH)
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path in ("compiled", "foreach"))) for path in FAST_PATHS]
+)
+def test_losses_are_equal_with_every_fast_path_on_and_off(
+    path: str, data: Path, slowly: list[float], tmp_path: Path
+) -> None:
+    found = losses(tmp_path, data, path, {**SLOW_PATH, **FAST_PATHS[path]})
+    assert found == pytest.approx(slowly, rel=0.01)
+    assert len(set(slowly)) == 6  # they move
+    kernels = json.loads((tmp_path / path / "env.json").read_text())
+    assert kernels["compiled"] is ("train.compile" in FAST_PATHS[path])
+    assert kernels["attention"]["backend"] == {**SLOW_PATH, **FAST_PATHS[path]}["train.attention"]
+
+
+def test_images_are_normalised_the_same_by_one_operation() -> None:
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    plain = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    for dtype in (torch.float32, torch.bfloat16):
+        at_once = replace(plain, compiled=True)(images, dtype)
+        assert at_once.dtype is dtype
+        assert torch.allclose(at_once, plain(images, dtype), rtol=1e-2 if dtype is torch.bfloat16 else 1e-6)
+
+
+def test_a_precision_without_instructions_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for supported in (True, False):
+        for name in ("bf16", "fp16"):
+            monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda answer=supported: answer)
+        assert (slow_here("bf16", CPU) is None) is supported
+    assert "no instructions for fp16" in (slow_here("fp16", CPU) or "")
+    assert slow_here("fp32", CPU) is None and slow_here("bf16", CUDA) is None
+
+
+# compiling
+
+
+def test_blocks_are_compiled_on_gpus_where_nothing_speaks_against_it(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "compiler_fault", lambda device: None)
+    _, plan = plan_of()
+    assert choose_compiling(None, plan, "bf16", CPU) == Compiling(False)
+    assert choose_compiling(None, plan, "bf16", CUDA) == Compiling(True)
+    assert choose_compiling(False, plan, "bf16", CUDA) == Compiling(False)
+    assert choose_compiling(True, plan, "bf16", CPU) == Compiling(True)
+    _, selective = plan_of("dp1+ckpt.selective")
+    refused = choose_compiling(None, selective, "bf16", CUDA)
+    assert not refused.blocks and "inside a compiled block" in (refused.because or "")
+
+
+def test_without_a_compiler_blocks_run_as_they_are_unless_it_is_asked_for(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(function: Any) -> Any:
+        raise RuntimeError("\nno g++ in sight\nand more")
+
+    _, plan = plan_of()
+    monkeypatch.setattr(torch, "compile", broken)
+    assert compiler_fault(CPU) == "the compiler does not work for this cpu device (no g++ in sight)"
+    monkeypatch.setattr(compiling, "compiler_fault", lambda device: "the compiler is gone")
+    assert choose_compiling(None, plan, "bf16", CUDA) == Compiling(False, "the compiler is gone")
+    with pytest.raises(RecipeError, match=r"train.compile is true, but the compiler is gone: mend that"):
+        choose_compiling(True, plan, "bf16", CPU)
+
+
+# attention
+
+
+def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = plan_of()
+    tried: list[tuple[str, ...]] = []
+    rates = {"flash": 2.0, "cudnn": 1.0, "efficient": math.inf}
+
+    def pretended(names: tuple[str, ...], *_: Any) -> dict[str, float]:
+        tried.append(tuple(names))
+        return {name: rates[name] for name in names}
+
+    monkeypatch.setattr(attention, "probe", pretended)
+    numbers = precision("bf16")
+    found = choose_attention("auto", config, plan, BATCH, numbers, CUDA)
+    assert found.backend == "cudnn" and found.to_json()["milliseconds"] == {
+        **{"cudnn": 1000.0, "flash": 2000.0, "efficient": None}
+    }
+    assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    assert choose_attention("auto", config, plan, BATCH, numbers, CUDA, kept="flash").backend == "flash"
+    assert choose_attention("auto", config, plan, BATCH, numbers, CUDA, kept="efficient").backend == "cudnn"
+    rates.update(flash=math.inf, cudnn=math.inf)
+    assert choose_attention("auto", config, plan, BATCH, numbers, CUDA).backend is None
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    with pytest.raises(RecipeError, match=r"'flash' cannot compute heads of 8 features in torch.bfloat16 on this cuda"):
+        choose_attention("flash", config, plan, BATCH, numbers, CUDA)
+
+
+TRACED = """
+import sys
+import torch
+from vitpar.models.vit import Attention
+from vitpar.parallel.attention import use_attention
+
+attention = Attention(32, 4, False)
+forward = torch.compile(attention.forward, backend=sys.argv[1])
+for backend in sys.argv[2:]:
+    use_attention(backend)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        forward(torch.randn(2, 9, 32)).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    print("flash" if "aten::_scaled_dot_product_flash_attention_for_cpu" in names else "math")
+"""
+
+
+def kernels_of(compiler: str, *backends: str, cache: Path) -> list[str]:
+    """Which kernel a compiled attention runs when each of `backends` is asked for, in a process of its own."""
+    paths = {"PYTHONPATH": str(ROOT / "src"), "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TRACED, compiler, *backends]
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_compiled_blocks_follow_the_choice(tmp_path: Path) -> None:
+    """A graph keeps the kernel it was traced with, whatever is asked for later."""
+    assert kernels_of("aot_eager", "flash", "math", "flash", cache=tmp_path) == ["flash", "math", "flash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_was_compiled_by_another_run_does_not_stand_in(tmp_path: Path) -> None:
+    """torch's cache on disk does not tell graphs of different kernels apart by itself."""
+    for backend in ("flash", "math", "flash"):
+        assert kernels_of("inductor", backend, cache=tmp_path) == [backend]
+
+
+def test_small_differences_do_not_choose(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = plan_of()
+    rates = {"cudnn": 1.0, "flash": 0.98, "efficient": 1.5}
+    monkeypatch.setattr(attention, "probe", lambda names, *_: {name: rates[name] for name in names})
+    assert choose_attention("auto", config, plan, BATCH, precision("bf16"), CUDA).backend == "cudnn"
+
+
+def test_on_a_cpu_torch_chooses_unless_it_is_named(alone: None) -> None:
+    config, plan = plan_of()
+    numbers = precision("fp32")
+    assert choose_attention("auto", config, plan, BATCH, numbers, CPU, kept="cudnn") == Attention()
+    seconds = probe(("flash", "math", "cudnn"), config, plan, BATCH, numbers, CPU)
+    assert 0 < seconds["flash"] < math.inf and 0 < seconds["math"] < math.inf
+    assert choose_attention("math", config, plan, BATCH, numbers, CPU).backend == "math"
+    assert not torch.backends.cuda.flash_sdp_enabled()
+    with pytest.raises(RecipeError, match=r"'cudnn' does not run on a cpu device: use auto, flash or math"):
+        choose_attention("cudnn", config, plan, BATCH, numbers, CPU)
+
+
+def test_the_command_refuses_an_attention_that_does_not_run_here(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--mesh", "dp2", "--set", "train.attention=cudnn", "--device", "cpu", "--model", "vit_tiny_patch16_224"]
+    training = ["--data", str(data), "--steps", "1", "--run-dir", str(tmp_path / "run")]
+    for words in (["train", *training], ["check"], ["bench"]):
+        told = refusal([words[0], *common, *words[1:]], monkeypatch, capsys)
+        assert "train.attention 'cudnn' does not run on a cpu device" in told
+    assert not (tmp_path / "run").exists()
+
+
+# garbage
+
+
+def test_garbage_is_collected_between_steps_only() -> None:
+    assert gc.isenabled()
+    collected: list[str] = []
+    gc.callbacks.append(lambda phase, info: collected.append(phase))
+    try:
+        with Garbage() as garbage:
+            assert not gc.isenabled()
+            collected.clear()
+            for number in range(1, 101):
+                garbage.look(number, 0.5)  # every tenth, of steps of half a second
+            assert collected.count("stop") == 10
+    finally:
+        gc.callbacks.pop()
+    assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -1,0 +1,123 @@
+"""Products in float8: what they round, what they leave exact, and what is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from helpers.parity import run_compiled
+from helpers.plans import Case
+from helpers.ranks import RankPool
+from vitpar import model_config, parse, validate
+from vitpar.errors import PlannerError, RecipeError
+from vitpar.launch import ALONE, join, leave
+from vitpar.models.vit import Block
+from vitpar.parallel import float8, parallelize
+from vitpar.parallel.precision import precision, slow_here
+from vitpar.planner.measure.work import products
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+
+CPU = torch.device("cpu")
+CONFIG = model_config("vit_nano_patch4_16", num_classes=10)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def far(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The size of the difference over the size of what is exact."""
+    return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
+
+
+def test_rows_are_scaled_by_powers_of_two_to_fill_the_type() -> None:
+    x = random(6, 32) * torch.tensor([1e-30, 1e-3, 1, 7, 1e4, 1e30]).bfloat16()[:, None]
+    rows, scales = float8.scaled_rows(x)
+    assert scales.dtype is torch.float32 and torch.equal(scales.log2(), scales.log2().round())
+    most = rows.float().abs().amax(dim=-1)
+    assert ((most > float8.LARGEST / 2) & (most <= float8.LARGEST)).all()
+    within = (rows.float() * scales - x.float()).abs() <= x.float().abs() / 16 + scales * 2**-10
+    assert within.all(), "three bits behind the point, and the smallest steps of the type"
+
+
+def test_rows_of_zeros_stay_zeros_and_nan_stays_nan() -> None:
+    x = torch.zeros(3, 16)
+    x[1, 2], x[2, 3] = torch.nan, torch.inf
+    y = float8.product(x.bfloat16(), torch.eye(16).bfloat16())
+    assert (y[0] == 0).all() and y[1].isnan().any() and not y[2].isfinite().all()
+
+
+def test_products_and_gradients_are_as_exact_as_the_type() -> None:
+    x, weight, bias = (random(*shape).requires_grad_() for shape in ((2, 5, 64), (48, 64), (48,)))
+    y = float8.linear(x, weight, bias)
+    gradient = random(2, 5, 48)
+    y.backward(gradient)
+    assert y.dtype is torch.bfloat16 and far(y, torch.nn.functional.linear(x, weight, bias)) < 0.05
+    assert far(x.grad, gradient @ weight) < 0.05
+    exact = gradient.flatten(0, -2).mT @ x.detach().flatten(0, -2)
+    assert torch.equal(weight.grad, exact), "gradients of weights are computed in bf16"
+
+
+def test_a_token_does_not_depend_on_those_beside_it() -> None:
+    x, weight = random(7, 64), random(32, 64)
+    x[5] *= 1000
+    assert torch.equal(float8.product(x, weight)[:3], float8.product(x[:3], weight))
+    assert torch.equal(float8.product(x, weight)[:, :16], float8.product(x, weight[:16])), "nor an output feature"
+
+
+def test_only_the_linear_layers_of_blocks_compute_in_it() -> None:
+    device = join(ALONE, "cpu")
+    try:
+        plan = validate(parse("dp1"), CONFIG, 4)
+        model = parallelize(CONFIG, plan, batch_size=4, device=device, precision_name="fp8")
+    finally:
+        leave()
+    (stage,) = model.stages.values()
+    named = dict(stage.named_modules())
+    found = {name for name, module in named.items() if getattr(module, "float8", False)}
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert found == {f"blocks.{i}.{layer}" for i in range(CONFIG.depth) for layer in layers}
+    assert precision("fp8").compute is torch.bfloat16 and precision("fp8").parameters is torch.float32
+
+
+def test_weights_that_gpus_cannot_multiply_are_refused() -> None:
+    block = Block(model_config("vit_nano_patch4_16", width=24, heads=4, hidden=48), 3)
+    with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
+        float8.compute_in_float8(block)
+
+
+def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("only supported on compute capability >= 8.9\nand more")
+
+    assert float8.float8_fault(CPU) is None
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    with pytest.raises(RecipeError, match=r"fp8, but this cpu device cannot .*\(only supported on .* 8\.9\): use bf16"):
+        parallelize(CONFIG, validate(parse("dp1"), CONFIG, 4), batch_size=4, device=CPU, precision_name="fp8")
+
+
+def test_a_cpu_is_told_to_be_slow_and_a_data_sheet_to_have_no_rates() -> None:
+    assert slow_here("fp8", CPU) == "this CPU has no instructions for fp8, so that steps take far longer than in fp32"
+    with pytest.raises(PlannerError, match="no rates of products in float8: profile the model, or plan for bf16"):
+        estimate_model(CONFIG, "fp8", find_cluster("8xH100").hardware(), ("tp1",))
+
+
+def test_reduction_is_bf16_s() -> None:
+    assert precision("fp8", "bf16").reduce is torch.bfloat16 and precision("fp8").reduce is torch.float32
+    with pytest.raises(RecipeError, match="fp8 cannot reduce gradients in 'fp16': it reduces in fp32 or bf16"):
+        precision("fp8", "fp16")
+
+
+def test_its_rate_can_be_measured() -> None:
+    products(CPU, float8.E4M3, [(8, 32, 16), (16, 16, 16)])()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mesh", ["dp1", "tp2"])
+def test_compiled_it_is_one_graph_and_the_same(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    case = Case(mesh, model={"depth": 10}, check={"compile_blocks": True, "precision": "fp8"})
+    for result, graphs in ranks(case.ranks).run(run_compiled, case):
+        assert result.passed, result.worst
+        assert graphs == 1

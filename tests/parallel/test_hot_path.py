@@ -1,0 +1,179 @@
+"""What a step must not do: wait for the device, break a block's graph, compile again, do more after backward for every
+layer."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.ranks import RankPool
+from vitpar import ParallelModel, model_config, parallelize, parse, validate
+from vitpar.train.ema import EMA
+from vitpar.train.optimizer import ShardedOptimizer
+from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.train.step import TrainStep
+
+CPU = torch.device("cpu")
+BATCH = 8
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "allclose")
+"""Operations whose result the host needs before it can go on."""
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+"""What a tensor is read by."""
+
+
+class Waiting(AssertionError):
+    """The host waited for the device."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched, by the phase of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.counts = "", Counter[str]()
+        self.waits: list[str] = []
+        self.on_dtensors: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[self.phase] += 1
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.on_dtensors.add(str(func))
+        if func.overloadpacket.__name__ in WAITS:
+            self.waits.append(f"{func} in '{self.phase}'")
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        before, self.phase = self.phase, name
+        yield
+        self.phase = before
+
+
+@contextlib.contextmanager
+def nothing_is_read() -> Iterator[None]:
+    """Raises where a tensor's values are asked for."""
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def refused(*_: object) -> Any:
+            raise Waiting(f"Tensor.{name} waits for the device")
+
+        return refused
+
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(Tensor, name, refuse(name)))
+        yield
+
+
+def built(device: torch.device, mesh: str, depth: int = 4, compiled: bool = False, **options: Any) -> ParallelModel:
+    config = model_config(
+        "vit_nano_patch4_16", num_classes=10, depth=depth, drop_path=0.1, dropout=0.1, layer_scale=0.1, **options
+    )
+    plan = validate(parse(mesh), config, BATCH)
+    return parallelize(config, plan, batch_size=BATCH, device=device, compile_blocks=compiled, label_smoothing=0.1)
+
+
+def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], object]:
+    """A step with all that a step may have."""
+    images = torch.randn(len(model.image_rows(BATCH)), 3, 16, 16) if model.takes_images else None
+    mixed = torch.tensor([[1.0, 2.0, 0.3]] * BATCH, dtype=torch.float64)
+    settings = OptimizerSection(name=optimizer, momentum=0.9 if optimizer in ("sgd", "lars", "muon") else 0)
+    parameters = ShardedOptimizer(model.named_parameters(), settings, heads=model.config.heads)
+    step = TrainStep(model, parameters, clip_grad_norm=1.0, ema=EMA(model, 0.9))
+    return lambda: step(2, 1e-3, images, mixed, torch.arange(BATCH))
+
+
+def operations(device: torch.device, mesh: str, depth: int = 4, optimizer: str = "adamw") -> Operations:
+    """Of a step after the first."""
+    model = built(device, mesh, depth)
+    step = update(model, optimizer)
+    step()
+    with Operations() as found:
+        model.phase = found.in_phase
+        step()
+    return found
+
+
+def waits(device: torch.device, mesh: str, optimizer: str = "adamw") -> list[str]:
+    model = built(device, mesh)
+    step = update(model, optimizer)
+    step()
+    with nothing_is_read(), Operations() as found:
+        model.phase = found.in_phase
+        step()
+    return found.waits
+
+
+MESHES = ["dp1", "dp1+ckpt", "dp2", "fsdp2", "dp2+zero1", "tp2", "tp2+sp", "dp2+ckpt.selective"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_step_waits_for_the_device(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    for found in ranks(parse(mesh).world_size).run(waits, mesh):
+        assert not found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])  # the others count steps on the host, and read them there
+def test_no_optimizer_waits_for_the_device(optimizer: str, alone: None) -> None:
+    assert not waits(CPU, "dp1", optimizer)
+
+
+def test_waiting_would_be_seen() -> None:
+    with Operations() as found:
+        assert torch.ones(1).sum() > 0
+    assert found.waits
+    with nothing_is_read(), pytest.raises(Waiting, match=r"Tensor.item waits"):
+        torch.ones(1).item()
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "tp2"])
+def test_what_follows_backward_is_as_many_operations_for_any_depth(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    pool = ranks(parse(mesh).world_size)
+    shallow, deep = ([found.counts for found in pool.run(operations, mesh, depth)] for depth in (2, 6))
+    for few, many in zip(shallow, deep, strict=True):
+        assert many["forward"] > few["forward"] > 0
+        assert {phase: many[phase] - few[phase] for phase in ("norm and clipping", "update")} == {
+            "norm and clipping": 0,
+            "update": 0,
+        }
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "dp2+zero1", "tp2", "tp2+sp"])
+def test_nothing_is_computed_on_dtensors(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Dispatching on one costs the host more than a small layer computes; autograd detaches gradients, nothing more."""
+    for found in ranks(2).run(operations, mesh):
+        assert found.on_dtensors <= {"aten.detach.default"}
+
+
+def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:
+    """How many graphs there are after each of three steps, and after two evaluations; where they break."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found = []
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        model = built(device, mesh, depth=10, compiled=True)
+        step = update(model)
+        for _ in range(3):
+            step()
+            found.append(counters["stats"]["unique_graphs"])
+        images = torch.randn(len(model.image_rows(BATCH)), 3, 16, 16)
+        for _ in range(2):
+            model.predict(images if model.takes_images else None, BATCH)
+            found.append(counters["stats"]["unique_graphs"])
+    return found, dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp1+ckpt", "fsdp2", "tp2", "tp2+sp", "tp4xdp2+2d"])
+def test_a_block_is_one_graph_and_is_compiled_once(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh):
+        assert after == [1, 1, 1, 2, 2], "one graph to train all blocks with, one to evaluate"
+        assert not breaks

@@ -1,0 +1,78 @@
+"""Layerwise plans drawn at random from the language, and the ones that Galvatron is known for, against one process."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from helpers.parity import run_case
+from helpers.plans import Case, layerwise
+from helpers.ranks import RankPool
+from vitpar import model_config, parse, validate
+from vitpar.errors import StrategyError
+from vitpar.strategy.support import refuse_clashes
+from vitpar.train.check import CheckResult, check_plan
+
+DEPTH, BATCH = 6, 48
+MODEL = {"depth": DEPTH, "drop_path": 0.1, "layer_scale": 0.1, "qk_norm": True, "dropout": 0.1}
+EXAMPLES = int(os.environ.get("VITPAR_RANDOM_PLANS", "0"))  # more than the suite's, and others each time
+RAN: list[str] = []
+
+
+def runs(case: Case) -> bool:
+    """Whether the plan is not refused."""
+    try:
+        config = model_config("vit_nano_patch4_16", **case.model)
+        refuse_clashes(validate(replace(parse(case.mesh), **case.plan), config, case.batch), "fp64", False)
+    except StrategyError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(0 if EXAMPLES else 900)
+@settings(
+    max_examples=EXAMPLES or 10,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(st.sampled_from([4, 6] if not EXAMPLES else [2, 4, 6, 8]).flatmap(lambda ranks: layerwise(ranks, DEPTH)))
+def test_random_plans_equal_one_process(ranks: Callable[[int], RankPool], case: Case) -> None:
+    case = replace(case, model=MODEL, batch=BATCH, check={"precision": "fp64", "tolerance": 1e-9})
+    assume(runs(case))
+    RAN.append(str(case))
+    results = ranks(case.ranks).run(run_case, case)
+    assert all(result.passed for result in results), (str(case), results[0].worst)
+
+
+def test_enough_random_plans_ran() -> None:
+    if not RAN:
+        pytest.skip("the random plans were not asked for")
+    assert len(set(RAN)) >= 7, RAN
+    assert any("pp2" in plan or "pp3" in plan for plan in RAN)
+
+
+def check_deep(device: torch.device, mesh: str) -> CheckResult:
+    """Check a plan of 8 ranks on a narrow ViT of 32 blocks, ViT-H's depth; runs on every rank."""
+    config = model_config("vit_custom", patch_size=4, image_size=8, width=16, depth=32, heads=2, num_classes=5)
+    plan = validate(parse(mesh), config, 16)
+    return check_plan(config, plan, batch_size=16, device=device, precision="fp64")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("pp1: 0-19=dp8, 20-31=fsdp8", marks=pytest.mark.slow),
+        pytest.param("pp1: 0-1=dp8, 2-31=fsdp8", marks=pytest.mark.slow),
+        "pp1: 0=tp2xdp4, 1-31=tp2xfsdp4",
+    ],
+)
+def test_plans_that_galvatron_finds(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    result = ranks(8).run(check_deep, mesh)[0]
+    assert result.passed, result.worst
+    assert len(result.gradients) > 32 * 12

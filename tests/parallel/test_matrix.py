@@ -1,0 +1,160 @@
+"""The support matrix: refusals, the page in docs, and every combination that it allows against one process."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import combinations as pairs_of
+
+import pytest
+import torch
+
+from helpers.paths import ROOT
+from helpers.plans import Case
+from helpers.ranks import RankPool
+from vitpar import Plan, ViTConfig, model_config, parse, validate
+from vitpar.errors import StrategyError
+from vitpar.parallel import Communication
+from vitpar.strategy.support import (
+    CLASHES,
+    DIMENSIONS,
+    Clash,
+    combinations,
+    features,
+    page,
+    refuse_clashes,
+    refuse_unused,
+)
+from vitpar.train.check import CheckResult, check_plan
+
+STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
+DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
+TENSOR = {"no tp": "", "tp": "tp2", "+sp": "tp2", "+2d": "tp4", "+2.5d": "tp8", "+3d": "tp8"}
+SMALL = {"width": 24, "heads": 4, "hidden": 48, "qk_norm": True, "drop_path": 0.1}
+FLOAT8 = {"width": 64, "hidden": 128}  # whose parts are multiples of 16
+
+
+def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:
+    """The smallest plan that has these features."""
+    axes = ["" if schedule == "no pp" else "pp2", DATA[data], TENSOR[tensor]]
+    flags = [feature for feature in (tensor, data, checkpoint) if feature.startswith("+")]
+    plan = {"microbatches": 2} if schedule == "no pp" else {"schedule": schedule, "microbatches": 4}
+    depth = 2
+    if schedule not in ("no pp", "gpipe", "1f1b"):
+        plan["virtual_stages"], depth = 2, 4
+    mesh = "x".join(filter(None, axes)) or "dp1"
+    return Case(mesh + "".join(flags), plan, {"depth": depth, **SMALL}, batch=16 * parse(mesh).data_parallel)
+
+
+def config_of(case: Case, precision: str = "fp32") -> ViTConfig:
+    sizes = case.model | (FLOAT8 if precision == "fp8" else {})
+    return model_config("vit_nano_patch4_8", num_classes=5, **sizes)
+
+
+def plan_of(case: Case) -> Plan:
+    return validate(replace(parse(case.mesh), **case.plan), config_of(case), case.batch)
+
+
+def check_all_precisions(device: torch.device, case: Case, precisions: tuple[str, ...]) -> list[CheckResult]:
+    """Check a plan in each precision; runs on every rank. Many ranks take one step of three, to end within a day."""
+    plan = plan_of(case)
+    settings = {"batch_size": case.batch, "device": device, "steps": 3 if case.ranks <= 8 else 1}
+    return [check_plan(config_of(case, name), plan, precision=name, **settings) for name in precisions]
+
+
+ALLOWED = [case_of(*choice) for choice in combinations(STRUCTURE)]
+
+
+@pytest.mark.parametrize("choice", list(combinations(STRUCTURE)), ids=" ".join)
+def test_every_allowed_combination_is_a_plan(choice: tuple[str, ...]) -> None:
+    plan = plan_of(case_of(*choice))
+    for precision in DIMENSIONS["precision"]:
+        refuse_clashes(plan, precision, False)
+    assert features(plan, "fp32", False) == {*choice, "fp32", "no compile", "no offload"}
+
+
+def covering() -> list[tuple[str, ...]]:
+    """Few combinations of at most 8 ranks in which every two features meet that can: greedily, the one with the most
+    new pairs next."""
+    choices = [c for c in combinations((*STRUCTURE, "precision")) if case_of(*c[:-1]).ranks <= 8]
+    missing = {pair for choice in choices for pair in pairs_of(choice, 2)}
+    found = []
+    while missing:
+        best = max(choices, key=lambda choice: len(missing.intersection(pairs_of(choice, 2))))
+        missing.difference_update(pairs_of(best, 2))
+        found.append(best)
+    return sorted(found, key=lambda choice: case_of(*choice[:-1]).ranks)
+
+
+@pytest.mark.parametrize("choice", covering(), ids=" ".join)
+def test_every_two_features_together_equal_one_process(
+    choice: tuple[str, ...], ranks: Callable[[int], RankPool]
+) -> None:
+    case = case_of(*choice[:-1])
+    for result in ranks(case.ranks).run(check_all_precisions, case, choice[-1:])[0]:
+        assert result.passed, (result.precision, result.worst)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", sorted(ALLOWED, key=lambda case: case.ranks), ids=str)
+def test_every_allowed_combination_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    for result in ranks(case.ranks).run(check_all_precisions, case, DIMENSIONS["precision"])[0]:
+        assert result.passed, (result.precision, result.worst)
+
+
+@pytest.mark.parametrize("clash", CLASHES, ids=lambda clash: f"{clash.first} {clash.second}")
+def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
+    chosen = {clash.first, clash.second}
+    schedule = next(iter(chosen & set(DIMENSIONS["schedule"])), "1f1b")
+    data = next(iter(chosen & set(DIMENSIONS["data"])), "dp")
+    checkpoint = next(iter(chosen & set(DIMENSIONS["checkpoint"])), "no ckpt")
+    plan = plan_of(case_of(data, "tp", schedule, checkpoint))
+    with pytest.raises(StrategyError) as caught:
+        refuse_clashes(plan, "fp32", "compile" in chosen)
+    assert str(caught.value).startswith(f"{clash.first} clashes with {clash.second} in '{plan}', as ")
+    assert str(caught.value).endswith(f": {clash.instead}")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "setting", "value"),
+    [
+        ("fsdp2", "fp32", "bucket_cap_mb", 25.0),
+        ("fsdp2", "bf16", "bucket_cap_mb", 25.0),
+        ("dp2xtp4+2d", "fp32", "bucket_cap_mb", 25.0),
+        ("dp2xtp2+zero1", "fp32", "bucket_cap_mb", 25.0),
+        ("dp2", "fp32", "prefetch", 1),
+        ("tp2", "fp32", "reshard_after_forward", False),
+        ("dp2+zero1", "fp32", "reshard_after_forward", True),
+        ("dp2", "fp32", "reduce_every_microbatch", True),
+    ],
+)
+def test_a_communication_setting_that_does_nothing_is_refused(
+    mesh: str, precision: str, setting: str, value: object
+) -> None:
+    nothing = asdict(Communication())
+    refuse_unused(parse(mesh), precision, nothing)
+    refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
+    if setting != "bucket_cap_mb":
+        refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # weights are sharded over i
+    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
+        refuse_unused(parse(mesh), precision, {**nothing, setting: value})
+
+
+def test_buckets_in_16_bits_need_whole_backwards() -> None:
+    settings = {**asdict(Communication()), "bucket_cap_mb": 1.0}
+    plan = replace(parse("pp2xdp2"), virtual_stages=2)
+    refuse_unused(replace(plan, schedule="interleaved1f1b"), "bf16", settings)
+    refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
+    with pytest.raises(StrategyError, match=r"bucket_cap_mb is 1.0, .* in 16 bits not with interleavedzerobubble, "):
+        refuse_unused(replace(plan, schedule="zbvzerobubble"), "bf16", settings)
+
+
+def test_reducing_at_every_microbatch_needs_whole_backwards() -> None:
+    settings = {**asdict(Communication()), "reduce_every_microbatch": True}
+    plan = replace(parse("pp2xfsdp2"), virtual_stages=2)
+    refuse_unused(replace(plan, schedule="interleaved1f1b"), "fp32", settings)
+    with pytest.raises(StrategyError, match=r"^communication.reduce_every_microbatch clashes with zbvzerobubble in '"):
+        refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
+
+
+def test_the_page_in_docs_is_the_table() -> None:
+    assert (ROOT / "docs" / "support.md").read_text() == page(), "run `make docs`"

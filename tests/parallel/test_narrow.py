@@ -1,0 +1,192 @@
+"""Parameters kept in float32 and computed with in 16 bits, without ``fully_shard``."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.parity import run_compiled
+from helpers.plans import Case
+from helpers.ranks import RankPool
+from vitpar import model_config, parse, validate
+from vitpar.launch import ALONE, join, leave
+from vitpar.parallel import ParallelModel, parallelize
+from vitpar.parallel.narrow import NarrowCopies
+
+CONFIG = model_config("vit_nano_patch4_16", num_classes=10, depth=4)
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    yield join(ALONE, "cpu")
+    leave()
+
+
+def built(device: torch.device, mesh: str = "dp1", precision: str = "bf16", **plan: Any) -> ParallelModel:
+    whole = validate(replace(parse(mesh), **plan), CONFIG, 8)
+    return parallelize(CONFIG, whole, batch_size=8, device=device, precision_name=precision)
+
+
+def batch(model: ParallelModel) -> tuple[torch.Tensor | None, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    images = torch.randn(8, 3, 16, 16, generator=g).to(model.precision.compute)
+    rows = model.image_rows(8) if model.takes_images else None
+    return None if rows is None else images[rows], torch.randint(0, 10, (8,), generator=g)
+
+
+def test_copies_take_the_places_of_parameters_and_bring_gradients_back() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    unused = layer.register_parameter("unused", nn.Parameter(torch.ones(3))) or layer.unused
+    parameters = dict(layer.named_parameters())
+    x = torch.randn(5, 4).bfloat16()
+    with NarrowCopies([layer], torch.bfloat16).in_place():
+        for _ in range(2):  # micro-batches
+            y = layer(x)
+            y.sum().backward()
+    assert y.dtype is torch.bfloat16 and dict(layer.named_parameters()) == parameters
+    narrow = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
+    narrow.load_state_dict({name: p.bfloat16() for name, p in parameters.items() if name != "unused"})
+    narrow(x).sum().backward()
+    for name, parameter in narrow.named_parameters():
+        found = parameters[name].grad
+        assert found is not None and found.dtype is torch.float32
+        assert torch.equal(found, 2 * parameter.grad.float()), "float32 sums of the micro-batches' gradients"
+    assert unused.grad is None
+
+
+def test_parameters_come_back_after_an_error() -> None:
+    layer = nn.Linear(4, 4)
+    before = dict(layer.named_parameters())
+    with pytest.raises(ZeroDivisionError), NarrowCopies([layer], torch.bfloat16).in_place():
+        assert layer.weight.dtype is torch.bfloat16
+        raise ZeroDivisionError
+    assert dict(layer.named_parameters()) == before and layer.weight is before["weight"]
+
+
+def test_parameters_come_back_where_memory_ends_while_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    before = [dict(layer.named_parameters()) for layer in layers]
+    copies, real = [], torch.empty_like
+
+    def run_out(*args: Any, **kwargs: Any) -> torch.Tensor:
+        copies.append(1)
+        if len(copies) > 2:
+            raise torch.OutOfMemoryError
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", run_out)
+    with pytest.raises(torch.OutOfMemoryError), NarrowCopies(layers, torch.bfloat16).in_place():
+        raise AssertionError("there was memory")
+    assert [dict(layer.named_parameters()) for layer in layers] == before
+
+
+def test_images_may_come_in_float32(device: torch.device) -> None:
+    model = built(device)
+    images, labels = batch(model)
+    assert images is not None
+    assert torch.equal(model.forward_backward(images.float(), labels), model.forward_backward(images, labels))
+    assert torch.equal(model.predict(images.float(), 8), model.predict(images, 8))
+
+
+def test_one_operation_a_layer_copies_and_one_brings_back(device: torch.device) -> None:
+    model = built(device, microbatches=2)
+    model.forward_backward(*batch(model))
+    with Counted() as counted:
+        model.forward_backward(*batch(model))
+    layers, microbatches = CONFIG.depth + 2, 2
+    assert counted.found["_foreach_copy_"] == layers * (1 + microbatches)
+    wide = built(device, precision="fp32", microbatches=2)
+    wide.forward_backward(*batch(wide))
+    with Counted() as plain:
+        wide.forward_backward(*batch(wide))
+    more = counted.found.total() - plain.found.total()
+    assert more <= (1 + microbatches) * (layers + len(list(model.named_parameters()))) + 8 * microbatches
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for _, p in model.named_parameters())
+
+
+def test_evaluation_computes_in_16_bits_too(device: torch.device) -> None:
+    model = built(device)
+    images, _ = batch(model)
+    logits = model.predict(images, 8)
+    assert logits is not None and logits.dtype is torch.bfloat16
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for _, p in model.named_parameters():
+            p.mul_(2)
+    assert not torch.equal(logits, model.predict(images, 8)), "copies are of the parameters as they are now"
+    assert all(p.dtype is torch.float32 and torch.equal(p, 2 * before[name]) for name, p in model.named_parameters())
+
+
+def wrapped(device: torch.device, mesh: str, plan: dict[str, Any]) -> bool:
+    """Whether ``fully_shard`` is around the layers; runs on every rank."""
+    stages = built(device, mesh, **plan).stages.values()
+    found = {isinstance(layer, FSDPModule) for stage in stages for layer in stage.layers().values()}
+    (same,) = found
+    return same
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "expected"),
+    [
+        ("dp2", {}, False),
+        ("tp2", {}, False),
+        ("pp2", {"microbatches": 2}, False),
+        ("pp2", {"microbatches": 4, "schedule": "zbvzerobubble", "virtual_stages": 2}, True),
+        ("dp2+zero1", {}, True),
+        ("fsdp2", {}, True),
+    ],
+)
+def test_nothing_is_wrapped_that_is_neither_sharded_nor_offloaded(
+    mesh: str, plan: dict[str, Any], expected: bool, ranks: Callable[[int], RankPool]
+) -> None:
+    assert set(ranks(2).run(wrapped, mesh, plan)) == {expected}
+
+
+def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
+    """Bytes of a step's messages, and whether gradients are those of both ranks, rounded once more."""
+    found = {}
+    for reduce_dtype in (None, "bf16"):
+        plan = validate(parse("dp2"), CONFIG, 8)
+        options = {"precision_name": "bf16", "reduce_dtype": reduce_dtype}
+        model = parallelize(CONFIG, plan, batch_size=8, device=device, **options)
+        model.forward_backward(*batch(model))
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        assert all(g is not None and g.dtype is torch.float32 for g in gradients.values())
+        found[reduce_dtype] = sum(size for _, size in model.gradient_messages), gradients
+    (wide, exact), (narrow, rounded) = found[None], found["bf16"]
+    near = all(torch.allclose(exact[name], rounded[name], rtol=0.02, atol=1e-3) for name in exact)
+    differ = any(not torch.equal(exact[name], rounded[name]) for name in exact)
+    return [wide, narrow], near and differ
+
+
+def test_replicas_sum_in_16_bits_where_asked(ranks: Callable[[int], RankPool]) -> None:
+    for (wide, narrow), right in ranks(2).run(summed_in_bf16):
+        assert wide == 2 * narrow and right
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mesh", ["dp1", "dp2+ckpt"])
+def test_compiled_blocks_take_copies_as_they_are(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    case = Case(mesh, {"microbatches": 2}, {"depth": 10}, {"compile_blocks": True, "precision": "bf16"})
+    for result, graphs in ranks(case.ranks).run(run_compiled, case):
+        assert result.passed, result.worst
+        assert graphs == 1, "every block must run the same compiled graph"

@@ -1,0 +1,112 @@
+"""Every plan of the table against one process: the loss, every parameter's gradient, three SGD steps."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from helpers.parity import run_case, run_compiled
+from helpers.plans import CASES, Case
+from helpers.ranks import RankPool
+from vitpar import parse
+from vitpar.parallel import data as data_parallel
+from vitpar.train.check import CheckResult
+
+
+def plain(case: Case) -> bool:
+    """Whether a case is large and has little in it that does not meet in `test_matrix.py` too."""
+    extras = {*case.check, *("everything" for name in case.model if name == "registers")} - {"precision", "tolerance"}
+    return case.ranks == 8 and not extras and parse(case.mesh).is_uniform
+
+
+TABLE = [
+    pytest.param(case, marks=[pytest.mark.slow] * plain(case), id=str(case))
+    for case in sorted(CASES, key=lambda case: case.ranks)
+]
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    results = ranks(case.ranks).run(run_case, case)
+    assert all(result.passed for result in results), results[0].worst
+    assert len({str(result) for result in results}) == 1, "ranks disagree about the result"
+    parameters = {comparison.name for comparison in results[0].gradients}
+    assert "blocks.0.attn.qkv.weight" in parameters and "head.fc.bias" in parameters
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "tp2+ckpt",
+        *(pytest.param(mesh, marks=slow) for mesh in ("dp1", "dp1+ckpt", "dp2", "fsdp2", "tp2", "pp2", "tp2xfsdp2")),
+    ],
+)
+def test_compiled_blocks_equal_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    # More blocks than the compiler makes graphs of one function (8) before it gives up and runs it as it is.
+    case = Case(mesh, model={"depth": 10, "drop_path": 0.1}, check={"compile_blocks": True})
+    for result, graphs in ranks(case.ranks).run(run_compiled, case):
+        assert result.passed, result.worst
+        assert graphs == 1, "every block must run the same compiled graph"
+
+
+def test_table_covers_what_it_should() -> None:
+    assert len({(case.mesh, str(case.plan)) for case in CASES}) >= 24
+    assert max(case.ranks for case in CASES) == 8
+
+
+def spoil_and_run(device: torch.device, case: Case, spoil: str) -> CheckResult:
+    """Check one case with the gradients spoilt on purpose."""
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_gradients(patch, spoil)
+        return run_case(device, case)
+
+
+def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
+    """Make wrapped modules average over data-parallel ranks, or scale, or forget, their gradients."""
+    from vitpar.models import vit
+
+    def divisor(module: Any, ranks: int) -> float:
+        if how == "averaged":
+            return float(ranks)
+        return 0.99 if isinstance(module, vit.Block) and module.index == 0 else 1.0
+
+    # The package names its function as the module, so the module is fetched by name.
+    parallelize = importlib.import_module("vitpar.parallel.parallelize")
+    real = data_parallel.shard
+
+    def shard(module: Any, sharding: Any, **kwargs: Any) -> None:
+        real(module, sharding, **kwargs)
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor(module, sharding.mesh.size()))
+
+    class Spoilt(data_parallel.GradientSum):
+        def __init__(self, layers: Any, group: Any, *more: Any) -> None:
+            super().__init__(layers, group, *more)
+            self._divisors = [divisor(layer, group.size()) for layer in layers for _ in layer.parameters()]
+
+        def wait(self) -> None:
+            super().wait()
+            for parameter, by in zip(self._parameters, self._divisors, strict=True):
+                parameter.grad /= by
+
+    patch.setattr(data_parallel, "GradientSum", Spoilt)
+    patch.setattr(parallelize, "shard", shard)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "precision"), [("averaged", "fp32"), ("averaged", "bf16"), ("one block scaled", "fp32")]
+)
+@pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
+def test_check_sees_a_wrong_gradient_scale(
+    mesh: str, spoil: str, precision: str, ranks: Callable[[int], RankPool]
+) -> None:
+    result = ranks(2).run(spoil_and_run, Case(mesh, check={"precision": precision}), spoil)[0]
+    assert not result.passed
+    assert result.worst.error > 1e-3

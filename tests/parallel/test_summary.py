@@ -1,0 +1,202 @@
+"""What `vitpar.parallel.summary` predicts, against numbers computed by hand and against what `parallelize` makes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.ranks import RankPool
+from vitpar.models import model_config
+from vitpar.models.config import ViTConfig
+from vitpar.models.vit import local
+from vitpar.parallel import parallelize
+from vitpar.parallel.held import chunk_length, layer_parameters
+from vitpar.parallel.pipeline import stage_layers
+from vitpar.parallel.summary import PlanSummary, summarize
+from vitpar.strategy import Plan, parse, place_of_rank, stages_of_rank, validate
+
+TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes
+STEM = (768 * 192 + 192) + 192 + 197 * 192
+BLOCK = 2 * 2 * 192 + (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192)
+HEAD = 2 * 192 + (192 * 1000 + 1000)
+BASE = model_config("vit_base_patch16_224")
+
+
+def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: Any) -> Plan:
+    """The validated plan of a strategy string with some fields changed."""
+    return validate(replace(parse(strategy), **fields), config, batch_size)
+
+
+def summary_of(strategy: str, config: ViTConfig = BASE, **fields: Any) -> PlanSummary:
+    return summarize(config, planned(strategy, config, **fields), 64, bytes_per_parameter=16)
+
+
+def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> dict[str, int]:
+    """How many elements of each layer's parameters `rank` keeps under `plan`."""
+    pp, stage_rank = place_of_rank(plan, rank)
+    held, parts = layer_parameters(config, plan, stage_rank), stage_layers(config, plan)
+    return {name: held[name] for stage in stages_of_rank(pp, plan) for name in parts[stage]}
+
+
+def test_a_whole_model_has_the_published_number_of_parameters() -> None:
+    assert STEM + 12 * BLOCK + HEAD == 5_717_416  # timm's vit_tiny_patch16_224
+    assert layer_parameters(TINY, Plan()) == {"stem": STEM, **{f"blocks.{i}": BLOCK for i in range(12)}, "head": HEAD}
+
+
+def test_tp_splits_weights_and_column_biases_but_not_row_biases() -> None:
+    block = 2 * 2 * 192 + (192 * 192 + 192) + (64 * 192 + 192) + (192 * 256 + 256) + (256 * 192 + 192)
+    head = 2 * 192 + (64 * 1000 + 1000)
+    made = layer_parameters(TINY, planned("tp3"))
+    assert (made["stem"], made["blocks.0"], made["head"]) == (STEM, block, head)
+
+
+def test_every_layer_is_split_by_its_own_strategy() -> None:
+    made = layer_parameters(BASE, planned("pp1: 0-5=tp4, *=dp2xfsdp2", BASE))
+    whole = layer_parameters(BASE, Plan())
+    rows = 2 * 2 * 768 + 2 * 768  # norms, and biases of the matrices that give whole features
+    assert made["blocks.5"] == rows + (whole["blocks.5"] - rows) // 4
+    assert made["blocks.6"] == whole["blocks.6"] // 2
+    assert made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198  # token and positions have one row
+
+
+def test_zero_shards_what_plain_dp_keeps_whole() -> None:
+    whole, first = layer_parameters(BASE, planned("dp4", BASE)), layer_parameters(BASE, planned("dp4+zero1", BASE))
+    assert whole == layer_parameters(BASE, Plan())
+    assert first == layer_parameters(BASE, planned("fsdp4", BASE)) == layer_parameters(BASE, planned("dp4+zero2", BASE))
+
+
+def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
+    plan = planned("fsdp5", batch_size=10)
+    first, last = (layer_parameters(TINY, plan, rank)["stem"] for rank in (0, 4))
+    assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and token have one row, which rank 0 gets
+    assert last == 36 * 768 + 36
+    assert sum(sum(rank_parameters(TINY, plan, rank).values()) for rank in range(5)) == 5_717_416
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "lengths"), [(8, 4, [2, 2, 2, 2]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (3, 1, [3])]
+)
+def test_parts_are_those_of_torch_chunk(length: int, parts: int, lengths: list[int]) -> None:
+    assert [chunk_length(length, parts, index) for index in range(parts)] == lengths
+    assert [len(part) for part in torch.empty(length).chunk(parts)] == [n for n in lengths if n]
+
+
+def test_stages_and_their_state() -> None:
+    summary = summary_of("dp2xpp2", TINY, split=(4, 8))
+    first, second = summary.pipeline
+    assert (first.stages, second.stages) == ((0,), (1,))
+    assert first.layers == (("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3"),)
+    assert second.layers[0][-2:] == ("blocks.11", "head")
+    assert (first.parameters, second.parameters) == (STEM + 4 * BLOCK, 8 * BLOCK + HEAD)
+    assert (second.state_bytes, second.host_bytes) == (16 * second.parameters, 0)
+    assert first.flops_share + second.flops_share == pytest.approx(1)
+    assert 1 / 3 < first.flops_share < 0.36  # a third of the blocks and the stem
+    assert summary.parameters == 5_717_416
+    assert summary.idle_share == pytest.approx(1 / 5)
+    assert summary.pipeline_axis is not None and summary.pipeline_axis.degree == 2
+    assert summary_of("dp4", TINY).pipeline_axis is None
+
+
+def test_a_rank_of_an_interleaved_schedule_holds_several_stages() -> None:
+    summary = summary_of("pp2", TINY, schedule="interleaved1f1b", virtual_stages=3)
+    assert [part.stages for part in summary.pipeline] == [(0, 2, 4), (1, 3, 5)]
+    assert summary.pipeline[0].layers[1] == ("blocks.4", "blocks.5")
+    assert summary.pipeline[0].parameters == STEM + 6 * BLOCK
+
+
+def test_the_first_rank_of_a_v_holds_both_ends() -> None:
+    summary = summary_of("pp2", TINY, schedule="zbvzerobubble", virtual_stages=2)
+    assert [part.stages for part in summary.pipeline] == [(0, 3), (1, 2)]
+    assert summary.pipeline[0].parameters == STEM + 6 * BLOCK + HEAD
+
+
+def test_offloaded_layers_count_as_host_memory() -> None:
+    (part,) = summary_of("pp1: stem=dp4, *=dp4+offload", TINY).pipeline
+    assert part.host_bytes == 16 * (12 * BLOCK + HEAD)
+    assert part.state_bytes == 16 * 5_717_416
+
+
+def test_strategies_come_with_their_layers() -> None:
+    found = summary_of("pp2: 4-7=tp4, *=dp4+ckpt").strategies
+    assert [(part.strategy, part.layers[0], part.layers[-1], len(part.layers)) for part in found] == [
+        ("dp4+ckpt", "stem", "head", 10),
+        ("tp4", "blocks.4", "blocks.7", 4),
+    ]
+    assert [flag.flag for flag in found[0].flags] == ["+ckpt"]
+    assert not found[0].shards
+    assert not summary_of("dp4").strategies[0].flags
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("dp2xtp2", []),
+        ("pp1: 0-3=fsdp4, *=dp4", []),  # one layout
+        # From a quarter to all a rank needs three quarters more, the other way nothing.
+        ("pp1: 0-3=dp4, 4-11=tp4", [("blocks.4", 0, 0.75, 0)]),
+        # Rank 1 has the second quarter and needs the second half; the other way it has a half and needs a quarter.
+        ("pp1: stem=fsdp4, *=tp2xfsdp2", [("blocks.0", 0, 0.5, 0.25)]),
+        ("pp1: stem=fsdp4, *=fsdp2xtp2", [("blocks.0", 0, 0.25, 0)]),
+        # Between stages the smaller parts travel, so the side of the larger ones redistributes.
+        ("pp2: 0-5=dp4, 6-11=tp4", [("blocks.6", 1, 0.75, 0)]),
+        ("pp2: 0-5=tp4, 6-11=dp4", [("blocks.6", 0, 0, 0.75)]),
+    ],
+)
+def test_redistributions(strategy: str, changes: list[tuple[str, int, float, float]]) -> None:
+    summary = summary_of(strategy)
+    found = [(c.layer, c.stage, c.forward, c.backward) for c in summary.redistributions]
+    assert found == changes
+    assert summary.travel == ((0.25,) if strategy.startswith("pp2") else ())
+
+
+UNEVEN = model_config(
+    "vit_nano_patch4_16", num_classes=10, qk_norm=True, layer_scale=0.1, registers=3, distillation=True
+)
+INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
+V_SHAPED = {"schedule": "zbvzerobubble", "virtual_stages": 2}
+BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [
+        ("pp1: stem=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", {}),
+        ("pp2: stem=dp2+zero1, 0-2=tp2+sp, *=fsdp2", V_SHAPED),
+        ("tp4+2d", {}),
+        ("tp2xfsdp2+sp", {}),
+        ("dp4+zero1", {}),
+        ("dp2xfsdp2", {}),
+        ("fsdp4+offload", {}),
+    ],
+    8: [
+        ("tp8+2.5d", {}),
+        ("tp8+3d", {}),
+        ("fsdp8", {}),  # of 10 classes the last ranks get none
+        ("fsdp2xtp4+2d", {}),
+        ("dp2xtp4+2d+zero1", {}),
+        ("pp2xtp2xfsdp2", INTERLEAVED),
+        ("fsdp2xpp2xtp2", {}),
+        ("pp1: 0=tp8+3d, 1-2=tp4xfsdp2+2d, 3=tp2xfsdp4+sp, *=dp2xfsdp4", {}),
+    ],
+}
+
+
+def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
+    """For every plan, how many elements of each layer's parameters this rank keeps. Runs on every rank."""
+    found = []
+    for plan in plans:
+        model = parallelize(UNEVEN, plan, batch_size=32, device=device)
+        layers = {name: layer for stage in model.stages.values() for name, layer in stage.layers().items()}
+        found.append({name: sum(local(p).numel() for p in layer.parameters()) for name, layer in layers.items()})
+    return found
+
+
+@pytest.mark.parametrize("size", BY_RANKS)
+def test_a_rank_keeps_what_was_predicted(size: int, ranks: Callable[[int], RankPool]) -> None:
+    plans = [planned(strategy, UNEVEN, 32, **fields) for strategy, fields in BY_RANKS[size]]
+    kept = ranks(size).run(held_by_layer, plans)
+    for number, plan in enumerate(plans):
+        assert plan.world_size == size
+        for rank in range(size):
+            assert kept[rank][number] == rank_parameters(UNEVEN, plan, rank), f"rank {rank} of '{plan}'"
+        for part in summarize(UNEVEN, plan, 32, bytes_per_parameter=16).pipeline:
+            mates = [rank for rank in range(size) if place_of_rank(plan, rank)[0] == part.pp]
+            assert part.parameters == max(sum(kept[rank][number].values()) for rank in mates), f"fullest of '{plan}'"

@@ -1,0 +1,124 @@
+"""Galvatron's profiles as vitpar's, and its four published budgets for ViT-Huge-32."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.galvatron_2022 import (
+    BATCHES,
+    COLUMNS,
+    MB,
+    TABLE,
+    UnderItsModel,
+    imported,
+    its_price,
+    vit_huge_32,
+    write_profiles,
+)
+from vitpar.errors import PlannerError
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import price
+from vitpar.planner.profile.galvatron import import_hardware, import_model
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.space import Space
+from vitpar.strategy import parse, validate
+from vitpar_cli.main import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("galvatron")
+    write_profiles(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def costs(folder: Path) -> LayerCosts:
+    return imported(folder)
+
+
+@pytest.mark.parametrize("gigabytes", TABLE)
+def test_its_model_gives_its_table(gigabytes: int) -> None:
+    """What is compared with is what Galvatron printed."""
+    speed, batch_size, words = TABLE[gigabytes]
+    found = its_price(parse(words), batch_size)
+    assert found.images_per_second == pytest.approx(speed, rel=0.006)
+    assert found.memory_bytes <= gigabytes * 1024 * MB
+    for plan, speeds in COLUMNS.items():
+        prices = [its_price(parse(plan), n) for n in BATCHES]
+        fitting = [p.images_per_second for p in prices if p.memory_bytes <= gigabytes * 1024 * MB]
+        assert max(fitting, default=0.0) == pytest.approx(speeds[list(TABLE).index(gigabytes)], rel=0.004)
+
+
+@pytest.mark.parametrize("gigabytes", TABLE)
+def test_search_beats_its_table_under_its_model(costs: LayerCosts, gigabytes: int) -> None:
+    speed, _, _ = TABLE[gigabytes]
+    found = UnderItsModel(costs).best(gigabytes * 1024 * MB).plans[0]
+    assert found.images_per_second >= speed - 0.05  # the table has one digit
+    assert found.memory_bytes <= gigabytes * 1024 * MB
+    validate(found.plan, costs.config, found.batch_size)
+
+
+@pytest.mark.parametrize("gigabytes", TABLE)
+def test_its_plans_have_prices_here_and_search_finds_better_ones(costs: LayerCosts, gigabytes: int) -> None:
+    """Its assumptions are most of ours here, so both models should not be far apart."""
+    speed, batch_size, words = TABLE[gigabytes]
+    plan = validate(parse(words), costs.config, batch_size)
+    ours = price(plan, costs, batch_size)
+    assert ours.images_per_second == pytest.approx(speed, rel=0.35)
+    space = Space(costs.config, 8, (batch_size,), flags=("zero1", "zero2"), tensors=costs.model.tensors)
+    best = Search(space, costs).best(ours.memory_bytes).plans[0]
+    assert best.images_per_second >= ours.images_per_second * (1 - 1e-3)
+
+
+def test_links_take_what_galvatron_takes(folder: Path) -> None:
+    hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
+    link = next(li for li in hardware.links if (li.operation, li.ranks, li.stride) == ("all_reduce", 4, 2))
+    assert link.seconds(100 * MB) == pytest.approx(2 * 3 / 4 * 100 * 0.22014 / 1e3)
+    assert hardware.overlap is not None and hardware.overlap.communication == 1.3
+
+
+def test_times_by_size_come_first(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    times = {"allreduce_size_8_1MB_time": 0.5, "allreduce_size_8_2MB_time": 0.6, "all2all_size_8_1MB_time": 0.3}
+    (tmp_path / "sp_time_1nodes_8gpus_per_node.json").write_text(json.dumps(times))
+    links = {(li.operation, li.ranks, li.stride): li for li in import_hardware(tmp_path, 1, 8, 10**9, "drawn").links}
+    assert links["all_reduce", 8, 1].seconds(2 * MB) == pytest.approx(0.6e-3)
+    assert links["reduce_scatter", 8, 1].seconds(2 * MB) == pytest.approx(0.3e-3)
+    assert links["all_to_all", 8, 1].seconds(MB) == pytest.approx(0.3e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"computation_profiling_fp32_all.json": {"layertype_0_bsz8_seq257": 1.0}}, "no layertype_0 of 196 tokens"),
+        ({"memory_profiling_fp32_all.json": {}}, "no layertype_0 of 196 tokens"),
+        ({"memory_profiling_fp32_all.json": [1]}, "holds no object"),
+        ({"computation_profiling_other.json": {}}, "2 files"),
+        ({"allreduce_bandwidth_1nodes_8gpus_per_node.json": {}}, "no allreduce_size"),
+    ],
+)
+def test_refusals(folder: Path, tmp_path: Path, change: dict[str, object], words: str) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    for name, found in change.items():
+        (tmp_path / name).write_text(json.dumps(found))
+    with pytest.raises(PlannerError, match=words):
+        import_hardware(tmp_path, 1, 8, 10**9, "drawn")
+        import_model(tmp_path, vit_huge_32(), "fp32")
+
+
+def test_the_command_makes_profiles_that_a_search_reads(folder: Path, tmp_path: Path) -> None:
+    model = ("--model", "vit_huge_patch14_224", "--set", "model.patch_size=16", "--set", "model.pool=avg")
+    files = [str(tmp_path / name) for name in ("hardware.json", "model.json")]
+    invoke = CliRunner().invoke
+    outs = ("--hardware-out", files[0], "--model-out", files[1])
+    said = invoke(app, ["galvatron", "profiles", str(folder), str(folder), "--memory", "24GB", *model, *outs])
+    assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "taken as nothing: optimizer" in said.stdout
+    reads = ("--hardware", files[0], "--model-profile", files[1])
+    found = invoke(app, ["search", *model, *reads, "--batch-size", "64", "--memory", "20GB", "--roles", "dp,fsdp"])
+    assert found.exit_code == 0 and "imported from Galvatron" in found.stdout
+    assert "not looked at, since the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr

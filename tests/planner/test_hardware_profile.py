@@ -1,0 +1,141 @@
+"""Profiles of the hardware: curves, their files, and what is measured."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from helpers.ranks import RankPool
+from vitpar.errors import PlannerError
+from vitpar.planner.measure.hardware import Effort, profile_hardware
+from vitpar.planner.measure.sending import group_of, group_shapes
+from vitpar.planner.profile.curve import Curve, Timing, fit
+from vitpar.planner.profile.hardware import OPERATIONS, Hardware, read_hardware
+from vitpar_cli.profile import hardware
+
+LITTLE = Effort(0.002, ("float32",), (16, 32), (2**10, 2**14), (2**12,))
+
+
+def curve(*points: tuple[int, float]) -> Curve:
+    return Curve(timings=tuple(Timing(size=size, seconds=s, spread=0, samples=3) for size, s in points))
+
+
+def test_a_curve_goes_through_its_points_and_on_at_the_last_rate() -> None:
+    line = curve((100, 1.0), (200, 3.0), (300, 4.0))
+    assert [line.seconds(size) for size in (1, 100, 150, 300, 500)] == [1.0, 1.0, 2.0, 4.0, 6.0]
+    assert curve((100, 2.0)).seconds(300) == 6.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-7, 10)), min_size=1, max_size=8, unique_by=lambda p: p[0]),
+    st.tuples(st.floats(0, 1e10), st.floats(0, 1e10)),
+)
+def test_more_never_takes_less(points: list[tuple[int, float]], sizes: tuple[float, float]) -> None:
+    line = curve(*sorted(points))
+    less, more = sorted(sizes)
+    assert line.seconds(less) <= line.seconds(more) * (1 + 1e-12)
+
+
+@given(st.floats(0, 1), st.floats(1e-12, 1e-6))
+def test_the_fit_finds_a_line(latency: float, slope: float) -> None:
+    sizes = [2**n for n in range(10, 28, 3)]
+    found = fit(sizes, [latency + slope * size for size in sizes])
+    for size in (sizes[0], sizes[-1]):
+        assert found[0] + found[1] * size == pytest.approx(latency + slope * size, rel=1e-6)
+
+
+def test_the_fit_is_never_negative() -> None:
+    assert fit([100, 200], [1.0, 3.0])[0] == 0
+    assert fit([100, 200], [3.0, 1.0])[1] == 0
+    assert fit([100], [2.0]) == (0, 0.02)
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 8, 12])
+def test_groups_cut_the_world(world: int) -> None:
+    shapes = list(group_shapes(world))
+    assert len(set(shapes)) == len(shapes)
+    for ranks, stride in shapes:
+        groups = {tuple(group_of(rank, ranks, stride)) for rank in range(world)}
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        assert all(len(group) == ranks and group[1] - group[0] == stride for group in groups)
+        assert all(rank in group_of(rank, ranks, stride) for rank in range(world))
+
+
+def measure(device: torch.device) -> tuple[Hardware, list[tuple[int, int, str]]]:
+    said: list[tuple[int, int, str]] = []
+    return profile_hardware("tiny", device, 2, LITTLE, lambda *point: said.append(point)), said
+
+
+def test_every_group_and_operation_is_measured(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    results = ranks(4).run(measure)
+    profile, said = results[0]
+    assert all(other == profile for other, _ in results)
+    assert [done for done, _, _ in said] == list(range(said[0][1]))
+    found = [(link.ranks, link.stride, link.operation) for link in profile.links]
+    expected = [(2, 1), (2, 2), (4, 1)]
+    assert found == [(n, s, name) for n, s in expected for name in OPERATIONS if name != "p2p" or n == 2]
+    assert [(link.stride, link.nodes) for link in profile.links if link.operation == "p2p"] == [(1, 1), (2, 2)]
+    assert profile.overlap is not None and profile.pipeline > 0
+    profile.save(tmp_path / "hardware.json")
+    assert read_hardware(tmp_path / "hardware.json") == profile
+
+
+def test_alone_there_are_no_links(alone: None) -> None:
+    profile, _ = measure(torch.device("cpu"))
+    assert profile.links == () and profile.overlap is None and profile.matmuls[0].timings
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
+        ({"speed": 1}, "speed: Extra inputs are not permitted"),
+        ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 1'"),
+        ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
+    ],
+)
+def test_a_wrong_profile_is_refused_by_its_key(tmp_path: Path, change: dict, sentence: str) -> None:
+    timings = [{"size": 8, "seconds": 1.0, "spread": 0, "samples": 3}]
+    record = {
+        **{"name": "x", "device": "cpu", "device_name": "x", "backend": "gloo", "ranks": 1, "ranks_per_node": 1},
+        **{"threads": 1, "memory_bytes": 1, "matmuls": [{"dtype": "float32", "timings": timings}]},
+        "copy": {"timings": timings},
+    }
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(record))
+    assert read_hardware(path).links == ()
+    path.write_text(json.dumps(record | change))
+    with pytest.raises(PlannerError, match=rf"hardware.json is not a hardware profile, {sentence}"):
+        read_hardware(path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PlannerError, match=r"cannot read the hardware profile .*none.json: No such file"):
+        read_hardware(tmp_path / "none.json")
+    (tmp_path / "picture.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlannerError, match="it is not text"):
+        read_hardware(tmp_path / "picture.json")
+    (tmp_path / "half.json").write_text('{"name": ')
+    with pytest.raises(PlannerError, match=r"half.json is not a hardware profile, the file: Invalid JSON"):
+        read_hardware(tmp_path / "half.json")
+
+
+def test_the_command_writes_what_it_shows(
+    environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Effort, "usual", lambda device, seconds: LITTLE)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(hardware)
+    path = tmp_path / "one.json"
+    shown = CliRunner().invoke(app, ["--ranks", "1", "--device", "cpu", "--out", str(path)]).stdout
+    profile = read_hardware(path)
+    assert profile.name == "1xcpu" and f"written    {path}" in shown and "float32" in shown
+    wrong = CliRunner().invoke(app, ["--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "no" / "one.json")])
+    assert "name a file in a folder that exists" in str(wrong.exception)

@@ -1,0 +1,169 @@
+"""Profiles of a model's layers, measured on one device for the shards of any strategy."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import vitpar.planner.measure.model as profiling
+from helpers.command_line import refusal
+from vitpar.errors import PlannerError
+from vitpar.models import ViTConfig, model_config
+from vitpar.parallel.attention import use_attention
+from vitpar.parallel.held import layer_parameters
+from vitpar.planner.measure.clock import Clock, Neighbours
+from vitpar.planner.measure.layer import LayerBench, Subject, built
+from vitpar.planner.measure.live_bytes import LiveBytes
+from vitpar.planner.measure.model import profile_model
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, read_model_profile, tensors
+from vitpar.strategy import parse, validate
+
+CPU = torch.device("cpu")
+
+
+def tiny(**options: Any) -> ViTConfig:
+    sizes = {"patch_size": 4, "image_size": 8, "channels": 1, "width": 32, "depth": 2, "heads": 4, "num_classes": 5}
+    return model_config("vit_custom", **{**sizes, **options})
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "MOST_ROWS", 4)
+        patch.setattr(profiling, "LONGEST", {"cpu": 1e6})  # on a busy machine too
+        clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
+        said: list[tuple[int, int, str]] = []
+        found = profile_model(Subject(tiny(), "fp32", 4), CPU, clock, 1, lambda *point: said.append(point))
+        assert [done for done, _, _ in said] == list(range(said[0][1]))
+    return found
+
+
+def of(profile: ModelProfile, layer: str, tensor: str, checkpoint: str = "none", wrapped: bool = False) -> LayerProfile:
+    wanted = (layer, tensor, checkpoint, wrapped)
+    (found,) = [p for p in profile.layers if (p.layer, p.tensor, p.checkpoint, p.wrapped) == wanted]
+    return found
+
+
+def test_what_fits_the_model_is_measured(profile: ModelProfile) -> None:
+    fitting = ["tp1", "tp2", "tp2+sp", "tp4", "tp4+sp", "tp4+2d"]
+    assert list(dict.fromkeys(p.tensor for p in profile.layers)) == fitting
+    assert {p.wrapped for p in profile.layers if p.tensor == "tp4+2d"} == {True}
+    assert len(profile.layers) == 3 * 3 * (5 * 2 + 1)
+    assert [(w.layer, w.tensor) for w in profile.weights] == [
+        (kind, tensor) for tensor in fitting for kind in ("stem", "block", "head")
+    ]
+    assert "tp3" in tensors(tiny(heads=6, width=36), 6)
+    assert tensors(tiny(heads=3, width=24), 4) == ("tp1",)
+    wide = tensors(tiny(heads=8), 8)
+    assert "tp8+3d" in wide and "tp8+2d" not in wide
+    both = {(tensor, wrapped) for tensor, _, wrapped in Subject(tiny(), "bf16", 4).strategies()}
+    assert {("tp2", False), ("tp2", True), ("tp4+2d", True)} <= both and ("tp4+2d", False) not in both
+    compiled = Subject(tiny(), "fp32", 2, compile_blocks=True)
+    assert {checkpoint for _, checkpoint, _ in compiled.strategies()} == {"none", "full"}
+
+
+def test_rows_are_those_of_a_tensor_group(profile: ModelProfile) -> None:
+    assert [t.size for t in of(profile, "block", "tp2").forward.timings] == [1, 4]
+    assert [t.size for t in of(profile, "block", "tp2+sp").backward.timings] == [2, 8]
+    assert [t.size for t in of(profile, "block", "tp4+2d", wrapped=True).forward.timings] == [2, 8]
+
+
+def test_memory_is_what_the_policy_keeps(profile: ModelProfile) -> None:
+    config = tiny()
+    token_bytes = 4 * config.tokens * config.width
+    kept, selected, dropped = (of(profile, "block", "tp1", name).saved for name in ("none", "selective", "full"))
+    assert dropped == Bytes(fixed=0, per_row=token_bytes)  # the output, which the next layer takes
+    assert dropped.per_row < selected.per_row < kept.per_row
+    # Two norms' inputs and outputs, queries, keys and values, attention, two of the MLP's, two sums.
+    assert kept.per_row > 12 * token_bytes
+    halves = of(profile, "block", "tp2").saved
+    assert token_bytes * 2 < halves.per_row < kept.per_row
+    wide = of(profile, "block", "tp1", "full").workspace
+    assert wide.per_row > kept.per_row / 2  # made again in backward
+
+
+def test_shards_have_the_elements_that_a_rank_holds(profile: ModelProfile) -> None:
+    config = tiny(depth=1)
+    for mesh in ("dp1", "tp2", "tp4+sp"):
+        held = layer_parameters(config, validate(parse(mesh), config, None))
+        mine = {w.layer: w.elements for w in profile.weights if w.tensor == mesh.replace("dp", "tp")}
+        assert mine == {"stem": held["stem"], "block": held["blocks.0"], "head": held["head"]}
+    whole = {w.layer: w.elements for w in profile.weights if w.tensor == "tp4+2d"}
+    half = layer_parameters(config, validate(parse("tp4+2d"), config, None))
+    assert whole["block"] == pytest.approx(2 * half["blocks.0"], rel=0.01)  # gathered over i
+
+
+def test_a_profile_keeps_its_model_and_its_figures(profile: ModelProfile, tmp_path: Path) -> None:
+    assert ViTConfig(**profile.model) == tiny() and profile.model == asdict(tiny())
+    assert profile.optimizer.timings[0].size == sum(p.elements for p in profile.weights if p.tensor == "tp1")
+    assert 0 < of(profile, "block", "tp1").input_share <= 1 and of(profile, "stem", "tp1").input_share == 0
+    profile.save(tmp_path / "model.json")
+    assert read_model_profile(tmp_path / "model.json") == profile
+    (tmp_path / "other.json").write_text('{"format": "vitpar hardware 1"}')
+    with pytest.raises(PlannerError, match=r"other.json is not a model profile, format: .* vitpar profile model"):
+        read_model_profile(tmp_path / "other.json")
+
+
+def test_live_bytes_come_and_go() -> None:
+    x = torch.ones(256)
+    with LiveBytes() as live:
+        y = x + 1
+        assert live.now == live.most == 1024
+        view = y[:10]
+        del y
+        assert live.now == 1024  # the view needs all of it
+        z = F.gelu(view.repeat(100))
+        assert live.now == 1024 + z.nbytes and live.most == 1024 + 2 * z.nbytes
+        live.restart()
+        del z
+        view += 1
+        assert live.now == live.most == 1024
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_estimated_memory_is_what_is_counted(precision: str) -> None:
+    """To a few numbers of each token that norms and attention keep besides."""
+    config = tiny(width=64, heads=8, hidden=320, depth=1, image_size=32, channels=3)
+    hardware = find_cluster("1x8xH100").hardware()
+    names = ("tp1", "tp4", "tp4+sp", "tp4+2d", "tp8+3d")
+    estimate = estimate_model(config, precision, hardware, names)
+    for tensor in names:
+        for policy, flag in CHECKPOINTS.items():
+            first_rank = built(Subject(config, precision, 8), tensor + flag, CPU)
+            with first_rank as model, model.narrow.in_place():
+                for kind in ("stem", "block", "head"):
+                    bench = LayerBench(model, kind)
+                    counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]
+                    per_row = (counted[1] - counted[0]) / 2 / bench.unit
+                    guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
+                    few = 16 * config.tokens * 4
+                    assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
+
+
+def test_attention_is_computed_as_runs_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MOST_ROWS", 1)
+    clock, subject = Clock(CPU, Neighbours(0, 1, None), 0.001), Subject(tiny(), "fp32", 1)
+    flash: list[bool] = []
+    try:
+        for name, told in (("math", "math"), ("auto", "torch's choice")):
+            named = replace(subject, attention=name)
+            found = profile_model(
+                named, CPU, clock, 1, lambda *_: flash.append(torch.backends.cuda.flash_sdp_enabled())
+            )
+            assert found.measured["attention"] == told
+            assert flash and set(flash) == {name == "auto"}
+            flash.clear()
+    finally:
+        use_attention(None)
+
+
+def test_attention_that_the_device_has_not_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "model", "--model", "vit_tiny_patch16_224", "--set", "train.attention=cudnn", "--device", "cpu"]
+    assert "train.attention 'cudnn' does not run on a cpu device" in refusal(words, monkeypatch, capsys)

@@ -1,0 +1,93 @@
+"""From profiles to a plan that trains, by the commands, with real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.paths import EXPERIMENTS
+from vitpar.errors import StrategyError
+from vitpar.planner.measure.apart import apart
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 2
+width = 32
+depth = 2
+heads = 4
+[data]
+path = "unused"
+[train]
+steps = 1
+batch_size = 8
+"""
+
+
+def test_work_apart_returns_and_raises() -> None:
+    mine = os.getpid()
+    assert apart(os.getpid) != mine
+    with pytest.raises(StrategyError, match="no such axis"):
+        apart(lambda: (_ for _ in ()).throw(StrategyError("no such axis")))
+    with pytest.raises(RuntimeError, match="ended with code 3"):
+        apart(lambda: os._exit(3))
+
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def vitpar(tmp_path: Path) -> Command:
+    """The command line in a folder of its own; gives what it prints."""
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "vitpar_cli.main", *arguments], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    recipe = ("--recipe", "recipe.toml")
+    vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
+    vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
+    vitpar("search", *recipe, "--memory", "1GB", "--out", "plan.json", "--report", "report.html")
+    words = vitpar(
+        *("validate", "plan.json", "dp2", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json"),
+        *("--out", "rows.json"),
+    )
+    found = json.loads(words)
+    assert (
+        len(found["rows"]) == 3
+        and found["repeat"]["mean"] >= 0
+        and found == json.loads((tmp_path / "rows.json").read_text())
+    )
+    for row in found["rows"]:
+        assert len(row["runs"]) >= 2 and all(len(run["seconds"]) == len(run["paces"]) >= 3 for run in row["runs"])
+        assert row["measured_seconds"] > 0 and len(row["measured_memory_bytes"]) == 2
+    vitpar("validate", "dp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--correct", "better")
+    files = ("--hardware", "better/hardware.json", "--model-profile", "better/model.json")
+    assert "profiles were corrected: computing x" in vitpar("search", *recipe, *files, "--memory", "1GB")
+    vitpar("check", "--mesh", "plan.json", *recipe, "--batch-size", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_memory_is_as_predicted(vitpar: Command) -> None:
+    """Of all example plans on two ranks; how long things take is hardly measured."""
+    recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
+    vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
+    vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
+    found = json.loads(vitpar("validate", *recipe, "--seconds", "0.01", "--device", "cpu", "--json"))
+    assert len(found["rows"]) >= 20
+    assert found["memory_error"]["mean"] < 0.03 and found["memory_error"]["largest"] < 0.12

@@ -1,0 +1,98 @@
+"""The bytes that a price counts against what a rank sends in a whole step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.collectives import Sent
+from helpers.ranks import RankPool
+from vitpar import model_config, parallelize, parse, validate
+from vitpar.parallel.held import layer_elements
+from vitpar.planner.cost.groups import Group
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.links import Links
+from vitpar.planner.cost.price import price
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.curve import Curve, Timing
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.hardware import Hardware
+from vitpar.planner.profile.model import ModelProfile, tensors
+from vitpar.train.gradient_norm import global_norm
+from vitpar.train.optimizer import ShardedOptimizer
+from vitpar.train.optimizer_section import OptimizerSection
+
+BATCH = 16
+CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=32, depth=3, heads=4, hidden=64, num_classes=4)
+NOTHING = 1e-15
+
+
+class Bytes(Links):
+    """One operation takes as many seconds as it has bytes, all others none."""
+
+    def __init__(self, hardware: Hardware, operation: str) -> None:
+        super().__init__(hardware)
+        self._operation = operation
+
+    def seconds(self, operation: str, group: Group, size: float) -> float:
+        return size if operation == self._operation and not group.alone else 0.0
+
+
+def nothing(sizes: tuple[int, ...] = (1,)) -> tuple[Timing, ...]:
+    return tuple(Timing(size=size, seconds=NOTHING, spread=0, samples=1) for size in sizes)
+
+
+def priced(mesh: str, microbatches: int, operation: str) -> float:
+    """Bytes of the wholes of all such operations of a step."""
+    plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
+    hardware = find_cluster("4xA100").hardware().model_copy(update={"device": "cpu", "overlap": None})
+    measured = estimate_model(CONFIG, "fp32", hardware, tensors(CONFIG, 4))
+    free = {"forward": Curve(timings=nothing()), "backward": Curve(timings=nothing())}
+    model = ModelProfile(
+        **{**asdict_shallow(measured), "device": "cpu", "cores": 4, "microbatch": 0.0},
+        layers=tuple(layer.model_copy(update=free) for layer in measured.layers),
+        weights=tuple(w.model_copy(update={"gather": nothing()[0], "reduce": 0.0}) for w in measured.weights),
+        optimizer=Curve(timings=nothing()),
+    )
+    costs = LayerCosts(CONFIG, hardware, model)
+    costs.links = Bytes(hardware, operation)
+    return price(plan, costs, BATCH).seconds
+
+
+def asdict_shallow(record: ModelProfile) -> dict:
+    return {name: value for name, value in record if name not in ("layers", "weights", "optimizer")}
+
+
+def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
+    """What a rank sends in its second step; runs on every rank."""
+    plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
+    model = parallelize(CONFIG, plan, batch_size=BATCH, device=device)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.heads)
+    images = torch.randn(len(model.image_rows(BATCH)), CONFIG.channels, CONFIG.image_size, CONFIG.image_size)
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+
+    def step() -> None:
+        model.forward_backward(images, labels, labels)
+        global_norm(optimizer.gradients(), model)
+        optimizer.step(1e-3)
+
+    step()
+    with Sent() as counted:
+        step()
+    return dict(counted.bytes)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "mesh",
+    ["dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2", "tp4", "tp4+sp", "tp4+2d", "tp2xfsdp2", "dp2xtp2+ckpt"],
+)
+def test_a_price_counts_the_bytes_that_are_sent(mesh: str, microbatches: int, ranks: Callable[[int], RankPool]) -> None:
+    """But for a loss and a norm of a few bytes; of several micro-batches one gathers the head once more."""
+    (found, *_) = ranks(4).run(sent, mesh, microbatches)
+    head = 4 * torch.float32.itemsize * layer_elements(CONFIG, "head", parse(mesh).strategy).held
+    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        more = head if operation == "all_gather" and microbatches > 1 else 0
+        expected = priced(mesh, microbatches, operation)
+        assert expected - 64 <= found.get(operation, 0) <= expected + more + 64, operation

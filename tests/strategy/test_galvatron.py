@@ -1,0 +1,326 @@
+"""Galvatron's strategy files: what they mean here, and both round trips."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.galvatron_files import FILES, HUGE, LAYERWISE, OLD, SMALL, column
+from vitpar.errors import StrategyError
+from vitpar.strategy import Axis, Plan, Strategy, parse
+from vitpar.strategy.galvatron import from_galvatron, is_galvatron, read_galvatron, to_galvatron, write_galvatron
+from vitpar.strategy.layout import place
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fields"),
+    [
+        ("huge", "dp2xtp2+zero2", {"microbatches": 1}),
+        (
+            "old",
+            "pp2: stem=dp8, 0-5=fsdp8, 6-11=dp8, 12-17=fsdp8, 18-23=dp8, head=dp8",
+            {"microbatches": 2, "schedule": "gpipe"},
+        ),
+        (
+            "layerwise",
+            "pp1: stem=fsdp2xtp4, 0-5=fsdp4xtp2+ckpt, 6-28=fsdp4xtp2, 29-31=dp4xtp2+zero2, head=fsdp2xtp4",
+            {"microbatches": 1},
+        ),
+        (
+            "mixed",
+            "pp2: stem=fsdp12, 0=tp3xdp4+ckpt, 1=fsdp4xtp3, 2=dp12, 3=tp12+ckpt, 4=tp4xfsdp3+ckpt, 5=tp6xdp2, "
+            "6=tp2xfsdp6, head=fsdp12",
+            {"microbatches": 3, "schedule": "gpipe", "split": (3, 4)},
+        ),
+        ("small", "pp2xdp2xtp2", {"microbatches": 2, "schedule": "gpipe"}),
+    ],
+)
+def test_files_mean(file: str, text: str, fields: dict[str, Any]) -> None:
+    data, ranks = FILES[file]
+    imported = from_galvatron(data, ranks)
+    assert imported.plan == replace(parse(text), **fields)
+    assert imported.plan.world_size == ranks
+    assert imported.batch_size == data["global_bsz"]
+    assert imported.num_blocks == len(data["tp_sizes_enc"].split(","))
+
+
+def meaning(data: dict[str, Any], ranks: int) -> tuple[Any, ...]:
+    """What Galvatron runs, read off the keys by a way of its own: per layer (tp, d, which ranks are neighbours, how d
+    keeps its state, recomputed), and the rest."""
+    stage = ranks // data["pp_deg"]
+    depth = data["tp_sizes_enc"].count(",") + 1
+    default = data.get("default_dp_type", "ddp")
+
+    def layer(tp: int, consecutive: int, dp_type: int, recomputed: int) -> tuple[Any, ...]:
+        kept = None if tp == stage else "zero3" if dp_type else default
+        return (tp, stage // tp, tp in (1, stage) or bool(consecutive), kept, bool(recomputed))
+
+    def values(key: str, absent: int = 0) -> list[int]:
+        return list(map(int, data.get(key, column((absent, depth))).split(",")))
+
+    keys = ("tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "checkpoint")
+    division = [depth // data["pp_deg"]] * (data["pp_deg"] - 1)
+    return (
+        [layer(data.get("vtp", 1), 1, data.get("embed_sdp", 0), 0)],
+        [layer(*numbers) for numbers in zip(*map(values, keys), strict=True)],
+        values("pp_division") if "pp_division" in data else [*division, depth - sum(division)],
+        data["pp_deg"] == 1 or data.get("pipeline_type", "gpipe"),
+        (data["global_bsz"], data["chunks"]),
+    )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_survive_import_and_export(file: str) -> None:
+    data, ranks = FILES[file]
+    imported = from_galvatron(data, ranks)
+    written = to_galvatron(imported.plan, imported.num_blocks, imported.batch_size)
+    assert meaning(written, ranks) == meaning(data, ranks)
+    assert {key: value for key, value in data.items() if key in written and key not in ("use_sp", "vsp")} == {
+        key: written[key] for key in data if key not in ("use_sp", "vsp")
+    }
+    assert from_galvatron(written, ranks).plan == imported.plan
+
+
+def test_export_writes_every_key() -> None:
+    plan = replace(parse("pp2: stem=fsdp6, 0-2=tp2xdp3+zero2+ckpt, 3-4=tp6, head=fsdp6"), microbatches=4)
+    assert to_galvatron(plan, 5, 48) == {
+        "pp_deg": 2,
+        "tp_sizes_enc": "2,2,2,6,6",
+        "tp_consecutive_flags": "0,0,0,1,1",
+        "dp_types_enc": "0,0,0,0,0",
+        "use_sp": "0,0,0,0,0",
+        "checkpoint": "1,1,1,0,0",
+        "global_bsz": 48,
+        "chunks": 4,
+        "pp_division": "3,2",
+        "pipeline_type": "pipedream_flush",
+        "default_dp_type": "zero2",
+        "vtp": 1,
+        "vsp": 0,
+        "embed_sdp": 1,
+        "cp_sizes_enc": "1,1,1,1,1",
+        "vcp": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "changes"),
+    [
+        ("dp2", {"schedule": "gpipe"}, {"pipeline_type": "pipedream_flush", "pp_division": "5"}),
+        ("pp2", {"schedule": "gpipe"}, {"pipeline_type": "gpipe", "pp_division": "3,2"}),
+        ("pp2", {"split": "balanced"}, {"pp_division": "1,4"}),
+        ("fsdp2", {}, {"dp_types_enc": "1,1,1,1,1", "embed_sdp": 1, "default_dp_type": "ddp"}),
+        ("dp1", {}, {"tp_consecutive_flags": "1,1,1,1,1", "vtp": 1}),
+        ("pp1: 0-2=dp2xtp2, *=fsdp2xtp2", {}, {"dp_types_enc": "0,0,0,1,1", "embed_sdp": 1}),
+    ],
+)
+def test_export_of(text: str, fields: dict[str, Any], changes: dict[str, Any]) -> None:
+    written = to_galvatron(replace(parse(text), microbatches=2, **fields), 5, 8, costs=(0, 9, 1, 1, 1, 1, 0))
+    assert written | changes == written
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
+    """A plan that Galvatron can express, in the form that import gives, the model's blocks and a batch."""
+    depth, stage, zero = (
+        draw(st.integers(1, 9)),
+        draw(st.sampled_from([1, 2, 4, 6, 12, 15])),
+        draw(st.sampled_from([0, 2])),
+    )
+    pp = draw(st.integers(1, depth))
+
+    def strategy(outside: bool) -> Strategy:
+        tp = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+        role = draw(st.sampled_from(["dp", "fsdp"]))
+        axes = [Axis(role, stage // tp), Axis("tp", tp)]
+        if not outside and draw(st.booleans()):
+            axes.reverse()
+        return Strategy(
+            tuple(axis for axis in axes if axis.size > 1),
+            zero=zero if role == "dp" and tp < stage else 0,
+            checkpoint=None if outside else draw(st.sampled_from([None, "full"])),
+        )
+
+    outside = strategy(outside=True)
+    blocks = [outside if draw(st.booleans()) else strategy(outside=False) for _ in range(depth)]
+    named = (("stem", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
+    cuts = sorted(draw(st.sets(st.integers(1, depth - 1), min_size=pp - 1, max_size=pp - 1))) if pp > 1 else []
+    sizes = tuple(end - start for start, end in zip([0, *cuts], [*cuts, depth], strict=True))
+    even = tuple(depth // pp + (index < depth % pp) for index in range(pp))
+    plan = Plan(
+        named if set(blocks) != {outside} else (("*", outside),),
+        pp,
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])) if pp > 1 else "1f1b",
+        microbatches=draw(st.integers(1, 6)),
+        split="even" if sizes == even else sizes,
+    )
+    parts = math.lcm(*(layer.degree("dp") * layer.degree("fsdp") for layer in (outside, *blocks)))
+    return plan, depth, parts * plan.microbatches * draw(st.integers(1, 3))
+
+
+@settings(deadline=None)
+@given(plans())
+def test_plans_survive_export_and_import(drawn: tuple[Plan, int, int]) -> None:
+    plan, depth, batch = drawn
+    written = json.loads(json.dumps(to_galvatron(plan, depth, batch)))
+    imported = from_galvatron(written, plan.world_size, depth)
+    assert (imported.plan, imported.num_blocks, imported.batch_size) == (plan, depth, batch)
+    assert to_galvatron(imported.plan, depth, batch) == written
+
+
+@pytest.mark.parametrize(
+    "text", ["pp1: *=dp2xtp2", "pp2: 1=fsdp4+ckpt, *=dp4", "pp1: stem=fsdp4, 0=tp2xdp2, *=fsdp4", "pp1: 0=dp4, 1-4=dp4"]
+)
+def test_plans_with_a_rest_keep_every_layer(text: str) -> None:
+    plan = replace(parse(text), microbatches=2)
+    names = ["stem", *(f"blocks.{index}" for index in range(5)), "head"]
+    imported = from_galvatron(to_galvatron(plan, 5, 16), plan.world_size)
+    assert imported.plan.strategies(names) == plan.strategies(names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "microbatches"),
+    [
+        ({"chunks": -1, "global_bsz": 160, "pp_deg": 1, "pp_division": "4"}, 8, 1),
+        ({"chunks": -1, "global_bsz": 16}, 8, 1),
+        ({"chunks": -1, "global_bsz": 128}, 8, 8),
+        ({"chunks": -1, "global_bsz": 2}, 8, 1),
+    ],
+)
+def test_chunks_by_rule(changes: dict[str, Any], ranks: int, microbatches: int) -> None:
+    assert from_galvatron(SMALL | changes, ranks).plan.microbatches == microbatches
+
+
+def test_chunks_by_rule_that_do_not_divide() -> None:
+    """The rule rounds 18 / 4 up, where Galvatron goes on with micro-batches of unequal sizes."""
+    data = SMALL | {"chunks": -1, "global_bsz": 36, "vtp": 1, "tp_sizes_enc": "1,1,1,1"}
+    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot share the 18 images .* equally: use 2, 3 or 6$"):
+        from_galvatron(data, 4)
+
+
+@pytest.mark.parametrize(("flag", "groups"), [(1, ["012", "345"]), (0, ["024", "135"])])
+def test_neighbouring_ranks(flag: int, groups: list[str]) -> None:
+    """Galvatron's consecutive tp groups are runs of ranks, the others take every (S / t)th."""
+    data = SMALL | {"tp_sizes_enc": column((3, 4)), "tp_consecutive_flags": column((flag, 4)), "vtp": 3}
+    strategy = from_galvatron(data | {"global_bsz": 24}, 12).plan.strategies(
+        ["stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+    )["blocks.0"]
+    found: dict[int, str] = {}
+    for rank in range(6):
+        index = place(strategy, rank)["dp"]
+        found[index] = found.get(index, "") + str(rank)
+    assert list(found.values()) == groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "split"),
+    [({}, (1, 1, 3)), ({"pp_division": "2,2,1"}, "even"), ({"pp_division": "1, 3, 1"}, (1, 3, 1))],
+)
+def test_split(changes: dict[str, Any], split: str | tuple[int, ...]) -> None:
+    data = OLD | {"pp_deg": 3, "tp_sizes_enc": "1,1,1,1,1", "tp_consecutive_flags": "1,1,1,1,1"}
+    assert from_galvatron(data | {"dp_types_enc": "0,0,0,0,0"} | changes, 12).plan.split == split
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"embed_sdp": 1}, "pp2: stem=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
+        ({"vocab_sdp": 1}, "pp2: stem=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
+        ({"vocab_sdp": 1, "embed_sdp": 1}, "pp2: stem=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
+        ({"default_dp_type": "zero3"}, "pp2xfsdp2xtp2"),
+        ({"default_dp_type": "zero3", "dp_types_enc": "1,0,0,1", "embed_sdp": 1}, "pp2xfsdp2xtp2"),
+        ({"default_dp_type": "zero2"}, "pp2xdp2xtp2+zero2"),
+        ({"default_dp_type": "zero2", "dp_types_enc": "1,1,1,1", "embed_sdp": 1}, "pp2xfsdp2xtp2"),
+        ({"default_dp_type": "zero2", "tp_sizes_enc": "4,4,4,4", "vtp": 4}, "pp2xtp4"),
+        ({"tp_consecutive_flags": "0,0,0,0"}, "pp2: stem=dp2xtp2, 0-3=tp2xdp2, head=dp2xtp2"),
+        (
+            {"tp_sizes_enc": "1,1,4,4", "tp_consecutive_flags": "0,1,0,1"},
+            "pp2: stem=dp2xtp2, 0-1=dp4, 2-3=tp4, head=dp2xtp2",
+        ),
+        ({"checkpoint": "1,1,1,1"}, "pp2: stem=dp2xtp2, 0-3=dp2xtp2+ckpt, head=dp2xtp2"),
+        ({"vtp": 1, "vsp": 1, "tp_sizes_enc": "1,1,1,1", "use_sp": "1,1,0,0"}, "pp2xdp4"),
+        ({"ep_sizes_enc": "1,1,1,1", "tp_of_ep_sizes_enc": "1,1,1,1", "vcp": 1}, "pp2xdp2xtp2"),
+    ],
+)
+def test_keys_mean(changes: dict[str, Any], text: str) -> None:
+    assert from_galvatron(SMALL | changes, 8).plan.layers == parse(text).layers
+
+
+PRECISION = "The file does not say the precision."
+PRECISION_AND_SP = "The file does not say the precision, nor whether tp has sequence parallelism (+sp)."
+ZERO2 = "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless told otherwise at run time."
+FLAGS = "Galvatron has run-time flags for what the file leaves out, read by their defaults: "
+
+
+@pytest.mark.parametrize(
+    ("data", "ranks", "notes"),
+    [
+        (HUGE, 4, [f"{FLAGS}embed_sdp as 0.", PRECISION_AND_SP]),
+        (HUGE | {"vocab_sdp": 0}, 4, [PRECISION_AND_SP]),
+        (HUGE | {"vocab_sdp": 0, "chunks": -1}, 4, ["chunks is -1, which Galvatron's rule makes 1.", PRECISION_AND_SP]),
+        (HUGE | {"vtp": 4}, 4, [PRECISION_AND_SP]),
+        (LAYERWISE, 8, [PRECISION_AND_SP]),
+        (LAYERWISE | {"chunks": 2}, 8, [ZERO2, PRECISION_AND_SP]),
+        (LAYERWISE | {"chunks": 2, "dp_types_enc": column((1, 32))}, 8, [PRECISION_AND_SP]),
+        (OLD, 16, [f"{FLAGS}pipeline_type as gpipe.", PRECISION]),
+        (
+            SMALL | {"chunks": -1, "global_bsz": 128},
+            8,
+            [
+                "chunks is -1, which Galvatron's rule makes 8.",
+                f"{FLAGS}pipeline_type as gpipe, default_dp_type as ddp, embed_sdp as 0.",
+                PRECISION_AND_SP,
+            ],
+        ),
+    ],
+)
+def test_notes(data: dict[str, Any], ranks: int, notes: Iterable[str]) -> None:
+    assert from_galvatron(data, ranks).notes == tuple(notes)
+
+
+def test_fewer_chunks_than_stages_are_left_to_validate() -> None:
+    data = SMALL | {"chunks": 1, "pipeline_type": "pipedream_flush"}
+    imported = from_galvatron(data, 8)
+    assert (imported.plan.microbatches, imported.plan.schedule) == (1, "1f1b")
+    assert to_galvatron(imported.plan, 4, 16)["chunks"] == 1
+
+
+def test_which_files_are_galvatrons() -> None:
+    assert is_galvatron(HUGE)
+    assert not is_galvatron({"vitpar_plan": 1, "layers": []})
+    assert not is_galvatron(["tp_sizes_enc"])
+
+
+def test_file_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an older plan")
+    plan = replace(parse("pp1: 0=fsdp4+ckpt, *=dp2xtp2"), microbatches=1)
+    write_galvatron(path, plan, 2, 8)
+    assert path.read_text().startswith(
+        '{\n  "pp_deg": 1,\n  "tp_sizes_enc": "1,2",\n  "tp_consecutive_flags": "1,1",\n'
+    )
+    assert path.read_text().endswith('  "vcp": 1\n}\n')
+    assert read_galvatron(path, 4, 2).plan == replace(
+        parse("pp1: stem=dp2xtp2, 0=fsdp4+ckpt, 1=dp2xtp2, head=dp2xtp2"), microbatches=1
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an older plan")
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(StrategyError, match=r"^cannot write the plan .*plan\.json: No space left on device$"):
+        write_galvatron(path, replace(parse("dp4"), microbatches=1), 2, 8)
+    assert path.read_text() == "an older plan"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]

@@ -1,0 +1,219 @@
+"""What is refused of Galvatron's strategy files, with a sentence that names the block or the key."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.galvatron_files import HUGE, OLD, SMALL
+from vitpar.errors import StrategyError
+from vitpar.strategy import parse
+from vitpar.strategy.galvatron import from_galvatron, read_galvatron, to_galvatron
+
+LIST = 'give whole numbers as text, one per block, as in "2,2,4"'
+COUNT = "give a whole number from 1 to a million"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # keys and types
+        ({"pp_size": 2}, "'pp_size' belongs to another kind of file: give one with pp_deg and tp_sizes_enc"),
+        ({"use_sq": "0,0,0,0"}, r"unknown key 'use_sq' in the Galvatron plan: keys are .* \(did you mean 'use_sp'\?\)"),
+        ({"embed_sdp": 0, "vocab_sdp": 1}, "embed_sdp is 0 but vocab_sdp, its other name, 1: leave out one of them"),
+        ({"pp_deg": "2"}, f"'pp_deg' in the Galvatron plan is \"2\": {COUNT}"),
+        ({"pp_deg": True}, f"'pp_deg' in the Galvatron plan is true: {COUNT}"),
+        ({"pp_deg": 0}, f"'pp_deg' in the Galvatron plan is 0: {COUNT}"),
+        ({"global_bsz": 16.0}, f"'global_bsz' in the Galvatron plan is 16.0: {COUNT}"),
+        ({"global_bsz": 10**9}, f"'global_bsz' in the Galvatron plan is 1000000000: {COUNT}"),
+        ({"chunks": 0}, f"'chunks' in the Galvatron plan is 0: {COUNT}, or -1"),
+        ({"chunks": -1.0}, f"'chunks' in the Galvatron plan is -1.0: {COUNT}, or -1"),
+        ({"vsp": False}, "'vsp' in the Galvatron plan is false: give 0 or 1"),
+        ({"embed_sdp": 2}, "'embed_sdp' in the Galvatron plan is 2: give 0 or 1"),
+        (
+            {"pipeline_type": "1f1b"},
+            '\'pipeline_type\' in the Galvatron plan is "1f1b": give "gpipe" or "pipedream_flush"',
+        ),
+        ({"default_dp_type": "fsdp"}, '\'default_dp_type\' in .* is "fsdp": give "ddp", "zero2" or "zero3"'),
+        ({"default_dp_type": ["ddp"]}, r"'default_dp_type' in .* is \[\"ddp\"\]: give .*"),
+        ({"vcp": 2}, "'vcp' in the Galvatron plan is 2: give 1, as vitpar has no context parallelism"),
+        # text of numbers
+        ({"tp_sizes_enc": [2, 2, 2, 2]}, rf"'tp_sizes_enc' in the Galvatron plan is \[2, 2, 2, 2\]: {LIST}"),
+        ({"tp_sizes_enc": ""}, f"'tp_sizes_enc' in the Galvatron plan is \"\": {LIST}"),
+        ({"checkpoint": "0,0,,0"}, f"'checkpoint' in the Galvatron plan is \"0,0,,0\": {LIST}"),
+        ({"checkpoint": "0,0,0,0,"}, f"'checkpoint' in the Galvatron plan is \"0,0,0,0,\": {LIST}"),
+        ({"dp_types_enc": "0,-1,0,0"}, f"'dp_types_enc' in the Galvatron plan is \"0,-1,0,0\": {LIST}"),
+        ({"dp_types_enc": "0,None,0,0"}, f"'dp_types_enc' in the Galvatron plan is \"0,None,0,0\": {LIST}"),
+        (
+            {"pp_division": [2, 2]},
+            r"'pp_division' .* is \[2, 2\]: give whole numbers as text, one per stage, as in \"6,6\"",
+        ),
+        ({"use_sp": "0,0,0"}, "use_sp has 3 values but tp_sizes_enc 4: give one for each block"),
+        ({"tp_sizes_enc": "2"}, "tp_consecutive_flags has 4 values but tp_sizes_enc 1: give one for each block"),
+        # values of blocks
+        ({"tp_consecutive_flags": "1,1,2,1"}, "block 2: tp_consecutive_flags is 2: use 0 or 1"),
+        ({"dp_types_enc": "0,0,0,3"}, "block 3: dp_types_enc is 3: use 0 or 1"),
+        ({"use_sp": "0,2,0,0"}, "block 1: use_sp is 2: use 0 or 1"),
+        ({"checkpoint": "0,2,0,0"}, "block 1: checkpoint is 2, and vitpar recomputes whole blocks: use 0 or 1"),
+        ({"cp_sizes_enc": "1,1,2,1"}, "block 2: cp_sizes_enc is 2, and vitpar has no context parallelism: use 1"),
+        ({"ep_sizes_enc": "8,1,1,1"}, "block 0: ep_sizes_enc is 8, and vitpar has no expert parallelism: use 1"),
+        (
+            {"tp_of_ep_sizes_enc": "1,1,1,4"},
+            "block 3: tp_of_ep_sizes_enc is 4, and vitpar has no expert parallelism: use 1",
+        ),
+        (
+            {"use_sp": "0,0,0,1"},
+            "block 3: vitpar has no Ulysses sequence parallelism, here over 2 ranks: set use_sp to 0 for tp2",
+        ),
+        (
+            {"vsp": 1},
+            r"stem and head \(vtp\): vitpar has no Ulysses .*, here over 2 ranks: set vsp to 0 for tp2",
+        ),
+        ({"tp_sizes_enc": "2,3,2,2"}, "block 1: tp 3 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
+        ({"tp_sizes_enc": "2,2,0,2"}, "block 2: tp 0 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
+        ({"tp_sizes_enc": "2,2,8,2"}, "block 2: tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
+        ({"vtp": 8}, r"stem and head \(vtp\): tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
+        # the whole
+        ({"pp_deg": 3}, "pp_deg 3 does not divide 8 ranks: use 1, 2 or 4"),
+        (
+            {"pp_deg": 8, "tp_sizes_enc": "1,1,1,1", "vtp": 1},
+            "pp_deg: 4 blocks cannot fill 8 stages: use at most 4 stages",
+        ),
+        (
+            {"pp_division": "3,2"},
+            "pp_division: split 3,2 deals 5 blocks but the model has 4: give 2 numbers with sum 4",
+        ),
+        ({"pp_division": "4"}, "pp_division: split 4 is for 1 stage but the plan has 2: give 2 numbers with sum 4"),
+        ({"pp_division": "4,0"}, "pp_division: split 4,0 gives 0 blocks to stage 1: give every stage at least 1"),
+        ({"chunks": 3}, r"3 micro-batches cannot share the 8 images of a data-parallel part .* equally: use 1, 2 or 4"),
+        ({"global_bsz": 15}, "a batch of 15 images does not divide into the 2 data-parallel parts of .*: use 14 or 16"),
+    ],
+)
+def test_import_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError, match=f"^{message}$"):
+        from_galvatron(SMALL | changes, 8)
+
+
+@pytest.mark.parametrize(
+    "key", ["pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "global_bsz", "chunks"]
+)
+def test_import_needs(key: str) -> None:
+    with pytest.raises(StrategyError, match=f"^the Galvatron plan has no key '{key}': add it, the value is "):
+        from_galvatron({name: value for name, value in HUGE.items() if name != key}, 4)
+
+
+def test_import_refuses_what_only_shows_elsewhere() -> None:
+    with pytest.raises(StrategyError, match=r"^chunks is -1, whose rule depends on the .* older file: give a number$"):
+        from_galvatron(OLD | {"chunks": -1}, 16)
+    with pytest.raises(StrategyError, match=r"^tp_sizes_enc has 4 blocks but the model 12: use a file made for it$"):
+        from_galvatron(SMALL, 8, num_blocks=12)
+    with pytest.raises(StrategyError, match=r"^the Galvatron plan is \[\]: give an object with the keys pp_deg, "):
+        from_galvatron([], 8)  # type: ignore[arg-type]
+
+
+CANNOT = "which Galvatron's file cannot say"
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ("pp", {}, f"the plan (pp) has an open degree, {CANNOT}: give pp a number"),
+        ("dp2xpp2", {}, f"the plan (dp2xpp2) has pp behind another axis, {CANNOT}: use pp2xdp2"),
+        (
+            "pp2",
+            {"schedule": "zbvzerobubble"},
+            f"the plan (pp2) has schedule zbvzerobubble, {CANNOT}: use gpipe or 1f1b",
+        ),
+        ("pp2", {"virtual_stages": 2}, f"the plan (pp2) has 2 virtual stages, {CANNOT}: set virtual_stages to 1"),
+        (
+            "pp2",
+            {"microbatches": None},
+            "the plan (pp2) has no number of micro-batches, which Galvatron's file needs: give one",
+        ),
+        (
+            "pp2",
+            {"microbatch_size": 2},
+            "both microbatches (2) and microbatch_size (2) are given: give one of them",
+        ),
+        (
+            "pp2",
+            {"split": "balanced"},
+            "split 'balanced' needs the cost of every layer: give the costs or use split 'even'",
+        ),
+        ("pp2", {"split": (3, 2)}, "split 3,2 deals 5 blocks but the model has 4: give 2 numbers with sum 4"),
+        (
+            "pp1: 0-7=dp2",
+            {},
+            "blocks 0-7 are given a strategy but the model has 4 blocks, 0 to 3: change the group",
+        ),
+        ("pp1: 1=dp, *=dp2", {}, f"block 1 (dp) has an open degree, {CANNOT}: give every axis a number"),
+        ("pp1: 2=tp4+2d, *=dp4", {}, f"block 2 (tp4+2d) has 2d tensor parallelism, {CANNOT}: use tp4"),
+        ("pp1: 2=tp8+2.5d@2, *=dp8", {}, f"block 2 (tp8+2.5d@2) has 2.5d tensor parallelism, {CANNOT}: use tp8"),
+        ("pp1: 2=tp8+3d+ckpt, *=dp8", {}, f"block 2 (tp8+3d+ckpt) has 3d tensor parallelism, {CANNOT}: use tp8+ckpt"),
+        (
+            "pp1: 1=tp4+sp, *=dp4",
+            {},
+            f"block 1 (tp4+sp) has +sp, {CANNOT}: use tp4, and Galvatron's run-time flag for it",
+        ),
+        ("pp1: 3=fsdp2xdp2, *=dp4", {}, f"block 3 (fsdp2xdp2) has both dp and fsdp, {CANNOT}: use one, dp4 or fsdp4"),
+        ("pp1: 3=dp4+zero1, *=dp4", {}, f"block 3 (dp4+zero1) has +zero1, {CANNOT}: use dp4+zero2 or dp4"),
+        ("pp1: 0=fsdp4+offload, *=dp4", {}, f"block 0 (fsdp4+offload) has +offload, {CANNOT}: use fsdp4"),
+        (
+            "pp1: 0=dp4+ckpt.selective, *=dp4",
+            {},
+            f"block 0 (dp4+ckpt.selective) has +ckpt.selective, {CANNOT}: use dp4+ckpt or dp4",
+        ),
+        (
+            "dp4+ckpt",
+            {},
+            f"stem (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for stem and head",
+        ),
+        (
+            "pp1: stem=dp4, *=dp4+ckpt",
+            {},
+            f"head (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for stem and head",
+        ),
+        ("tp2xdp2", {}, f"stem (tp2xdp2) has tp as its outer axis, {CANNOT}: use dp2xtp2 for stem and head"),
+        (
+            "pp1: stem=dp4, *=fsdp4",
+            {},
+            "stem is dp4 but head is fsdp4, and Galvatron's file has one strategy for both: use either in both",
+        ),
+        (
+            "pp1: 1=dp4+zero2, 2=dp2xtp2+zero2, *=dp4",
+            {},
+            "stem is dp4 but block 1 is dp4+zero2, and Galvatron's file has one default_dp_type for all: "
+            "use +zero2 in both or neither, or fsdp",
+        ),
+        (
+            "dp4",
+            {"microbatches": 5},
+            "5 micro-batches cannot share the 4 images of a data-parallel part (batch 16 over 'dp4') equally: "
+            "use 1, 2 or 4",
+        ),
+    ],
+)
+def test_export_refuses(text: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        to_galvatron(replace(parse(text), **{"microbatches": 2} | fields), 4, 16)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps(SMALL | {"pp_deg": 3}), "{path}: pp_deg 3 does not divide 8 ranks: use 1, 2 or 4"),
+        ('{"pp_deg": 1, "pp_deg": 2}', "{path}: key 'pp_deg' stands twice: give it once"),
+        ('{"pp_deg": ', "{path} is not JSON: Expecting value: line 1 column 12 (char 11)"),
+        (None, "cannot read the plan {path}: No such file or directory"),
+    ],
+)
+def test_file_that_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(StrategyError) as caught:
+        read_galvatron(path, 8)
+    assert str(caught.value) == message.format(path=path)

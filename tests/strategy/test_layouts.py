@@ -1,0 +1,116 @@
+"""Layouts and the redistributions between them: by arithmetic, and on real ranks forward and backward."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.plans import strategies_of
+from helpers.ranks import RankPool
+from vitpar.strategy import Strategy, image_layout, logit_layout, parse, token_layout
+from vitpar.strategy.layout import Layout, moves, received_share, row_parts
+
+BATCH, TOKENS, WIDTH = 72, 3, 24
+WHOLE = torch.arange(BATCH * TOKENS * WIDTH, dtype=torch.float64).view(BATCH, TOKENS, WIDTH)
+
+
+def layout(text: str) -> Layout:
+    return token_layout(parse(text).strategy)
+
+
+def part_of(whole: torch.Tensor, at: Layout, rank: int) -> torch.Tensor:
+    rows, features = at[rank].row_range(BATCH), at[rank].feature_range(WIDTH)
+    return whole[rows.start : rows.stop, :, features.start : features.stop]
+
+
+@given(st.sampled_from([1, 2, 4, 6, 8, 12]).flatmap(lambda n: st.tuples(strategies_of(n), strategies_of(n))))
+def test_moves_give_every_rank_all_it_lacks_and_nothing_else(pair: tuple[Strategy, Strategy]) -> None:
+    source, target = token_layout(pair[0]), token_layout(pair[1])
+    found = moves(source, target, BATCH, WIDTH)
+    for rank in range(len(target)):
+        taken = torch.zeros(BATCH, WIDTH, dtype=torch.int64)
+        for move in (m for m in found if m.receiver == rank):
+            rows, features = slice(move.rows.start, move.rows.stop), slice(move.features.start, move.features.stop)
+            taken[rows, features] += 1
+            held = torch.zeros(BATCH, WIDTH, dtype=torch.bool)
+            held[source[move.sender].row_range(BATCH), :] = True
+            assert held[rows].all() and set(move.features) <= set(source[move.sender].feature_range(WIDTH))
+            owned = set(source[rank].row_range(BATCH)) & set(move.rows)
+            if set(source[rank].feature_range(WIDTH)) & set(move.features) and owned and move.sender != rank:
+                pytest.fail(f"rank {rank} is sent what it has: {move}")
+        wanted = torch.zeros_like(taken)
+        rows, features = target[rank].row_range(BATCH), target[rank].feature_range(WIDTH)
+        wanted[rows.start : rows.stop, features.start : features.stop] = 1
+        assert torch.equal(taken, wanted)
+    received = [sum(m.elements for m in found if m.receiver == r != m.sender) for r in range(len(target))]
+    assert received_share(source, target) == pytest.approx(max(received) / (BATCH * WIDTH))
+
+
+@given(strategies_of(8))
+def test_where_layouts_agree_nothing_moves(strategy: Strategy) -> None:
+    at = token_layout(strategy)
+    assert received_share(at, at) == 0
+    assert all(move.sender == move.receiver for move in moves(at, at, BATCH, WIDTH))
+    assert len({(p.row, p.feature) for p in at}) * len([p for p in at if p == at[0]]) == len(at)
+    assert row_parts(strategy) % strategy.data_parallel == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "share"),
+    [
+        ("dp4", "tp4", 3 / 4),  # all want the three parts they lack
+        ("tp4", "dp4", 0),  # all hold everything: each cuts its own
+        ("dp4", "dp2xtp2", 1 / 4),  # the neighbour's quarter makes the half
+        ("dp4", "tp2xdp2", 1 / 2),  # rank 1 has a quarter of the other half
+        ("dp2xtp2", "tp2xdp2", 1 / 2),
+        ("fsdp4", "dp4", 0),
+        ("fsdp2xdp2", "dp4", 0),  # rows follow the rank order, not the roles
+        ("dp6", "tp3xdp2", 1 / 2),
+        ("dp4", "tp4+2d", 1 / 8),  # half of the rows, half of the features, of which a half is there
+        ("tp4+2d", "tp4", 3 / 4),
+        ("dp4", "tp4+sp", 0),
+    ],
+)
+def test_what_has_to_be_received(source: str, target: str, share: float) -> None:
+    assert received_share(layout(source), layout(target)) == pytest.approx(share)
+
+
+def test_ends_of_a_model() -> None:
+    sequence, cube = parse("dp2xtp2+sp").strategy, parse("tp8+3d").strategy
+    assert [part.row for part in image_layout(sequence)] == [0, 1, 2, 3]
+    assert [part.row for part in logit_layout(sequence)] == [0, 0, 1, 1]
+    assert {part.features for part in image_layout(cube)} == {part.features for part in logit_layout(cube)} == {1}
+    assert [part.row for part in logit_layout(cube)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+MESHES = {
+    4: ("dp4", "tp4", "dp2xtp2", "tp2xfsdp2", "tp4+2d", "tp4+sp", "tp2xdp2+sp"),
+    6: ("dp6", "tp3xdp2", "dp2xtp3", "fsdp3xtp2+sp", "tp6"),
+    8: ("fsdp8", "tp8+3d", "tp8+2.5d", "tp4xdp2+2d", "dp2xtp4+sp", "tp2xdp2xfsdp2"),
+}
+
+
+def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
+    """What is wrong with the exchange between any two of `meshes`; runs on every rank."""
+    from vitpar.parallel.redistribute import Redistribute
+
+    rank, wrong = dist.get_rank(), []
+    for source in map(layout, meshes):
+        for target in map(layout, meshes):
+            x = part_of(WHOLE, source, rank).clone().requires_grad_()
+            y = Redistribute(source, target, WIDTH, dist.group.WORLD)(x)
+            y.backward(part_of(-WHOLE, target, rank))
+            assert x.grad is not None
+            if not torch.equal(y, part_of(WHOLE, target, rank)) or not torch.equal(x.grad, -x.detach()):
+                wrong.append(f"{source} to {target} on rank {rank}")
+            if y._is_view():
+                wrong.append("a stage's output must not be a view")
+    return wrong
+
+
+@pytest.mark.parametrize("size", MESHES)
+def test_every_exchange_on_real_ranks(size: int, ranks: Callable[[int], RankPool]) -> None:
+    assert [problem for here in ranks(size).run(exchanged, MESHES[size]) for problem in here] == []

@@ -1,0 +1,167 @@
+"""`vitpar train --resume`: runs that are killed at any step and go on under other plans, and what it refuses."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import refusal, run, started
+from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
+from helpers.small_data import pack_small
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed data, a recipe, and the run `through` that never stopped."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    done = run(folder, ["train", "--recipe", "recipe.toml", "--run-dir", "through"])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random) -> None:
+    """Start training and kill -9 one of its processes, or all, once metrics.jsonl has `after` lines more; the others
+    end by themselves."""
+    begin = lines(place / "run")
+    process = started(place, words)
+    # A resumed run first drops the lines of steps that it does again.
+    wait_for(lambda: lines(place / "run") >= begin + after, process)
+    there = ranks_of(process.pid)
+    for victim in [process.pid, *there] if whom == "all" else [draw.choice(there)]:
+        os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0, errors
+    if whom != "all":
+        assert "was killed by SIGKILL" in errors
+    wait_for(lambda: not alive(there), process, ended=True)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) -> None:
+    draw = random.Random(seed)
+    whom = ["one rank", "all"]
+    (place / "run").rename(place / f"run-{seed}") if (place / "run").exists() else None
+    begin = ["train", "--recipe", "recipe.toml", "--run-dir", "run", "--resume", "auto"]
+    killed(place, [*begin, "--mesh", "pp2xtp2", "--microbatches", "2"], draw.randrange(2, 16), whom[seed], draw)
+    first = rows(place / "run")
+    more = ["--mesh", "fsdp2", "--set", "data.workers=0"]
+    killed(place, ["train", "--resume", "auto", "--run-dir", "run", *more], draw.randrange(2, 10), whom[1 - seed], draw)
+    done = run(place, ["train", "--resume", "run", "--mesh", "dp1", "--set", "data.workers=3"])
+    assert done.returncode == 0, done.stderr
+    through, ours = rows(place / "through"), rows(place / "run")
+    assert ours.keys() == through.keys()
+    for key, row in through.items():
+        assert ours[key]["loss"] == pytest.approx(row["loss"], rel=1e-4), key
+        assert ours[key]["samples"] == row["samples"]
+        if key in first:
+            assert first[key]["loss"] == pytest.approx(row["loss"], rel=1e-4)
+    assert not list((place / "run" / "checkpoints").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "number", "to"),
+    [
+        ("dp2", signal.SIGTERM, "launcher"),
+        pytest.param("dp2", signal.SIGUSR1, "a rank", marks=pytest.mark.slow),
+        pytest.param("dp2", signal.SIGINT, "launcher", marks=pytest.mark.slow),
+        pytest.param("dp1", signal.SIGTERM, "launcher", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signals, to: str, place: Path) -> None:
+    run_dir = place / f"asked-{mesh}-{number.name}-{to[0]}"
+    words = ["train", "--recipe", "recipe.toml", "--mesh", mesh, "--steps", "20000", "--run-dir", run_dir.name]
+    process = started(place, [*words, "--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"])
+    wait_for(lambda: lines(run_dir) > 5, process)
+    target = process.pid if to == "launcher" else max(ranks_of(process.pid))
+    os.kill(target, number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert saved.name == f"step_{max(step for _, step in rows(run_dir))}"
+    assert f"after step {saved.name[5:]}: vitpar train --resume {run_dir.name}" in " ".join((out + errors).split())
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(place: Path) -> None:
+    words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--steps", "20000", "--run-dir", "twice"]
+    process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every_steps=10000"])
+    wait_for(lambda: lines(place / "twice") > 0, process)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[0], signal.SIGSTOP)  # so that no step ends any more
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.3)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors.endswith("stopped by Ctrl-C\n")
+    wait_for(lambda: not alive(ranks), process, ended=True)
+
+
+def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:
+    words = ["train", "--recipe", "recipe.toml", "--steps", "12", "--run-dir", "auto", "--resume", "auto"]
+    for again in (False, True):
+        done = run(place, words)
+        assert done.returncode == 0, done.stderr
+        assert ("going on from auto/checkpoints/step_12" in done.stdout + done.stderr) is again
+    assert len(rows(place / "auto")) == 12 + 2
+
+
+def test_a_checkpoint_is_evaluated_like_weights(place: Path) -> None:
+    answers = []
+    for folder in ("weights", f"checkpoints/step_{STEPS}"):
+        done = run(place, ["eval", "--checkpoint", f"through/{folder}", "--json", "--mesh", "tp2"])
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0] == pytest.approx(answers[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume", "auto"], "--resume auto needs to know which run: name its folder with --run-dir"),
+        (["--resume", "gone"], "--resume 'gone' is neither the folder of a run nor a checkpoint"),
+        (["--resume", "data"], "--resume 'data' is neither the folder of a run nor a checkpoint"),
+        (
+            ["--resume", "never", "--recipe", "recipe.toml", "--run-dir", "through"],
+            "the run folder 'through' exists and is not empty",
+        ),
+        (["--resume", "through", "--run-dir", "data"], "the run folder 'data' exists and is not empty"),
+        (["--allow-change", "train.seed"], "--allow-change train.seed has no use without --resume"),
+        (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
+        (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
+        (["--resume", "begun"], "has no checkpoint to go on from: to begin, use --resume auto --run-dir begun"),
+        (["--resume", "away"], "does not lie in a run: name the folder of a new one with --run-dir"),
+        (
+            ["--recipe", "recipe.toml", "--resume", "auto", "--run-dir", "."],
+            "the run folder '.' exists and is not empty",
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_anything_starts(
+    words: list[str],
+    message: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if not (place / "away").exists():
+        shutil.copytree(place / "through" / "checkpoints" / f"step_{STEPS}", place / "away")
+        (place / "begun").mkdir()
+        shutil.copy(place / "recipe.toml", place / "begun")
+    monkeypatch.chdir(place)
+    assert message in refusal(["train", *words], monkeypatch, capsys)
+
+
+def test_another_training_is_refused_in_a_sentence(place: Path) -> None:
+    done = run(place, ["train", "--resume", "through", "--set", "train.seed=3", "--mesh", "dp2"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "train.seed was 0 and is 3" in done.stderr and "--allow-change train.seed" in done.stderr

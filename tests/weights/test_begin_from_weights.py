@@ -1,0 +1,163 @@
+"""Runs that begin from imported weights, and the import from the command line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from typer.testing import CliRunner
+
+from helpers.command_line import refusal, run
+from helpers.foreign_weights import CLASSES, TIMM_CONFIG, WIDTH, saved, timm_state
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import trainer_of
+from vitpar.errors import DataError
+from vitpar.models.initial import initial_value
+from vitpar.strategy import parse
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
+from vitpar.weights.folder import RECIPE, open_weights
+from vitpar.weights.importing import import_weights
+from vitpar.weights.positions import resampled
+from vitpar_cli.checkpoint import app
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed data, and imported weights."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    saved(folder / "there", timm_state(), TIMM_CONFIG)
+    import_weights(folder / "there", folder / "weights")
+    return folder
+
+
+def test_import_and_eval_from_the_command_line(place: Path) -> None:
+    words = ["import", str(place / "there"), "--out", str(place / "again"), "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["format"] == "timm"
+    evaluated = run(place, ["eval", "--checkpoint", "again", "--data", "data", "--json"])
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["samples"] == 17
+
+
+def recipe_from(place: Path, mesh: str, **changed: Any) -> Recipe:
+    values = {"data.path": str(place / "data"), "data.workers": 0, "train.batch_size": 12, "train.ema_decay": 0.9}
+    values |= {"parallel.mesh": mesh, "train.steps": 1, "model.weights": str(place / "weights")}
+    if mesh.startswith("pp"):
+        values["parallel.microbatches"] = 2
+    return read_recipe(place / "weights" / RECIPE, {**values, **changed})
+
+
+def begun(device: torch.device, recipe: Recipe, run_dir: Path) -> list[str]:
+    """The parameters and averages on this rank that are not those of the recipe's weights when the run begins."""
+    trainer = trainer_of(recipe, run_dir)
+    weights, wrong = open_weights(Path(recipe.model.weights or "")), []
+    for name, tensor in trainer.state.tensors().items():
+        group, _, name = name.partition(".")
+        if group == "optimizer":
+            continue
+        whole, mine = weights.read(name), tensor
+        if name == "stem.pos_embed" and trainer.config.image_size != weights.config.image_size:
+            whole = resampled(whole, trainer.config.prefix_tokens, trainer.config.image_size // 4)
+        if isinstance(tensor, DTensor):
+            mine, place = tensor.to_local(), (tensor.device_mesh, tensor.placements)
+            whole = distribute_tensor(whole, *place, src_data_rank=None).to_local()
+        if whole.shape != mine.shape or not torch.equal(mine, whole):
+            wrong.append(f"{group}.{name}")
+    trainer.run()
+    return wrong
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "pp2xtp2"])
+def test_a_run_begins_from_weights_under_any_plan(
+    mesh: str, place: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    recipe = recipe_from(place, mesh)
+    assert ranks(parse(mesh).world_size).run(begun, recipe, tmp_path / "run") == [[]] * parse(mesh).world_size
+    assert read_recipe(tmp_path / "run" / RECIPE).model.weights == str(place / "weights")
+    assert "parameters are those in" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2"])
+def test_fine_tuning_for_larger_images(
+    mesh: str, place: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    recipe = recipe_from(place, mesh, **{"model.image_size": 12, "data.mean": [0.1, 0.1, 0.1]})
+    answers = ranks(parse(mesh).world_size).run(begun, recipe, tmp_path / "run")
+    assert answers == [[]] * len(answers)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "interpolated from 2x2 to 3x3" in log and "normalised with mean (0.1" in log
+
+
+def test_a_classifier_of_another_size_begins_anew(place: Path, tmp_path: Path, alone: None) -> None:
+    import_weights(place / "there", tmp_path / "five", classes=5)
+    recipe = recipe_from(place, "dp1", **{"model.weights": str(tmp_path / "five"), "train.seed": 3})
+    trainer = trainer_of(recipe, tmp_path / "run")
+    parameters = dict(trainer.model.named_parameters())
+    fresh = initial_value("head.fc.weight", torch.Size((CLASSES, WIDTH)), 3, trainer.config)
+    assert torch.equal(parameters["head.fc.weight"], fresh)
+    assert torch.equal(parameters["head.norm.bias"], timm_state()["norm.bias"])
+    trainer.run()
+    assert "classifier of 7 classes begins anew (5 were there)" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_checkpoint_is_begun_from_too(place: Path, tmp_path: Path, alone: None) -> None:
+    trainer_of(recipe_from(place, "dp1"), tmp_path / "first").run()
+    checkpoint = tmp_path / "first" / "checkpoints" / "step_1"
+    recipe = recipe_from(place, "dp1", **{"model.weights": str(checkpoint), "model.image_size": 12})
+    assert begun(torch.device("cpu"), recipe, tmp_path / "second") == []
+
+
+def test_a_run_that_goes_on_reads_no_weights_again(place: Path, tmp_path: Path, alone: None) -> None:
+    shutil.copytree(place / "weights", tmp_path / "weights")
+    recipe = recipe_from(
+        place, "dp1", **{"model.weights": str(tmp_path / "weights"), "train.steps": 4, "checkpoint.every_steps": 2}
+    )
+    trainer = trainer_of(recipe, tmp_path / "run")
+    trainer.total_steps = 2
+    trainer.run()
+    shutil.rmtree(tmp_path / "weights")
+    trainer_of(recipe, tmp_path / "run", resume=tmp_path / "run").run()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 4
+    with pytest.raises(DataError, match="holds no weights"):
+        trainer_of(recipe, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--weights", "gone"], "'gone' holds no weights (config.json is missing)"),
+        (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "width is 192 where they have 24"),
+        (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg where they have cls"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_starts(
+    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    assert message in refusal(
+        ["train", "--data", "data", "--recipe", "weights/recipe.toml", *words], monkeypatch, capsys
+    )
+
+
+def test_weights_are_no_setting_of_a_plan(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "dp1", "--set", "model.weights=weights"]
+    assert "--set model.weights changes nothing in a plan" in refusal(words, monkeypatch, capsys)
+
+
+def test_other_weights_are_another_training(place: Path, tmp_path: Path, alone: None) -> None:
+    trainer_of(recipe_from(place, "dp1"), tmp_path / "run").run()
+    other = recipe_from(place, "dp1", **{"model.weights": "elsewhere"})
+    with pytest.raises(ValueError, match=r"model\.weights was .* and is elsewhere.*--allow-change model\.weights"):
+        trainer_of(other, tmp_path / "run", resume=tmp_path / "run")

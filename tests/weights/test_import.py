@@ -1,0 +1,245 @@
+"""Weights from elsewhere: they compute what they computed, what does not fit is refused, and a run begins from them."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from helpers.foreign_weights import (
+    CLASSES,
+    HEADS,
+    TIMM_CONFIG,
+    WIDTH,
+    as_transformers,
+    saved,
+    timm_logits,
+    timm_state,
+    transformers_config,
+)
+from helpers.imported import IMAGES, logits_of, model_of
+from vitpar.errors import DataError
+from vitpar.models import ViTConfig
+from vitpar.models.initial import initial_value
+from vitpar.train.recipe_file import read_recipe
+from vitpar.weights.folder import RECIPE, open_weights
+from vitpar.weights.importing import Imported, import_weights
+from vitpar.weights.positions import resampled
+
+STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "cls"),
+    "positions of patches alone": ({"embed_prefix": False, "registers": 4}, "cls"),
+    "registers": ({"registers": 2}, "cls"),
+    "distilled": ({"dist": True}, "cls"),
+    "queries normed, branches scaled": ({"qk_norm": True, "layer_scale": True}, "cls"),
+    "mean": ({"cls": False}, "avg"),
+    "mean beside a class token": ({"registers": 1}, "avg"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_timms_weights_compute_what_they_did(case: str, tmp_path: Path) -> None:
+    options, pool = STATES[case]
+    state = timm_state(**options)
+    config = TIMM_CONFIG | {"global_pool": {"cls": "token"}.get(pool, pool)}
+    source = saved(tmp_path / "there", state, None if "qk_norm" in options else config)
+    done = import_weights(source, tmp_path / "here")
+    assert done.format == "timm" and (done.config.heads, done.config.pool) == (HEADS, pool)
+    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(state, IMAGES, pool), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["vit", "deit", "deit without its second classifier"])
+def test_transformers_weights_compute_what_they_did(kind: str, tmp_path: Path) -> None:
+    state, kind, alone = timm_state(dist=kind != "vit"), kind.split()[0], "without" in kind
+    if alone:
+        state = {name: tensor for name, tensor in state.items() if "head_dist" not in name}
+    source = saved(tmp_path / "there", as_transformers(state, kind), transformers_config(kind))
+    done = import_weights(source, tmp_path / "here")
+    assert done.format == "transformers" and done.config.distillation is (kind == "deit" and not alone)
+    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(state, IMAGES), atol=1e-5, rtol=1e-5)
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    state = as_transformers(timm_state())
+    folder, names = tmp_path / "there", sorted(state)
+    folder.mkdir()
+    weight_map = {}
+    for number in range(3):
+        part = {name: state[name] for name in names[number::3]}
+        save_file(part, folder / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(transformers_config()))
+    done = import_weights(folder, tmp_path / "here", shard_bytes=5_000)
+    assert len(done.files) > 3
+    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(timm_state(), IMAGES), atol=1e-5, rtol=1e-5)
+
+
+def test_names_of_newer_transformers(tmp_path: Path) -> None:
+    newer = {}
+    for name, tensor in as_transformers(timm_state()).items():
+        name = name.replace("encoder.layer.", "layers.").replace("attention.attention.", "attention.")
+        name = re.sub(r"attention\.(q|k|v)(uery|ey|alue)\.", r"attention.\1_proj.", name)
+        name = name.replace("attention.output.dense", "attention.o_proj").replace("intermediate.dense", "mlp.fc1")
+        newer[re.sub(r"(layers\.\d+)\.output\.dense", r"\1.mlp.fc2", name)] = tensor
+    import_weights(saved(tmp_path / "there", newer, transformers_config()), tmp_path / "here")
+    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(timm_state(), IMAGES), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "before torch 1.6"])
+def test_the_averages_of_a_pth_file(old: bool, tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    best, other = timm_state(qk_norm=True), timm_state(qk_norm=True, seed=1)
+    content = {
+        "model": other,
+        "model_ema": {f"module.{name}": tensor.double() for name, tensor in best.items()},
+        "optimizer": {"state": {0: {"step": 3}}},
+        "args": Namespace(lr=0.1),
+    }
+    torch.save(content, tmp_path / "last.pth", _use_new_zipfile_serialization=not old)
+    done = import_weights(tmp_path / "last.pth", tmp_path / "here")
+    assert any("model_ema and model" in note for note in done.notes)
+    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(best, IMAGES), atol=1e-5, rtol=1e-5)
+
+
+def test_vitpars_own_weights_come_back(tmp_path: Path) -> None:
+    import_weights(saved(tmp_path / "there", timm_state(), TIMM_CONFIG), tmp_path / "here")
+    done = import_weights(tmp_path / "here", tmp_path / "again")
+    assert done.format == "vitpar" and done.config == open_weights(tmp_path / "here").config
+    assert torch.equal(logits_of(tmp_path / "again"), logits_of(tmp_path / "here"))
+    state = model_of(tmp_path / "here").state_dict()  # a plain state dict, without any shape beside it
+    torch.save(
+        {"state_dict": {k: v for k, v in state.items() if "place" not in k and "rate" not in k}}, tmp_path / "x.pt"
+    )
+    with pytest.raises(DataError, match="how many heads"):
+        import_weights(tmp_path / "x.pt", tmp_path / "bare")
+
+
+def imported(tmp_path: Path, **options: Any) -> Imported:
+    source = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
+    return import_weights(source, tmp_path / "here", **options)
+
+
+def test_another_number_of_classes_and_another_image_size(tmp_path: Path) -> None:
+    done = imported(tmp_path, classes=4, image_size=20)
+    assert (done.config.num_classes, done.config.image_size) == (4, 20)
+    assert any("classifier of 4 classes begins anew (7 classes were there)" in note for note in done.notes)
+    assert any("interpolated from 2x2 to 5x5" in note for note in done.notes)
+    weights, state = open_weights(tmp_path / "here"), timm_state()
+    fresh = initial_value("head.fc.weight", torch.Size((4, WIDTH)), 0, done.config)
+    assert torch.equal(weights.read("head.fc.weight"), fresh)
+    assert torch.equal(weights.read("stem.pos_embed"), resampled(state["pos_embed"], 1, 5))
+    assert torch.equal(weights.read("blocks.0.norm1.bias"), state["blocks.0.norm1.bias"])
+
+
+def test_positions_are_interpolated_as_by_timm() -> None:
+    """Numbers from timm 1.0.31: resample_abs_pos_embed of the same positions, to 4x4 and from 5x5 to 2x2."""
+    up = resampled(torch.arange(10.0).square().reshape(1, 10, 1), 1, 4).flatten().tolist()
+    theirs = [0.0761, 1.5714, 4.8407, 7.8344, 7.7549, 11.4743, 17.9831, 23.2009, 28.7604, 35.7193, 46.9467, 55.404]
+    assert up == pytest.approx([0, *theirs, 49.9239, 59.1069, 73.5739, 84.2552], abs=1e-3)
+    down = resampled(torch.arange(26.0).square().reshape(1, 26, 1), 1, 2).flatten().tolist()
+    assert down == pytest.approx([0, 48.1355, 81.4439, 319.2341, 404.8208], abs=1e-3)
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(state: dict[str, Tensor]) -> None:
+        for name in names:
+            del state[name]
+
+    return change
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda state: state.__setitem__(name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (without("blocks.1.norm1.bias"), {}, r"it lacks blocks\.1\.norm1\.bias: give"),
+        (without(*(f"blocks.{i}.attn.qkv.bias" for i in (0, 1))), {}, r"lacks blocks\.0\.attn\.qkv\.bias, blocks\.1"),
+        (
+            lambda state: [state.pop(n) for n in [*state] if "blocks.1.mlp" in n],
+            {},
+            r"blocks\.1\.mlp\.fc2\.w.* and 1 more",
+        ),
+        (put("blocks.0.mlp.gate.weight", torch.ones(3)), {}, r"has no blocks\.0\.mlp\.gate\.weight, which"),
+        (put("head_dist.weight", torch.ones(CLASSES, WIDTH)), {}, r"the model has no head\.fc_dist\.weight: give"),
+        (put("fc_norm.weight", torch.ones(WIDTH)), {}, "mean over patches comes before the norm"),
+        (put("norm.weight", torch.ones(5)), {}, r"head\.norm\.weight has shape \[5\] where the model has \[24\]"),
+        (
+            put("blocks.1.attn.qkv.weight", torch.ones(24, 24)),
+            {},
+            r"has shape \[24, 24\] where the model has \[72, 24\]",
+        ),
+        (put("pos_embed", torch.ones(1, 7, WIDTH)), {}, "7 positions, 1 of them before .* are no square"),
+        (put("patch_embed.proj.weight", torch.ones(WIDTH, 1, 4, 4)), {}, "images of 1 channels"),
+        (put("patch_embed.proj.weight", torch.ones(())), {}, r"has shape \[\]"),
+        (put("norm.bias", torch.full((WIDTH,), torch.nan)), {}, "norm.bias in .* not finite"),
+        (put("norm.bias", torch.ones(WIDTH, dtype=torch.int64)), {}, "I64, which is no parameter"),
+        (without("patch_embed.proj.weight"), {}, "neither as timm nor as transformers"),
+        (without("head.weight", "head.bias"), {}, "no classifier: say how many classes .* --classes N"),
+        (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its width is 24 where that has 192"),
+        (lambda state: None, {"model": "vit_huge"}, "unknown model 'vit_huge'"),
+        (lambda state: None, {"image_size": 9}, "patches of 4 pixels do not tile images of 9"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    change: Callable[[dict[str, Tensor]], Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    state = timm_state()
+    change(state)
+    with pytest.raises(ValueError, match=message) as caught:
+        import_weights(saved(tmp_path / "there", state, TIMM_CONFIG), tmp_path / "here", **options)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+
+
+def test_heads_are_not_guessed(tmp_path: Path) -> None:
+    source = saved(tmp_path / "there", timm_state())
+    with pytest.raises(DataError, match="do not tell how many heads there are: name the model with --model"):
+        import_weights(source, tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"model_type": "dinov2"}, "model_type 'dinov2'"),
+        ({"num_attention_heads": 5}, "5 heads do not divide the width 24"),
+        ({"num_attention_heads": 10**12}, "heads do not divide the width 24"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config(**changed))
+    with pytest.raises(DataError, match=message):
+        import_weights(source, tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "mean", "crop"),
+    [
+        (transformers_config(), None, 0.5, 1.0),
+        (transformers_config(), {"image_mean": [0.4, 0.5, 0.6], "image_std": [1, 1, 1]}, 0.4, 1.0),
+        (transformers_config(), {"do_normalize": False}, 0.0, 1.0),
+        (TIMM_CONFIG | {"pretrained_cfg": {"mean": [0.3, 0.3, 0.3], "crop_pct": 0.9}}, None, 0.3, 0.9),
+    ],
+)
+def test_images_are_prepared_as_the_source_says(
+    config: dict[str, Any], beside: dict[str, Any] | None, mean: float, crop: float, tmp_path: Path
+) -> None:
+    state = timm_state() if "architecture" in config else as_transformers(timm_state())
+    source = saved(tmp_path / "there", state, config)
+    if beside is not None:
+        (source / "preprocessor_config.json").write_text(json.dumps(beside))
+    done = import_weights(source, tmp_path / "here")
+    recipe = read_recipe(tmp_path / "here" / RECIPE, {"data.path": "x"})
+    assert (recipe.data.mean[0], recipe.data.crop_pct) == (mean, crop)
+    same = {"name": done.config.name, "layer_scale": None}
+    assert recipe.config(CLASSES) == ViTConfig(**{**vars(done.config), **same})

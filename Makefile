@@ -4,8 +4,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# The version of torch in a new environment, and how many tests run at once.
+TORCH    ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+PARALLEL ?= 2
+INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu clean
+.PHONY: help setup demo test test-slow test-full test-torch soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -15,8 +20,10 @@ setup: $(READY)  ## Make a virtual environment with vitpar in it, at the tested 
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(INSTALL) torch
+	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-deps timm torchvision
 	@touch $(READY)
 
 data_shards/digits/dataset.json: | $(READY)
@@ -25,11 +32,17 @@ data_shards/digits/dataset.json: | $(READY)
 demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8 processes, pipeline x tensor x data parallel
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
-test: $(READY)   ## The tests
-	$(BIN)/python -m pytest -m 'not slow and not soak'
+test: $(READY)   ## The tests of every concept, PARALLEL=2 at once
+	$(PYTEST) -m 'not slow and not soak'
 
-test-full: $(READY)  ## The tests, slow ones too
-	$(BIN)/python -m pytest -m 'not soak'
+test-slow: $(READY)  ## The other tests: all plans of the tables, kills and hangs, compiled blocks
+	$(PYTEST) -m slow
+
+test-full: test test-slow  ## All tests
+
+test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 5 GB)
+	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
+	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
 soak: $(READY)   ## Hours of tests: 200 faults, every combination of the support matrix, hundreds of random layerwise plans
 	$(BIN)/python experiments/fault_soak.py --cycles 200
@@ -65,4 +78,4 @@ bench-gpu: $(READY)  ## On one CUDA GPU: rates beside the chip's limits, JPEG in
 	$(BIN)/python experiments/bench_gpu.py
 
 clean:           ## Remove the virtual environment and caches, no data and no runs
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,8 @@
 """Fixtures that several files share."""
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,3 +51,12 @@ def alone(environment: None) -> Iterator[None]:
 def vitpar(place: Path) -> Command:
     """Runs `vitpar <words>` in the folder `place` that the test's module makes, behind `launcher` if given."""
     return lambda *words, launcher=(): run(place, words, launcher)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the command that repeats each failed test."""
+    failed = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
+    if failed:
+        terminalreporter.section("repeat what failed")
+    for nodeid in dict.fromkeys(report.nodeid for report in failed):
+        terminalreporter.write_line(shlex.join([os.path.relpath(sys.executable), "-m", "pytest", nodeid]))

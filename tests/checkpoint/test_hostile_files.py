@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.foreign_models import timm_logits
 from helpers.foreign_weights import (
     HEADS,
     TIMM_CONFIG,
     WIDTH,
     as_transformers,
     saved,
-    timm_logits,
     timm_state,
     transformers_config,
 )

@@ -113,22 +113,6 @@ def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Comm
     assert len(parts) == 2
 
 
-def test_augmented_and_mixed_images_are_the_same_on_any_mesh(place: Path, vitpar: Command) -> None:
-    """Two images a rank, so that partners are on other ranks, and runs of samples that batches cut."""
-    settings = {
-        **{"augment.policy": "rand-m9-n2-mstd0.5-inc1", "augment.color_jitter": 0.4, "augment.random_erasing": 0.5},
-        **{"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0, "augment.mixup_prob": 0.8},
-        **{"data.shuffle_window": 12, "data.shuffle_block": 4},
-    }
-    sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    for mesh, folder in (("dp1", "mixed-alone"), ("fsdp4", "mixed-mesh")):
-        done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, "--run-dir", folder, *sets)
-        assert done.returncode == 0, done.stderr
-    assert losses_of(place / "mixed-mesh") == pytest.approx(losses_of(place / "mixed-alone"), rel=1e-5)
-    norms = [[row["grad_norm"] for row in rows_of(place / f"mixed-{name}", "train")] for name in ("mesh", "alone")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("mesh", "named"),
     [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: stem=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],

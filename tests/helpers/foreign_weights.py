@@ -1,4 +1,4 @@
-"""Random weights under others' names, and what their models compute with them, written down by hand."""
+"""Random weights under the names of timm and transformers, in files as they are downloaded."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -59,43 +58,6 @@ def timm_state(
     for name in [*(["head"] if head else []), *(["head_dist"] if dist and head else [])]:
         shapes |= {f"{name}.weight": (CLASSES, WIDTH), f"{name}.bias": (CLASSES,)}
     return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def timm_logits(state: dict[str, Tensor], images: Tensor, pool: str = "cls") -> Tensor:
-    """What timm's VisionTransformer computes: images [batch, 3, size, size] -> logits [batch, classes]."""
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        if f"{name}.weight" not in state:
-            return x
-        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
-
-    x = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=PATCH)
-    x = x.flatten(2).transpose(1, 2)
-    prefix = [state[n].expand(len(x), -1, -1) for n in ("cls_token", "dist_token", "reg_token") if n in state]
-    before = sum(token.shape[1] for token in prefix)
-    if state["pos_embed"].shape[1] == x.shape[1]:
-        x = torch.cat([*prefix, x + state["pos_embed"]], dim=1)
-    else:
-        x = torch.cat([*prefix, x], dim=1) + state["pos_embed"]
-    for i in range(DEPTH):
-        block = f"blocks.{i}"
-        qkv = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv")
-        q, k, v = qkv.reshape(len(x), -1, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        q, k = norm(q, f"{block}.attn.q_norm"), norm(k, f"{block}.attn.k_norm")
-        attention = (q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1) @ v
-        y = linear(attention.transpose(1, 2).reshape(x.shape), f"{block}.attn.proj")
-        x = x + y * state.get(f"{block}.ls1.gamma", 1.0)
-        y = linear(F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")), f"{block}.mlp.fc2")
-        x = x + y * state.get(f"{block}.ls2.gamma", 1.0)
-    x = norm(x, "norm")
-    if pool == "avg":
-        return linear(x[:, before:].mean(dim=1), "head")
-    if "head_dist.weight" in state:
-        return (linear(x[:, 0], "head") + linear(x[:, 1], "head_dist")) / 2
-    return linear(x[:, 0], "head")
 
 
 def as_transformers(state: dict[str, Tensor], kind: str = "vit") -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The table of plans that tests, and the support matrix in the docs, go through."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from vitpar.errors import StrategyError
 from vitpar.parallel import Communication
 from vitpar.strategy import Strategy, parse
+from vitpar.strategy.support import features
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,20 @@ class Case:
         plan = parse(self.mesh)
         few = plan.is_uniform and plan.pp * self.plan.get("virtual_stages", 1) <= 4 and "split" not in self.plan
         return {"num_classes": 10, "depth": 4 if few else 8, **self.model}
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Everything the case is made of: its features in the support matrix, and the settings that it names."""
+        plan = replace(parse(self.mesh), **self.plan)
+        found = features(plan, self.check.get("precision", "fp32"), False)
+        found |= {f"{part}.{key}" for part in ("plan", "model", "check") for key in getattr(self, part)}
+        if communication := self.check.get("communication"):
+            found |= {name for name, value in vars(communication).items() if value is not None}
+        if plan.is_uniform:
+            found.add(" x ".join(sorted(["pp"] * (plan.pp > 1) + [axis.role for axis in plan.strategy.axes])))
+        else:
+            found.add(f"layerwise, pp{plan.pp}")
+        return frozenset(found)
 
     def __str__(self) -> str:
         settings = [f"{k}={v}" for part in (self.plan, self.model, self.check) for k, v in part.items()]
@@ -258,6 +274,17 @@ CASES = (
     Case("pp1: 0-3=dp2+ckpt, 4-5=dp2+ckpt.selective, *=dp2+zero2", {"microbatches": 2}),
     Case("pp1: stem=dp2+offload, 0-3=fsdp2+offload, *=dp2"),
 )
+
+
+def representatives(cases: Sequence[Case]) -> list[Case]:
+    """Few cases in which every feature of `cases` appears: the next one has the most new features for its ranks."""
+    missing = frozenset().union(*(case.features for case in cases))
+    found = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & case.features) / case.ranks)
+        missing -= best.features
+        found.append(best)
+    return found
 
 
 @st.composite

@@ -103,6 +103,7 @@ def log(place: Path, run_dir: str) -> str:
     return (place / run_dir / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place: Path, hosts: Hosts) -> None:
     mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.otherwise=["fsdp"]')
     first, _ = hosts.start(mesh), hosts.start(mesh)

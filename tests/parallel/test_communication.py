@@ -123,7 +123,8 @@ def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[
     return found
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
 def test_the_words_tell_what_is_sent(size: int, ranks: Callable[[int], RankPool]) -> None:
     plans = [planned(strategy, 32, **fields) for strategy, _, fields, _, _ in SENT[size]]
     plans += [planned(strategy, 32) for strategy, _, _ in IN_BLOCKS[size]]

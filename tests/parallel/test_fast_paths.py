@@ -73,7 +73,11 @@ def slowly(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path in ("compiled", "foreach"))) for path in FAST_PATHS]
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path in ("attention", "compiled", "foreach", "all")))
+        for path in FAST_PATHS
+    ],
 )
 def test_losses_are_equal_with_every_fast_path_on_and_off(
     path: str, data: Path, slowly: list[float], tmp_path: Path

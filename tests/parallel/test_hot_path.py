@@ -172,7 +172,9 @@ def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:
     return found, dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp1+ckpt", "fsdp2", "tp2", "tp2+sp", "tp4xdp2+2d"])
+@pytest.mark.parametrize(
+    "mesh", ["dp1", "dp1+ckpt", "fsdp2", "tp2", "tp2+sp", pytest.param("tp4xdp2+2d", marks=pytest.mark.slow)]
+)
 def test_a_block_is_one_graph_and_is_compiled_once(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh):
         assert after == [1, 1, 1, 2, 2], "one graph to train all blocks with, one to evaluate"

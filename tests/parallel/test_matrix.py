@@ -84,7 +84,17 @@ def covering() -> list[tuple[str, ...]]:
     return sorted(found, key=lambda choice: case_of(*choice[:-1]).ranks)
 
 
-@pytest.mark.parametrize("choice", covering(), ids=" ".join)
+def few_ranks(choice: tuple[str, ...]) -> bool:
+    return case_of(*choice[:-1]).ranks <= 4
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param(choice, marks=[pytest.mark.slow] * (not few_ranks(choice)), id=" ".join(choice))
+        for choice in covering()
+    ],
+)
 def test_every_two_features_together_equal_one_process(
     choice: tuple[str, ...], ranks: Callable[[int], RankPool]
 ) -> None:

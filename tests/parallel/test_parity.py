@@ -9,21 +9,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from helpers.parity import run_case, run_compiled
-from helpers.plans import CASES, Case
+from helpers.plans import CASES, Case, representatives
 from helpers.ranks import RankPool
-from vitpar import parse
 from vitpar.parallel import data as data_parallel
 from vitpar.train.check import CheckResult
 
-
-def plain(case: Case) -> bool:
-    """Whether a case is large and has little in it that does not meet in `test_matrix.py` too."""
-    extras = {*case.check, *("everything" for name in case.model if name == "registers")} - {"precision", "tolerance"}
-    return case.ranks == 8 and not extras and parse(case.mesh).is_uniform
-
-
+QUICK = {str(case) for case in representatives(CASES)}
 TABLE = [
-    pytest.param(case, marks=[pytest.mark.slow] * plain(case), id=str(case))
+    pytest.param(case, marks=[pytest.mark.slow] * (str(case) not in QUICK), id=str(case))
     for case in sorted(CASES, key=lambda case: case.ranks)
 ]
 

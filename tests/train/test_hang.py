@@ -67,7 +67,8 @@ def training(
         process.kill()
 
 
-@pytest.mark.parametrize("mesh", ["dp2", pytest.param("pp2xdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2", "pp2xdp2"])
 def test_a_stopped_rank_ends_the_run_in_one_sentence(mesh: str, place: Path) -> None:
     name = f"stopped-{mesh}"
     with training(place, name, mesh) as (process, ranks):

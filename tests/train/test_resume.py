@@ -45,7 +45,8 @@ def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Ra
     wait_for(lambda: not alive(there), process, ended=True)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) -> None:
     draw = random.Random(seed)
     whom = ["one rank", "all"]
@@ -114,6 +115,7 @@ def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:
     assert len(rows(place / "auto")) == 12 + 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_like_weights(place: Path) -> None:
     answers = []
     for folder in ("weights", f"checkpoints/step_{STEPS}"):

@@ -207,8 +207,8 @@ def test_a_wrong_count_and_lost_shards_are_told(place: Path, alone: None) -> Non
 
 @pytest.fixture(scope="module")
 def run(place: Path, vitpar: Command) -> Path:
-    """The folder of a run over four ranks that streams from the web server."""
-    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "tp2xdp2", "--run-dir", "streamed")
+    """The folder of a run over two ranks that streams from the web server."""
+    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "streamed")
     assert done.returncode == 0, done.stderr
     assert "train-{0..3}.tar: 32 to train on, 17 to validate with" in " ".join(done.stdout.split())
     assert "vitpar eval --checkpoint streamed/weights\n" in done.stdout

@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helpers.foreign_models import timm_logits
 from helpers.foreign_weights import (
     CLASSES,
-    HEADS,
     TIMM_CONFIG,
     WIDTH,
     as_transformers,
     saved,
-    timm_logits,
     timm_state,
     transformers_config,
 )
 from helpers.imported import IMAGES, logits_of, model_of
+from helpers.oracles import timm
 from vitpar.errors import DataError
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value
@@ -30,38 +30,6 @@ from vitpar.train.recipe_file import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import Imported, import_weights
 from vitpar.weights.positions import resampled
-
-STATES: dict[str, tuple[dict[str, Any], str]] = {
-    "plain": ({}, "cls"),
-    "positions of patches alone": ({"embed_prefix": False, "registers": 4}, "cls"),
-    "registers": ({"registers": 2}, "cls"),
-    "distilled": ({"dist": True}, "cls"),
-    "queries normed, branches scaled": ({"qk_norm": True, "layer_scale": True}, "cls"),
-    "mean": ({"cls": False}, "avg"),
-    "mean beside a class token": ({"registers": 1}, "avg"),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_timms_weights_compute_what_they_did(case: str, tmp_path: Path) -> None:
-    options, pool = STATES[case]
-    state = timm_state(**options)
-    config = TIMM_CONFIG | {"global_pool": {"cls": "token"}.get(pool, pool)}
-    source = saved(tmp_path / "there", state, None if "qk_norm" in options else config)
-    done = import_weights(source, tmp_path / "here")
-    assert done.format == "timm" and (done.config.heads, done.config.pool) == (HEADS, pool)
-    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(state, IMAGES, pool), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["vit", "deit", "deit without its second classifier"])
-def test_transformers_weights_compute_what_they_did(kind: str, tmp_path: Path) -> None:
-    state, kind, alone = timm_state(dist=kind != "vit"), kind.split()[0], "without" in kind
-    if alone:
-        state = {name: tensor for name, tensor in state.items() if "head_dist" not in name}
-    source = saved(tmp_path / "there", as_transformers(state, kind), transformers_config(kind))
-    done = import_weights(source, tmp_path / "here")
-    assert done.format == "transformers" and done.config.distillation is (kind == "deit" and not alone)
-    torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(state, IMAGES), atol=1e-5, rtol=1e-5)
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
@@ -138,13 +106,11 @@ def test_another_number_of_classes_and_another_image_size(tmp_path: Path) -> Non
     assert torch.equal(weights.read("blocks.0.norm1.bias"), state["blocks.0.norm1.bias"])
 
 
-def test_positions_are_interpolated_as_by_timm() -> None:
-    """Numbers from timm 1.0.31: resample_abs_pos_embed of the same positions, to 4x4 and from 5x5 to 2x2."""
-    up = resampled(torch.arange(10.0).square().reshape(1, 10, 1), 1, 4).flatten().tolist()
-    theirs = [0.0761, 1.5714, 4.8407, 7.8344, 7.7549, 11.4743, 17.9831, 23.2009, 28.7604, 35.7193, 46.9467, 55.404]
-    assert up == pytest.approx([0, *theirs, 49.9239, 59.1069, 73.5739, 84.2552], abs=1e-3)
-    down = resampled(torch.arange(26.0).square().reshape(1, 26, 1), 1, 2).flatten().tolist()
-    assert down == pytest.approx([0, 48.1355, 81.4439, 319.2341, 404.8208], abs=1e-3)
+@pytest.mark.parametrize(("old", "new"), [(3, 4), (5, 2), (2, 7)])
+def test_positions_are_interpolated_as_by_timm(old: int, new: int) -> None:
+    positions = torch.randn(1, 1 + old * old, 6, generator=torch.Generator().manual_seed(0))
+    theirs = timm.layers.resample_abs_pos_embed(positions, [new, new])
+    torch.testing.assert_close(resampled(positions, 1, new), theirs)
 
 
 def without(*names: str) -> Callable[[dict[str, Tensor]], None]:

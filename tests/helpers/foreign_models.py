@@ -1,0 +1,59 @@
+"""The models of timm and transformers, with the sizes and the weights of `foreign_weights`."""
+
+import torch
+from torch import Tensor, nn
+
+from helpers.foreign_weights import CLASSES, DEPTH, HEADS, HIDDEN, PATCH, SIZE, WIDTH, transformers_config
+from helpers.oracles import timm, transformers
+
+
+def timm_model(state: dict[str, Tensor], pool: str = "cls") -> nn.Module:
+    """timm's VisionTransformer, or its distilled one, with the weights `state`, in evaluation mode.
+
+    pool: "cls" for the class token, "avg" for the mean over patches after the norm.
+    """
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    prefix = sum(name in state for name in ("cls_token", "dist_token")) + registers
+    options = {
+        "img_size": SIZE,
+        "patch_size": PATCH,
+        "num_classes": CLASSES,
+        "embed_dim": WIDTH,
+        "depth": DEPTH,
+        "num_heads": HEADS,
+        "mlp_ratio": HIDDEN / WIDTH,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in state,
+        "init_values": 1.0 if "blocks.0.ls1.gamma" in state else None,
+    }
+    if "dist_token" in state:
+        model = timm.models.deit.VisionTransformerDistilled(**options)
+    else:
+        model = timm.models.vision_transformer.VisionTransformer(
+            **options,
+            class_token="cls_token" in state,
+            reg_tokens=registers,
+            no_embed_class=state["pos_embed"].shape[1] == (SIZE // PATCH) ** 2 and prefix > 0,
+            global_pool={"cls": "token"}.get(pool, pool),
+            fc_norm=False,
+        )
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def timm_logits(state: dict[str, Tensor], images: Tensor, pool: str = "cls") -> Tensor:
+    """Logits [batch, classes] of images [batch, 3, size, size]."""
+    with torch.no_grad():
+        return timm_model(state, pool)(images)
+
+
+def transformers_model(kind: str, teacher: bool = False) -> nn.Module:
+    """transformers' "vit" or "deit" image classifier with random weights, in evaluation mode.
+
+    teacher: of a DeiT, whether it has the classifier of the distillation token too.
+    """
+    sizes = {name: value for name, value in transformers_config(kind).items() if name != "model_type"}
+    sizes |= {"intermediate_size": HIDDEN, "num_labels": CLASSES}
+    if kind == "vit":
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes)).eval()
+    classes = {True: transformers.DeiTForImageClassificationWithTeacher, False: transformers.DeiTForImageClassification}
+    return classes[teacher](transformers.DeiTConfig(**sizes)).eval()

@@ -1,0 +1,34 @@
+"""timm, torchvision and transformers: independent implementations that tests compare with.
+
+A test that needs one imports it from here and fails where it is missing: `make setup` installs all three.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+import torch
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, also where its compiled operators do not fit this build of torch.
+
+    Its Python code describes two of them to torch, which fails if they do not exist: they are declared then, without
+    an implementation. Transforms and what timm uses need none of its operators.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for operator in ("nms", "qnms"):
+            _DECLARED.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return importlib.import_module("torchvision")
+
+
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # what it declares is there as long as it is
+torchvision = import_torchvision()
+timm = importlib.import_module("timm")
+transformers = importlib.import_module("transformers")
+
+__all__ = ["timm", "torchvision", "transformers"]

@@ -1,0 +1,28 @@
+"""Augmented and mixed images are the same under any plan: equal losses and gradient norms."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.ranks import RankPool
+from helpers.run_folder import losses_of, rows_of
+from helpers.small_data import pack_small
+from helpers.trained import recipe_of, train
+
+
+def test_augmented_and_mixed_images_are_the_same_on_any_mesh(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Two images a rank, so that partners are on other ranks, and runs of samples that batches cut."""
+    data = pack_small(tmp_path)
+    settings = {
+        **{"augment.policy": "rand-m9-n2-mstd0.5-inc1", "augment.color_jitter": 0.4, "augment.random_erasing": 0.5},
+        **{"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0, "augment.mixup_prob": 0.8},
+        **{"data.shuffle_window": 12, "data.shuffle_block": 4, "model.drop_path": 0.1, "train.batch_size": 8},
+    }
+    for mesh, size in (("dp1", 1), ("fsdp4", 4)):
+        recipe = recipe_of(data, mesh, **settings, **{"train.log_every": 1})
+        ranks(size).run(train, recipe, tmp_path / mesh)
+    assert losses_of(tmp_path / "fsdp4") == pytest.approx(losses_of(tmp_path / "dp1"), rel=1e-5)
+    norms = [[row["grad_norm"] for row in rows_of(tmp_path / mesh)] for mesh in ("fsdp4", "dp1")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert len(set(norms[0])) == len(norms[0]) > 3

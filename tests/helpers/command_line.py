@@ -13,8 +13,6 @@ from helpers.paths import ROOT
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 """Runs `vitpar <words>`, behind `launcher` if given."""
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables from which a process finds its world."""
 
 
 def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> "subprocess.Popen[str]":
@@ -50,8 +48,6 @@ def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     def spawned(*args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"a process was started: {args}")
 
-    for name in LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "Popen", spawned)
     monkeypatch.setattr(sys, "argv", ["vitpar", *words])
     with pytest.raises(SystemExit) as ended:

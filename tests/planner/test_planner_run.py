@@ -63,12 +63,12 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> N
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
     vitpar("search", *recipe, "--memory", "1GB", "--out", "plan.json", "--report", "report.html")
     words = vitpar(
-        *("validate", "plan.json", "dp2", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json"),
+        *("validate", "plan.json", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json"),
         *("--out", "rows.json"),
     )
     found = json.loads(words)
     assert (
-        len(found["rows"]) == 3
+        len(found["rows"]) == 2
         and found["repeat"]["mean"] >= 0
         and found == json.loads((tmp_path / "rows.json").read_text())
     )
@@ -84,10 +84,11 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_memory_is_as_predicted(vitpar: Command) -> None:
-    """Of all example plans on two ranks; how long things take is hardly measured."""
+    """Of plans of every kind on two ranks; how long things take is hardly measured."""
+    plans = ("dp2", "fsdp2", "tp2", "tp2+sp", "pp2", "dp2+zero1", "fsdp2+ckpt", "pp2+ckpt", "pp1: 0-3=tp2, *=fsdp2")
     recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
-    found = json.loads(vitpar("validate", *recipe, "--seconds", "0.01", "--device", "cpu", "--json"))
-    assert len(found["rows"]) >= 20
+    found = json.loads(vitpar("validate", *plans, *recipe, "--seconds", "0.01", "--device", "cpu", "--json"))
+    assert len(found["rows"]) == len(plans)
     assert found["memory_error"]["mean"] < 0.03 and found["memory_error"]["largest"] < 0.12

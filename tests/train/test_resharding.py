@@ -88,7 +88,13 @@ def check_move(
 CIRCLE = ["dp1", "fsdp3", "pp2xtp2xdp2", "dp4+zero2", LAYERWISE, "tp2xdp2+sp"]
 
 
-@pytest.mark.parametrize("number", range(len(CIRCLE)), ids=[f"{a} to next" for a in CIRCLE])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.slow] * (number > 2), id=f"{mesh} to next")
+        for number, mesh in enumerate(CIRCLE)
+    ],
+)
 def test_each_plan_reads_what_another_wrote(
     number: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:

@@ -1,0 +1,171 @@
+"""A simulated CUDA device: tensors on it have a shape, a type and a place but no values; those of the host are real.
+
+What computes with tensors of both devices raises, as does a shape that depends on values. So does, where that is asked
+for, whatever lets the host wait for the device: a value that is read, a copy that blocks, a stream, event or device
+that is synchronised. Patches torch for good, so it is for a process of its own, which begins with
+``helpers.fake_cuda_library.load``. Nothing can be compiled inside: the compiler has fake tensors of its own.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses import FakeTensorMode, fake_tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
+aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
+NO_META_KERNEL = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
+"""Operations that torch cannot do without values: they change tensors in place and give nothing back."""
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=150 * 10**9,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=60 * 2**20,
+)
+
+
+class Synchronisation(RuntimeError):
+    """The host waited for the device."""
+
+
+class DeviceMismatch(RuntimeError):
+    """An operation was given tensors of host and device."""
+
+
+class FakeCuda(FakeTensorMode):
+    """Inside of it there is the device. library: as ``fake_cuda_library.load`` gives it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        _patch()
+        super().__init__(allow_non_fake_inputs=True)
+        self._library, self._waits_left = library, math.inf
+        torch.cuda.synchronize = lambda device=None: self._wait("torch.cuda.synchronize")
+
+    @contextmanager
+    def host_waits_at_most(self, times: float) -> Iterator[None]:
+        """Raises an error where the host waits for the device more often; streams and events may be synchronised unless
+        `times` is 0. Outside of the ``with`` it may wait, and values that are read are 1."""
+        self._waits_left = times
+        self._library.let_host_wait(ctypes.c_bool(times > 0))
+        try:
+            yield
+        finally:
+            self._waits_left = math.inf
+            self._library.let_host_wait(ctypes.c_bool(True))
+
+    def _wait(self, what: str) -> None:
+        self._waits_left -= 1
+        if self._waits_left < 0:
+            raise Synchronisation(f"the host waits for the device in {what}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        to_device = any(isinstance(leaf, torch.device) and leaf.type == DEVICE.type for leaf in leaves)
+        if not to_device and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors):
+            return func(*args, **kwargs)  # of the host alone: real
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            return NotImplemented  # comes again with its local tensor
+        if func is aten._local_scalar_dense.default:
+            self._wait("reading a value")
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func is aten.record_stream.default:
+            return None
+        if func.namespace == "vitpar":
+            # A custom operation's fake only says what it returns: mismatches would be in its body.
+            with self:
+                return OPDEFS[func.name().split(".")[0]]._init_fn(*args, **kwargs)
+        for together in _together(func, tensors, args):
+            devices = {tensor.device for tensor in together}
+            if len(devices) > 1:
+                where = " and ".join(sorted(map(str, devices)))
+                raise DeviceMismatch(f"{func} was given tensors on {where}: move them to one device")
+        if func in NO_META_KERNEL:
+            return None
+        if _blocks(func, args, kwargs):
+            self._wait(f"{func}: make the copy non_blocking, or the tensor on the device")
+        # What comes to the host is real: zeros.
+        if func is aten.copy_.default and args[0].device == HOST:
+            return args[0].zero_()
+        if func is aten._to_copy.default and kwargs.get("device") == HOST:
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _together(func: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> Iterable[Sequence[Tensor]]:
+    """Tensors that have to be on one device. Fake tensors let every operation have 0-dim tensors of the host, CUDA only
+    those that treat elements alone."""
+    if func in COPIES or torch.Tag.pointwise in func.tags:
+        return []
+    if func.name().startswith("aten::_foreach_"):  # goes through its lists item by item where devices differ
+        lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
+        return zip(*lists, strict=True)
+    return [tensors]
+
+
+def _blocks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is a copy between host and device that the host waits for."""
+    if func is aten._to_copy.default:
+        pairs = [(kwargs.get("device") or args[0].device, args[0].device)]
+    elif func is aten.copy_.default:
+        pairs = [(args[0].device, args[1].device)]
+    elif func is aten._foreach_copy_.default:
+        pairs = [(target.device, source.device) for target, source in zip(args[0], args[1], strict=True)]
+    else:
+        return False
+    non_blocking = kwargs.get("non_blocking") or args[2:3] == (True,)
+    return not non_blocking and any({a.type, b.type} == {HOST.type, DEVICE.type} for a, b in pairs)
+
+
+def _patch() -> None:
+    """Let Python's part of torch find the device."""
+    stream = torch.Stream(device=DEVICE)
+    cuda: Any = torch.cuda
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": PROPERTIES.name,
+        "current_stream": stream,
+        "default_stream": stream,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+        "set_device": None,
+        "set_stream": None,
+        "_lazy_init": None,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *_, answer=answer, **__: answer)
+    cuda.device = cuda.stream = lambda _: nullcontext()
+    cuda.Stream = lambda device=None, priority=0: torch.Stream(device=DEVICE, priority=priority)
+    cuda.Event = lambda enable_timing=False, **_: torch.Event(device=DEVICE, enable_timing=enable_timing)
+    tensor = cast(Any, Tensor)
+    tensor.pin_memory = lambda self, device=None: self.clone()
+    tensor.is_pinned = lambda self, device=None: self.device.type == "cpu"
+    # Modes of torch's own, such as DTensor's, would make a tensor on the device they find.
+    cast(Any, FakeTensorMode).avoid_device_init = property(lambda self: True)
+    cast(Any, fake_tensor).init_gpu_context = lambda device: None

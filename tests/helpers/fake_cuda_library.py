@@ -1,0 +1,48 @@
+"""The C++ part of `helpers.fake_cuda`: built once for each torch, loaded before it. Imports no torch."""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fake_cuda_guard.cpp")
+FLAGS = ("-std=c++20", "-O0", "-w", "-shared", "-fPIC")
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+
+
+def build(folder: Path) -> Path:
+    """The library in `folder`, built where it is not there yet; several processes may do so at once."""
+    found = compiler()
+    assert found is not None, "there is no C++ compiler"
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
+    flags = (*FLAGS, f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}")
+    digest = hashlib.sha256(repr((found, flags)).encode() + SOURCE.read_bytes()).hexdigest()
+    library = folder / f"torch-{version('torch')}-{digest[:16]}.so"
+    if not library.exists():
+        partial = library.with_suffix(f".{os.getpid()}")
+        command = [found, *flags, str(SOURCE), "-o", str(partial), "-lc10", "-ltorch_cpu"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{SOURCE.name} cannot be compiled: {done.stderr}"
+        partial.replace(library)
+    return library
+
+
+def load(library: Path | str) -> ctypes.CDLL:
+    """Load what `build` made, and torch, which then takes CUDA's part from it. For a process of its own."""
+    assert "torch" not in sys.modules, "torch asks for its CUDA part when it is imported: load the library before"
+    loaded = ctypes.CDLL(str(library))
+    import torch  # noqa: F401
+
+    loaded.use_fake_guard()
+    return loaded

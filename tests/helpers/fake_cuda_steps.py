@@ -1,0 +1,133 @@
+"""Training steps on a simulated CUDA device (`helpers.fake_cuda`), one case after another in a process of its own."""
+
+import ctypes
+import json
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from helpers.fake_cuda import DEVICE, FakeCuda
+from vitpar import parse, validate
+from vitpar.data import Batch
+from vitpar.train.build import build
+from vitpar.train.input import Input
+from vitpar.train.recipe import Recipe
+
+BATCH, CLASSES = 8, 10
+COMMON: dict[str, Any] = {
+    "data.path": "none",
+    "model.name": "vit_custom",
+    "model.image_size": 16,
+    "model.patch_size": 4,
+    "model.width": 64,
+    "model.depth": 2,
+    "model.heads": 4,
+    "train.batch_size": BATCH,
+    "train.precision": "bf16",
+    "train.compile": False,
+    "train.ema_decay": 0.99,
+}
+
+
+class Fault(NamedTuple):
+    """hook: of a block's forward, which does what a step must not. error: words of what comes of it."""
+
+    hook: Callable[[nn.Module, Any, Tensor], Tensor]
+    error: str
+
+
+def _in_backward(y: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    y.register_hook(hook)
+    return y
+
+
+FAULTS = {
+    "tensor of the host": Fault(lambda block, x, y: y + torch.ones(y.shape[-1]), "devices"),
+    "number of the host": Fault(lambda block, x, y: y + torch.stack([y[0, 0, 0], torch.ones(())]).sum(), "one device"),
+    "value read": Fault(lambda block, x, y: y * y.float().mean().item(), "reading a value"),
+    "value read in backward": Fault(
+        lambda block, x, y: _in_backward(y, lambda g: g * g.max().item()), "reading a value"
+    ),
+    "tensor of the host in backward": Fault(
+        lambda block, x, y: _in_backward(y, lambda g: g + torch.ones(g.shape[-1])), "devices"
+    ),
+    "values listed": Fault(lambda block, x, y: y * y[0, 0].tolist()[0], "reading a value"),
+    "condition on a value": Fault(lambda block, x, y: y if y.float().mean() > 0 else -y, "reading a value"),
+    "shape that depends on values": Fault(lambda block, x, y: y + y[y > 0].sum(), "aten.nonzero"),
+    "blocking copy": Fault(
+        lambda block, x, y: y * torch.tensor([2.0], dtype=y.dtype, device=y.device), "aten._to_copy"
+    ),
+    "device synchronised": Fault(lambda block, x, y: (torch.cuda.synchronize(), y)[1], "torch.cuda.synchronize"),
+    "event synchronised": Fault(
+        lambda block, x, y: (torch.cuda.current_stream().record_event().synchronize(), y)[1], "waits for an event"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two steps under the plan `mesh`, as rank `rank`. settings: of the recipe, beside `COMMON`. waits: how often the
+    host may wait for the device in the second. fault: a name of `FAULTS`."""
+
+    mesh: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    waits: float = 0
+    fault: str | None = None
+
+    def __str__(self) -> str:
+        words = [f"{name.partition('.')[2]}={value}" for name, value in self.settings.items()]
+        words += [f"rank={self.rank}"] if self.rank else []
+        words += [self.fault] if self.fault else []
+        return " ".join([self.mesh, *words])
+
+
+def run_cases(library: ctypes.CDLL, cases: Iterable[Case]) -> None:
+    """Print as JSON, by each case's name, the error it ends with, or None."""
+    torch.set_num_threads(1)
+    device = FakeCuda(library)
+    found: dict[str, str | None] = {}
+    for case in cases:
+        dist.init_process_group("fake", rank=case.rank, world_size=parse(case.mesh).world_size, store=FakeStore())
+        try:
+            with device:
+                _two_steps(case, device)
+            found[str(case)] = None
+        except Exception:
+            found[str(case)] = traceback.format_exc()
+        finally:
+            dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+def _two_steps(case: Case, device: FakeCuda) -> None:
+    """From a batch on the host to the average of the parameters. In the first step the host may wait: states of the
+    optimizer are made, constants of the input are sent, pipelines try their connections."""
+    recipe = _recipe(case.settings)
+    config = recipe.config(CLASSES)
+    trained = build(recipe, config, validate(parse(case.mesh), config, BATCH), DEVICE)
+    step, model, given = trained.step(), trained.model, Input(recipe, trained.model)
+    if case.fault is not None:
+        (stage,) = model.stages.values()
+        stage.blocks["0"].register_forward_hook(FAULTS[case.fault].hook)
+    images = torch.zeros(BATCH, 3, config.image_size, config.image_size, dtype=torch.uint8)
+    decoded = images[: len(model.image_rows(BATCH))] if model.takes_images else None
+    batch = Batch(decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH)
+    step(1, 1e-3, *given.train_step(batch))
+    with device.host_waits_at_most(case.waits):
+        stepped = step(2, 1e-3, *given.train_step(batch))
+    assert stepped.loss.device == stepped.norm.device == DEVICE
+
+
+def _recipe(settings: dict[str, Any]) -> Recipe:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in {**COMMON, **settings}.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return Recipe(**sections)

@@ -1,0 +1,94 @@
+"""Steps on a simulated CUDA device: no tensor on the wrong device, nothing for which the host waits. No GPU needed.
+
+Left out: compiled blocks (the compiler cannot work on fake tensors that are given to it) and the choice of the kernel
+for attention, which measures. Rank 0 stands for the others, but in a pipeline.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from helpers.fake_cuda_library import build, compiler
+from helpers.fake_cuda_steps import FAULTS, Case
+from helpers.paths import ROOT
+
+OPTIMIZERS = ("adamw", "lamb", "lars", "muon", "sgd")
+FOREACH = {"optimizer.implementation": "foreach"}
+DROPS = {"model.drop_path": 0.1, "model.dropout": 0.1}
+MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0, "train.label_smoothing": 0.1}
+OPTIONS = {
+    **{"model.qk_norm": True, "model.layer_scale": 0.1, "model.registers": 2, "model.distillation": True},
+    **{"model.position": "sincos2d", "model.representation_size": 48},
+}
+SOME_OFFLOADED = "pp1: stem=dp1+offload, *=dp1"
+SCALED = {"train.precision": "fp16"}
+CASES = (
+    *(Case("dp1", {"optimizer.name": name}) for name in OPTIMIZERS),
+    Case("dp1", FOREACH),
+    Case("dp1", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, **FOREACH}),
+    Case("dp1", DROPS),
+    Case("dp1", MIXED),
+    Case("dp1", OPTIONS),
+    Case("dp1", {"train.precision": "fp32"}),
+    Case("dp1", {"train.precision": "fp8"}),
+    Case("dp1", SCALED, waits=1),  # for the norm, which tells whether the step is skipped
+    Case("dp1+ckpt"),
+    Case("dp1+ckpt.selective", DROPS),
+    Case("dp2", DROPS),
+    Case("dp2", SCALED, waits=1),
+    Case("dp2+zero1", MIXED),
+    Case("fsdp2", DROPS),
+    Case("fsdp2+ckpt", {"optimizer.name": "muon"}),
+    Case("tp2", DROPS),
+    Case("tp2+sp", DROPS),
+    Case("tp2+sp", {"train.precision": "fp8"}),
+    Case("tp4+2d", DROPS),
+    Case("tp2xfsdp2", {"optimizer.name": "lamb"}),
+    *(Case("pp2", DROPS, rank=rank) for rank in (0, 1)),
+    # Norms and gradients go to the host and come back in copies and events that the host waits for.
+    *(Case("dp1+offload", {"optimizer.name": name}, waits=math.inf) for name in OPTIMIZERS),
+    *(Case(SOME_OFFLOADED, {"optimizer.name": name}, waits=math.inf) for name in OPTIMIZERS),
+    Case("fsdp2+offload", waits=math.inf),
+)
+FAULTY = tuple(Case("dp1", fault=fault) for fault in FAULTS)
+PROGRAM = """
+import json, sys
+from helpers.fake_cuda_library import load
+library = load(sys.argv[1])  # before whatever imports torch
+from helpers.fake_cuda_steps import Case, run_cases
+run_cases(library, [Case(**fields) for fields in json.load(sys.stdin)])
+"""
+
+
+@pytest.fixture(scope="module")
+def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """What each case ended with, by its name: all run in one process, which thinks that it has a GPU."""
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler: c++, g++, clang++, or the one that CXX names")
+    cache = getattr(pytestconfig, "cache", None)  # none where pytest was told to keep none
+    library = build(tmp_path_factory.mktemp("fake_cuda") if cache is None else cache.mkdir("fake_cuda"))
+    paths = [*(str(ROOT / folder) for folder in ("src", "cli", "tests")), os.environ.get("PYTHONPATH", "")]
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PROGRAM, str(library)]
+    cases = json.dumps([asdict(case) for case in (*CASES, *FAULTY)])
+    done = subprocess.run(command, env={**os.environ, **ours}, input=cases, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_stays_on_the_device(case: Case, errors: dict[str, str | None]) -> None:
+    error = errors[str(case)]
+    assert error is None, error
+
+
+@pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.fault)
+def test_a_fault_in_a_step_is_seen(case: Case, errors: dict[str, str | None]) -> None:
+    assert case.fault is not None
+    expected, error = FAULTS[case.fault].error, errors[str(case)]
+    assert error is not None and expected in error.splitlines()[-1]

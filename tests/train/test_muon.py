@@ -18,8 +18,10 @@ from vitpar.train.optimizer import ShardedOptimizer
 def test_muon_equals_torchs(
     options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if exact:  # torch's iterates in bfloat16 everywhere
+    if exact:  # torch's iterates in bfloat16 everywhere; it casts by `to` since 2.15
+        real = torch.Tensor.to
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))
     chosen = section({"name": "muon", **options})
     mine, theirs = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
     ours = ShardedOptimizer([("blocks.0.attn.proj.weight", mine)], chosen)

@@ -1,9 +1,11 @@
-"""A simulated CUDA device: tensors on it have a shape, a type and a place but no values; those of the host are real.
+"""Simulate a CUDA device: its tensors have a shape, dtype and device but no values; host tensors are real.
 
-What computes with tensors of both devices raises, as does a shape that depends on values. So does, where that is asked
-for, whatever lets the host wait for the device: a value that is read, a copy that blocks, a stream, event or device
-that is synchronised. Patches torch for good, so it is for a process of its own, which begins with
-``helpers.fake_cuda_library.load``. Nothing can be compiled inside: the compiler has fake tensors of its own.
+An operation that mixes host and device tensors raises, as does one whose output shape depends on values. On request,
+everything that makes the host wait for the device raises too: reading a value, a blocking copy, synchronising a stream,
+an event or the device.
+
+The patches to torch are permanent, so use a separate process that starts with ``helpers.fake_cuda_library.load``.
+``torch.compile`` does not work inside: the compiler uses its own fake tensors.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
 NO_META_KERNEL = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
-"""Operations that torch cannot do without values: they change tensors in place and give nothing back."""
+"""In-place operations without a meta kernel in torch; they return nothing, so they can be skipped."""
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
     major=9,
@@ -49,7 +51,7 @@ class DeviceMismatch(RuntimeError):
 
 
 class FakeCuda(FakeTensorMode):
-    """Inside of it there is the device. library: as ``fake_cuda_library.load`` gives it."""
+    """Provide the device inside a ``with`` block. library: the return value of ``fake_cuda_library.load``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         _patch()
@@ -59,8 +61,11 @@ class FakeCuda(FakeTensorMode):
 
     @contextmanager
     def host_waits_at_most(self, times: float) -> Iterator[None]:
-        """Raises an error where the host waits for the device more often; streams and events may be synchronised unless
-        `times` is 0. Outside of the ``with`` it may wait, and values that are read are 1."""
+        """Raise Synchronisation when the host waits for the device more than `times` times inside the ``with`` block.
+
+        Streams and events may be synchronised unless `times` is 0. Outside the block the host may wait, and every value
+        that it reads is 1.
+        """
         self._waits_left = times
         self._library.let_host_wait(ctypes.c_bool(times > 0))
         try:
@@ -82,16 +87,16 @@ class FakeCuda(FakeTensorMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         to_device = any(isinstance(leaf, torch.device) and leaf.type == DEVICE.type for leaf in leaves)
         if not to_device and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors):
-            return func(*args, **kwargs)  # of the host alone: real
+            return func(*args, **kwargs)  # host tensors only: compute for real
         if any(isinstance(tensor, DTensor) for tensor in tensors):
-            return NotImplemented  # comes again with its local tensor
+            return NotImplemented  # DTensor dispatches again on its local tensor
         if func is aten._local_scalar_dense.default:
             self._wait("reading a value")
             return torch.ones((), dtype=args[0].dtype).item()
         if func is aten.record_stream.default:
             return None
         if func.namespace == "vitpar":
-            # A custom operation's fake only says what it returns: mismatches would be in its body.
+            # The fake of a custom operation only describes its output: a mismatch would be in its body.
             with self:
                 return OPDEFS[func.name().split(".")[0]]._init_fn(*args, **kwargs)
         for together in _together(func, tensors, args):
@@ -103,7 +108,7 @@ class FakeCuda(FakeTensorMode):
             return None
         if _blocks(func, args, kwargs):
             self._wait(f"{func}: make the copy non_blocking, or the tensor on the device")
-        # What comes to the host is real: zeros.
+        # Tensors on the host are real, so a copy from the device becomes zeros.
         if func is aten.copy_.default and args[0].device == HOST:
             return args[0].zero_()
         if func is aten._to_copy.default and kwargs.get("device") == HOST:
@@ -112,18 +117,20 @@ class FakeCuda(FakeTensorMode):
 
 
 def _together(func: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> Iterable[Sequence[Tensor]]:
-    """Tensors that have to be on one device. Fake tensors let every operation have 0-dim tensors of the host, CUDA only
-    those that treat elements alone."""
+    """Return the groups of tensors that must be on one device.
+
+    Fake tensors accept 0-dim host tensors in every operation; CUDA accepts them in pointwise operations only.
+    """
     if func in COPIES or torch.Tag.pointwise in func.tags:
         return []
-    if func.name().startswith("aten::_foreach_"):  # goes through its lists item by item where devices differ
+    if func.name().startswith("aten::_foreach_"):  # falls back to item by item where devices differ
         lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
         return zip(*lists, strict=True)
     return [tensors]
 
 
 def _blocks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it is a copy between host and device that the host waits for."""
+    """Return whether `func` is a copy between host and device that the host waits for."""
     if func is aten._to_copy.default:
         pairs = [(kwargs.get("device") or args[0].device, args[0].device)]
     elif func is aten.copy_.default:
@@ -137,7 +144,7 @@ def _blocks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _patch() -> None:
-    """Let Python's part of torch find the device."""
+    """Make ``torch.cuda`` report the device."""
     stream = torch.Stream(device=DEVICE)
     cuda: Any = torch.cuda
     answers = {
@@ -166,6 +173,6 @@ def _patch() -> None:
     tensor = cast(Any, Tensor)
     tensor.pin_memory = lambda self, device=None: self.clone()
     tensor.is_pinned = lambda self, device=None: self.device.type == "cpu"
-    # Modes of torch's own, such as DTensor's, would make a tensor on the device they find.
+    # Other fake tensor modes, such as DTensor's, would create a tensor on the device to initialise it.
     cast(Any, FakeTensorMode).avoid_device_init = property(lambda self: True)
     cast(Any, fake_tensor).init_gpu_context = lambda device: None

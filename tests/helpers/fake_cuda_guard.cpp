@@ -1,5 +1,5 @@
-// What the C++ part of torch asks a CUDA device, answered without one: a build for CPUs has nobody to answer, and a
-// build for CUDA would ask the driver. Loaded before torch, which asks for the hooks as soon as it is imported.
+// Answer what the C++ part of torch asks a CUDA device: a CPU build has nothing that answers, and a CUDA build would
+// ask the driver. It must be loaded before torch, which looks for the hooks when it is imported.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -13,7 +13,7 @@ using c10::Stream;
 constexpr auto kCUDA = c10::DeviceType::CUDA;
 bool may_wait = true;
 
-// One device with one stream. Nothing runs on it, so that no event has anything to wait for.
+// One device with one stream. Nothing runs on it, so every event is complete.
 struct FakeGuard final : c10::impl::NoOpDeviceGuardImpl<kCUDA> {
   static Stream stream() { return Stream(Stream::DEFAULT, Device(kCUDA, 0)); }
 

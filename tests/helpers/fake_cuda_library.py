@@ -1,4 +1,4 @@
-"""The C++ part of `helpers.fake_cuda`: built once for each torch, loaded before it. Imports no torch."""
+"""Build and load the C++ part of `helpers.fake_cuda`: once for each version of torch. Does not import torch."""
 
 import ctypes
 import hashlib
@@ -15,12 +15,12 @@ FLAGS = ("-std=c++20", "-O0", "-w", "-shared", "-fPIC")
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine."""
+    """Return the path of a C++ compiler, None if there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
 
 
 def build(folder: Path) -> Path:
-    """The library in `folder`, built where it is not there yet; several processes may do so at once."""
+    """Return the library in `folder`, building it if it is missing. Several processes may call this at once."""
     found = compiler()
     assert found is not None, "there is no C++ compiler"
     spec = importlib.util.find_spec("torch")
@@ -39,7 +39,7 @@ def build(folder: Path) -> Path:
 
 
 def load(library: Path | str) -> ctypes.CDLL:
-    """Load what `build` made, and torch, which then takes CUDA's part from it. For a process of its own."""
+    """Load the library, then torch, which takes its CUDA device guard from it. Call it in a separate process."""
     assert "torch" not in sys.modules, "torch asks for its CUDA part when it is imported: load the library before"
     loaded = ctypes.CDLL(str(library))
     import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""Training steps on a simulated CUDA device (`helpers.fake_cuda`), one case after another in a process of its own."""
+"""Run training steps on a simulated CUDA device (`helpers.fake_cuda`), all cases in one separate process."""
 
 import ctypes
 import json
@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
 
 
 class Fault(NamedTuple):
-    """hook: of a block's forward, which does what a step must not. error: words of what comes of it."""
+    """A mistake in a step: a forward hook of a block, and words of the error that it must cause."""
 
     hook: Callable[[nn.Module, Any, Tensor], Tensor]
     error: str
@@ -72,8 +72,11 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Two steps under the plan `mesh`, as rank `rank`. settings: of the recipe, beside `COMMON`. waits: how often the
-    host may wait for the device in the second. fault: a name of `FAULTS`."""
+    """Two steps under the strategy string `mesh`, on rank `rank`.
+
+    settings: recipe keys that replace those of `COMMON`. waits: how often the host may wait for the device in the
+    second step. fault: a name in `FAULTS`.
+    """
 
     mesh: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +92,7 @@ class Case:
 
 
 def run_cases(library: ctypes.CDLL, cases: Iterable[Case]) -> None:
-    """Print as JSON, by each case's name, the error it ends with, or None."""
+    """Print a JSON object: the name of each case -> its traceback, or None."""
     torch.set_num_threads(1)
     device = FakeCuda(library)
     found: dict[str, str | None] = {}
@@ -107,8 +110,11 @@ def run_cases(library: ctypes.CDLL, cases: Iterable[Case]) -> None:
 
 
 def _two_steps(case: Case, device: FakeCuda) -> None:
-    """From a batch on the host to the average of the parameters. In the first step the host may wait: states of the
-    optimizer are made, constants of the input are sent, pipelines try their connections."""
+    """Run two steps, from a batch on the host to the moving average of the parameters.
+
+    In the first step the host may wait: optimizer states are created, input constants are copied, pipeline stages
+    connect.
+    """
     recipe = _recipe(case.settings)
     config = recipe.config(CLASSES)
     trained = build(recipe, config, validate(parse(case.mesh), config, BATCH), DEVICE)

@@ -1,7 +1,7 @@
-"""Steps on a simulated CUDA device: no tensor on the wrong device, nothing for which the host waits. No GPU needed.
+"""Training steps on a simulated CUDA device: no device mismatch, no synchronisation. Needs no GPU.
 
-Left out: compiled blocks (the compiler cannot work on fake tensors that are given to it) and the choice of the kernel
-for attention, which measures. Rank 0 stands for the others, but in a pipeline.
+Not covered: compiled blocks (the compiler cannot trace the simulated tensors) and the choice of the attention kernel,
+which measures time. Rank 0 is tested for all ranks, except in a pipeline.
 """
 
 import json
@@ -67,7 +67,7 @@ run_cases(library, [Case(**fields) for fields in json.load(sys.stdin)])
 
 @pytest.fixture(scope="module")
 def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What each case ended with, by its name: all run in one process, which thinks that it has a GPU."""
+    """The error of each case by its name; all run in one process that has a simulated GPU."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler: c++, g++, clang++, or the one that CXX names")
     cache = getattr(pytestconfig, "cache", None)  # none where pytest was told to keep none

@@ -56,6 +56,18 @@ def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
     return tuple(found)
 
 
+class _NeighbourStage(PipelineStage):
+    """A stage that opens connections to other ranks only.
+
+    upstream: before torch 2.13 a schedule's first step sends a number between neighbouring stages to connect them. In a
+    V-shaped schedule neighbours can be on one rank, and gloo cannot send to its own rank.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        own = self.stage_index_to_group_rank[self.stage_index]
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
+
+
 def pipeline_stage(
     module: nn.Module, index: int, count: int, takes: Tensor, gives: Tensor, device: torch.device, group: ProcessGroup
 ) -> PipelineStage:
@@ -65,7 +77,7 @@ def pipeline_stage(
     upstream: without `input_args` and `output_args` the first step runs a real forward of each stage to infer them.
     """
     args = {"input_args": (takes.requires_grad_(index > 0),), "output_args": (gives.requires_grad_(),)}
-    return PipelineStage(module, index, count, device, group=group, **args)
+    return _NeighbourStage(module, index, count, device, group=group, **args)
 
 
 def build_schedule(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from helpers.parity import run_compiled
+from helpers.parity import run_compiled, skip_what_cannot_run
 from helpers.plans import Case
 from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
@@ -20,6 +20,11 @@ from vitpar.planner.profile.estimate import estimate_model
 
 CPU = torch.device("cpu")
 CONFIG = model_config("vit_nano_patch4_16", num_classes=10)
+
+
+@pytest.fixture(autouse=True)
+def float8_products() -> None:
+    skip_what_cannot_run("fp8")
 
 
 def random(*shape: int) -> torch.Tensor:

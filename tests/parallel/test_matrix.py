@@ -7,6 +7,7 @@ from itertools import combinations as pairs_of
 import pytest
 import torch
 
+from helpers.parity import skip_what_cannot_run
 from helpers.paths import ROOT
 from helpers.plans import Case
 from helpers.ranks import RankPool
@@ -98,6 +99,7 @@ def few_ranks(choice: tuple[str, ...]) -> bool:
 def test_every_two_features_together_equal_one_process(
     choice: tuple[str, ...], ranks: Callable[[int], RankPool]
 ) -> None:
+    skip_what_cannot_run(choice[-1])
     case = case_of(*choice[:-1])
     for result in ranks(case.ranks).run(check_all_precisions, case, choice[-1:])[0]:
         assert result.passed, (result.precision, result.worst)

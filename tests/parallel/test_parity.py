@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from helpers.parity import run_case, run_compiled
+from helpers.parity import run_case, run_compiled, skip_what_cannot_run
 from helpers.plans import CASES, Case, representatives
 from helpers.ranks import RankPool
 from vitpar.parallel import data as data_parallel
@@ -23,6 +23,7 @@ TABLE = [
 
 @pytest.mark.parametrize("case", TABLE)
 def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    skip_what_cannot_run(case.check.get("precision", "fp32"))
     results = ranks(case.ranks).run(run_case, case)
     assert all(result.passed for result in results), results[0].worst
     assert len({str(result) for result in results}) == 1, "ranks disagree about the result"

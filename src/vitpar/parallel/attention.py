@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vitpar.errors import RecipeError
+from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
@@ -134,8 +135,7 @@ def probe(
     mine = [_seconds(name, shape, config.heads, numbers.compute, device) for name in names]
     _enable(None, math=True)
     seconds = torch.tensor(mine, dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    all_reduce_(seconds, dist.ReduceOp.MAX)
     return dict(zip(names, seconds.tolist(), strict=True))
 
 

@@ -30,6 +30,7 @@ from vitpar.data import (
 )
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
+from vitpar.launch.world_group import all_gather_object, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count
@@ -129,9 +130,7 @@ class Input:
         """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
-        everyone = [Skipped()] * dist.get_world_size()
-        dist.all_gather_object(everyone, loader.skipped)
-        return sum(everyone, Skipped())
+        return sum(all_gather_object(loader.skipped), Skipped())
 
     def warning(self, loader: TrainLoader | StreamLoader) -> str | None:
         """What to tell the user about what all ranks skipped together. Collective as `skipped` is."""
@@ -170,8 +169,8 @@ class Input:
         labels = self.to_device(batch.labels)
         if not batch.whole:
             return self._together(labels)
-        if self._recipe.data.bad_sample == "skip" and dist.get_world_size() > 1:
-            dist.all_reduce(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
+        if self._recipe.data.bad_sample == "skip":
+            all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
 
     def evaluated(self, batch: EvalBatch) -> Tensor | None:
@@ -202,8 +201,7 @@ class Input:
 
     def _together(self, numbers: Tensor) -> Tensor:
         """What the rank that has a row knows of it, on all: others have less than any label or key, IGNORED or 0."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        all_reduce_(numbers, dist.ReduceOp.MAX)
         return numbers
 
     def _needed(self) -> list[int]:

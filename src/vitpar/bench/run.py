@@ -100,7 +100,7 @@ def bench(
         precision=recipe.train.precision,
         compiled=trained.model.compiled,
         attention=attention.backend,
-        warnings=trained.warnings,
+        warnings=(*trained.warnings, *filter(None, [attention.warning])),
         device=device.type,
         device_name=device_name(device),
         steps=settings.steps,

@@ -1,6 +1,7 @@
 """From images, packed or streamed, to what a step takes: this rank's batches, its normalised images and its labels, as
 the recipe says."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from vitpar.data import (
 )
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
+from vitpar.launch.cores import cpu_share
 from vitpar.launch.world_group import all_gather_object, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
@@ -38,6 +40,19 @@ from vitpar.train.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
 """Has `len()`, `num_classes`, and `place` for messages."""
+MOST_THREADS = {"cuda": 16, "cpu": 2}
+"""Decoding threads of a rank by default, at most. On CPUs the model computes on the same cores."""
+
+
+def decoding_threads(recipe: Recipe, device_type: str) -> int:
+    """Return the decoding threads of a rank: ``data.workers``, or what its share of the machine's cores allows.
+
+    By default a rank with a GPU leaves one core to the thread that starts kernels. The number changes the speed only.
+    """
+    if recipe.data.workers is not None:
+        return recipe.data.workers
+    cores = cpu_share(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, min(MOST_THREADS[device_type], cores - 1 if device_type == "cuda" else cores))
 
 
 def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet]:
@@ -228,7 +243,7 @@ class Input:
         return {
             "batch_size": self._model.batch_size,
             "rows": rows,
-            "workers": data.workers,
+            "workers": decoding_threads(self._recipe, self._model.device.type),
             "bad_sample": data.bad_sample,
             "pin_memory": self._model.device.type == "cuda",
         }

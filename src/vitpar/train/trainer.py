@@ -23,7 +23,7 @@ from vitpar.train.debug_checks import DebugChecks
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
 from vitpar.train.garbage import Garbage
-from vitpar.train.input import Input, open_data
+from vitpar.train.input import Input, decoding_threads, open_data
 from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
 from vitpar.train.lr_schedule import CosineWithWarmup
@@ -125,7 +125,7 @@ class Trainer:
             kernels: dict[str, object] = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
-            for told in (note, *trained.warnings):
+            for told in (note, *trained.warnings, self.attention.warning):
                 if told:
                     self.reporter.note(told)
         self.watchdog.outlive()
@@ -138,7 +138,8 @@ class Trainer:
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
-        self.watch = InputWatch(self.recipe.data.workers, torch.get_num_threads(), first=self.done + 1)
+        threads = decoding_threads(self.recipe, self.device.type)
+        self.watch = InputWatch(threads, torch.get_num_threads(), first=self.done + 1)
         log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()

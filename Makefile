@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+RESULTS ?= gpu-first-run
 
-.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu clean
+.PHONY: help setup demo test test-full soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -60,6 +61,9 @@ bench-peers: $(READY)  ## Beside timm, transformers, Lightning and PyTorch by ha
 
 bench-steady: $(READY)  ## Step time and memory over 2,000 steps, and what logging every step costs
 	$(BIN)/python experiments/bench_steady.py
+
+gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", RESULTS=folder; needs no installation of vitpar
+	$(PYTHON) experiments/gpu_first_run.py $(if $(PARTS),--parts $(PARTS)) --out $(RESULTS) $(FIRST_RUN)
 
 bench-gpu: $(READY)  ## On one CUDA GPU: rates beside the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py

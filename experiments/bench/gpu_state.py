@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from typing import Any
 
 FACTS = ("name", "driver_version", "memory.total", "memory.used", "compute_mode", "temperature.gpu", "power.limit")
 SAMPLE = ("clocks.sm", "clocks.max.sm", "power.draw", "temperature.gpu", "memory.used")
@@ -30,33 +31,29 @@ def gpu_facts() -> dict[str, str]:
 
 def complaints() -> list[str]:
     """Return why measurements may not be those of an idle GPU, in words; nothing where nvidia-smi cannot be run."""
-    found = []
-    used = _query("gpu", ("memory.used",))
+    found, now = [], sample() or {"memory.used": 0.0, "slow": []}
     others = _query("compute-apps", ("pid", "process_name", "used_memory"))
     if others and others[0]:
         found.append(f"another process uses the GPU ({', '.join(others)}): end it, or read the times with care")
-    elif used and _number(used[0]) > USED_MIB:
-        found.append(f"{used[0]} MiB of the GPU are in use before anything is started: another process may use it")
-    if slow := slow_reasons():
-        found.append(f"the GPU's clock is held back ({', '.join(slow)}): read the times with care")
+    elif now["memory.used"] > USED_MIB:
+        used = f"{now['memory.used']:.0f} MiB of the GPU are in use before anything is started"
+        found.append(f"{used}: another process may use it")
+    if now["slow"]:
+        found.append(f"the GPU's clock is held back ({', '.join(now['slow'])}): read the times with care")
     return found
 
 
-def slow_reasons() -> list[str]:
-    """Return what holds the GPU's clock back now."""
-    for name in REASONS:
-        found = _query("gpu", (name,))
-        if found and found[0].startswith("0x"):
-            return [words for bit, words in SLOW.items() if int(found[0], 16) & bit]
-    return []
+def sample() -> dict[str, Any] | None:
+    """Return clock (MHz), power (W), temperature (°C) and memory (MiB) now, and what holds the clock back (`slow`).
 
-
-def sample() -> dict[str, float | list[str]] | None:
-    """Return clock (MHz), power (W), temperature (°C) and memory (MiB) now; None where nvidia-smi cannot be run."""
-    found = _query("gpu", SAMPLE)
-    if found is None:
-        return None
-    return {**dict(zip(SAMPLE, map(_number, found), strict=True)), "slow": slow_reasons()}
+    None where nvidia-smi cannot be run.
+    """
+    for reasons in REASONS:
+        if found := _query("gpu", (*SAMPLE, reasons)):
+            bits = int(found[-1], 16) if found[-1].startswith("0x") else 0
+            slow = [words for bit, words in SLOW.items() if bits & bit]
+            return {**dict(zip(SAMPLE, map(_number, found), strict=False)), "slow": slow}
+    return None
 
 
 def _query(kind: str, fields: tuple[str, ...]) -> list[str] | None:

@@ -157,11 +157,15 @@ def test_a_gpu_that_is_not_idle_is_said(
     if answers is not None:
         (tmp_path / "nvidia-smi").write_text(
             f'#!/bin/sh\ncase "$1" in\n*compute-apps*) echo "{answers["compute-apps"]}";;\n'
-            f'*clocks_event_reasons*) exit 2;;\n*throttle_reasons*) echo "{answers["reasons"]}";;\n'
-            f'*) echo "{answers["memory.used"]}";;\nesac\n'
+            f"*clocks_event_reasons*) exit 2;;\n"
+            f'*) echo "1980, 1980, 120.5, 40, {answers["memory.used"]}, {answers["reasons"]}";;\nesac\n'
         )
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if answers is not None else str(tmp_path))
+    now = gpu_state.sample()
+    assert (
+        now is None if answers is None else now is not None and (now["clocks.sm"], now["power.draw"]) == (1980, 120.5)
+    )
     found = gpu_state.complaints()
     assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))
 

@@ -67,6 +67,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, environment: None) -> list[dict[st
         given.append({"backend": backend, **settings})
         devices = backend if backend == "gloo" else "cuda:gloo"
         init(devices, store=dist.HashStore(), rank=0, world_size=1)
+        if settings["device_id"] is not None:
+            dist.group.WORLD.bound_device_id = settings["device_id"]  # as init_process_group does for NCCL
 
     monkeypatch.setattr(dist, "init_process_group", record)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

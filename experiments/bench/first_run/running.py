@@ -21,7 +21,7 @@ from bench.gpu_state import sample
 from bench.json_file import read_json
 
 POLL_S = 0.5
-SAMPLE_S = 5.0
+SAMPLE_S = 15.0
 """Seconds between two looks at the GPU's clock."""
 GRACE_S = 5.0
 """Seconds that a program has, after an interrupt, to print what it knows."""

@@ -13,7 +13,8 @@ PACKAGES = ("triton", "timm", "transformers", "lightning", "pydantic", "webdatas
 
 def main() -> None:
     """Print the facts."""
-    facts = header() | {"state": "; ".join(complaints()) or "nothing unusual"}
+    state = "; ".join(complaints()) or "nothing unusual"  # before this process uses the GPU itself
+    facts = header() | {"state": state}
     versions = [f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
     for name in PACKAGES:
         try:

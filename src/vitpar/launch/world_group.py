@@ -31,7 +31,10 @@ def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     if world not in _made:
         _made.clear()  # of a world that has ended
         # Not "cpu:gloo": with a device bound to the default group, torch looks for a CUDA backend in the new one too.
-        _made[world] = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+        # It takes over the default group's device, on which its barrier would then make a tensor.
+        group.bound_device_id = None
+        _made[world] = group
     return _made[world]
 
 

@@ -25,6 +25,8 @@ SAMPLE_S = 15.0
 """Seconds between two looks at the GPU's clock."""
 GRACE_S = 5.0
 """Seconds that a program has, after an interrupt, to print what it knows."""
+LONGEST = 500
+"""Characters of a line that are shown: JSON of a check has thousands."""
 TAIL = 15
 """Lines of a program that failed which are kept."""
 _PLAIN = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
@@ -92,7 +94,9 @@ class Running:
                 self._lines.append(line.rstrip("\n"))
                 file.write(line)
                 file.flush()
-                sys.stdout.write(f"  {line}")
+                sys.stdout.write(
+                    f"  {line}" if len(line) <= LONGEST else f"  {line[:LONGEST]} … (all of it is in {log})\n"
+                )
                 sys.stdout.flush()
 
     def _found(self, ended: str) -> dict[str, Any]:

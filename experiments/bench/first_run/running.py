@@ -94,9 +94,8 @@ class Running:
                 self._lines.append(line.rstrip("\n"))
                 file.write(line)
                 file.flush()
-                sys.stdout.write(
-                    f"  {line}" if len(line) <= LONGEST else f"  {line[:LONGEST]} … (all of it is in {log})\n"
-                )
+                shown = line if len(line) <= LONGEST else f"{line[:LONGEST]} … (all of it is in {log})\n"
+                sys.stdout.write(f"  {shown}")
                 sys.stdout.flush()
 
     def _found(self, ended: str) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def environment() -> dict[str, str]:
     """Return the environment of all programs: this checkout's packages, then what was on the path before."""
     paths = [str(ROOT / folder) for folder in ("src", "cli", "experiments")]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    return found | {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return found | {"PYTHONUNBUFFERED": "1"}
 
 
 def argv(job: Job, result: Path, minutes: float) -> list[str]:

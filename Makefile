@@ -8,9 +8,11 @@ READY  := $(VENV)/.ready
 TORCH    ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PARALLEL ?= 2
 INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+# Where the first run on a GPU keeps its rows.
+RESULTS  ?= gpu-first-run
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu clean
+.PHONY: help setup demo test test-slow test-full test-torch soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -73,6 +75,9 @@ bench-peers: $(READY)  ## Beside timm, transformers, Lightning and PyTorch by ha
 
 bench-steady: $(READY)  ## Step time and memory over 2,000 steps, and what logging every step costs
 	$(BIN)/python experiments/bench_steady.py
+
+gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", RESULTS=folder; needs no installation of vitpar
+	$(PYTHON) experiments/gpu_first_run.py $(if $(PARTS),--parts $(PARTS)) --out $(RESULTS) $(FIRST_RUN)
 
 bench-gpu: $(READY)  ## On one CUDA GPU: rates beside the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py

@@ -2,16 +2,17 @@
 
     PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json                       # as much as ten minutes hold
     PYTHONPATH=src python experiments/bench_gpu.py --sections plain fp8 --json rest.json # what they do not
+    PYTHONPATH=src python experiments/bench_gpu.py --sections fp8 --fp8-sums fast        # another accumulation
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
 
 The most important comes first, a row is told and written as soon as it is there, and what would not end within
 --minutes (by estimates; compiling takes longest) is left out and named. Exit code 1: something failed.
 
-1. limits: the rate of the model's own matrix products (the linear layers of a block, forward and backward, in bf16),
-   and bytes a second of a copy
-2. vitpar: the trainer's step on one batch in the GPU's memory, every block compiled. Beside MFU stand its target and
-   the rate of the products alone, over the chip's dense bf16 peak; then how often a step waits for the GPU, its
-   kernels, the part of the time in which the GPU is busy with them, and its phases
+1. limits: the rate of the model's own matrix products (the linear layers of a block, forward and backward, in bf16)
+   in bursts of a fraction of a second and sustained for seconds, and bytes a second of a copy
+2. vitpar: the trainer's step on one batch in the GPU's memory, every block compiled. Beside MFU stand what was
+   predicted, the goal, and the sustained rate of the products alone over the chip's dense bf16 peak; then how often a
+   step waits for the GPU, its kernels, the part of the time in which the GPU is busy with them, and its phases
 3. input: the first model on JPEG files of 500x375 pixels out of shards, beside the batch in memory, in turns
    (needs all of vitpar's packages)
 4. plain: the same ViT unwrapped, ``torch.compile`` on the whole, bf16 autocast, and the attention kernel that vitpar
@@ -21,7 +22,8 @@ The most important comes first, a row is told and written as soon as it is there
 
 All train with AdamW (fused) and clipping by the global norm. First vitpar's first loss and gradient norm are compared
 with the unwrapped, uncompiled ViT in bf16. Times are of blocks of --steps steps between two synchronisations, after a
-warm-up that also compiles; shown are medians ± half the distance between quartiles over the blocks. MFU counts the
+warm-up that also compiles; batches are those of bench/gpu_models.py for the free memory, halved where they do not fit.
+Shown are medians ± half the distance between quartiles over the blocks. MFU counts the
 matrix products of forward × 3 (``ViTConfig.flops``). Memory is the peak of what the contender allocated itself.
 
 timm, transformers and Lightning: bench_peers.py. This needs torch, einops, numpy and this checkout; not rich.
@@ -37,14 +39,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu_models import MODELS, batch_for, prediction
 from bench.header import header
-from bench.settings import SEED, Step
+from bench.settings import Step
 from bench.timing import Spread, ratio, take_turns
 
 try:
+    from bench.gpu_reference import difference, plain_model, random_batch, reference
     from bench.gpu_rows import Memory, Run, gibibytes, named, percent
     from bench.one_gpu import bandwidth, kernels, matrix_products, phases, settle, waits
     from bench.ours import vitpar_step
@@ -52,20 +55,11 @@ try:
     from vitpar.errors import RecipeError
     from vitpar.launch import ALONE, join, leave
     from vitpar.models import ViTConfig, model_config
-    from vitpar.models.initial import initialise
-    from vitpar.models.vit import ViT
+    from vitpar.parallel import float8
     from vitpar.strategy import parse, validate
 except ModuleNotFoundError as error:
     sys.exit(f"error: there is no module {error.name}: install it, and run from the checkout with PYTHONPATH=src")
 
-BATCH_SIZES = {
-    "vit_base_patch16_224": 512,
-    "vit_large_patch16_224": 256,
-    "vit_huge_patch14_224": 128,
-    "vit_giant_patch14_224": 128,
-}
-"""For 141 GB; halve them for 80."""
-TARGETS = dict(zip(BATCH_SIZES, (0.45, 0.55, 0.55, 0.60), strict=True))
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 FP8_WIDTH = 1280
 """Only large products can win back what scaling costs."""
@@ -84,8 +78,11 @@ def main() -> int:
         print(f"- {name}: {value}")
     run = Run(options, device, facts)
     models = {name: model_config(name, **(TINY if options.tiny else {})) for name in options.models}
-    sizes = {name: options.batch_size or (4 if options.tiny else BATCH_SIZES.get(name, 128)) for name in models}
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
+    sizes = {name: options.batch_size or (4 if options.tiny else batch_for(name, free)) for name in models}
     jobs = [(models[name], sizes[name]) for name in models]
+    if options.fp8_sums:
+        sum_in_float8(options.fp8_sums == "fast")
     try:
         measure_all(run, jobs)
     finally:  # a GPU that is lost fails all that comes after
@@ -112,13 +109,14 @@ def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(BATCH_SIZES), metavar="NAME", help="timm's names")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="timm's names")
     parser.add_argument("--batch-size", type=int, metavar="N", help="images a step, for every model")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a timed block (default 10)")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=SECTIONS_HELP)
     parser.add_argument(
         "--minutes", type=float, default=9.5, metavar="N", help="what would end later is left out (9.5)"
     )
+    parser.add_argument("--fp8-sums", choices=("fast", "exact"), help="accumulation of all fp8 products")
     parser.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -136,35 +134,43 @@ def arguments() -> argparse.Namespace:
 
 
 def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: int, measure: Any) -> None:
-    """Measure one model if there is time and memory for it. What fails must not cost the other rows."""
-    if not run.has_time(f"{what}, {config.name}", seconds):
+    """Measure one model if there is time for it, with half the batch where memory ends. What fails must not cost the
+    other rows."""
+    name = f"{what}, {config.name}"
+    if not run.has_time(name, seconds):
         return
+    fits = True
     try:
         measure(run, config, batch_size)
     except torch.OutOfMemoryError:
-        run.leave_out(f"{what}, {config.name}", f"batch {batch_size} does not fit: give a smaller --batch-size")
+        fits = False
+        run.leave_out(f"{name}, batch {batch_size}", "it does not fit into memory")
     except RecipeError as refused:  # fp8, which the GPU does not have
-        run.leave_out(f"{what}, {config.name}", str(refused))
+        run.leave_out(name, str(refused))
     except Exception as error:
         traceback.print_exc()
-        run.fail(f"{what}, {config.name}", f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300])
+        run.fail(name, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300])
     gc.collect()
     torch._dynamo.reset()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
+    if not fits and batch_size > 1:  # here, where the error no longer keeps the tensors
+        attempt(run, what, seconds, config, batch_size // 2, measure)
 
 
 def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
     """What the chip does with this model's products, and with nothing but memory."""
-    rate = matrix_products(config, batch_size, run.device).rate
+    found = matrix_products(config, batch_size, run.device)
     copied = bandwidth(run.device, 16 if run.options.tiny else 1024)
     cells = [
         named(config, batch_size),
-        f"{rate / 1e12:.1f}",
-        percent(run.peak and rate / run.peak),
+        f"{found.burst / 1e12:.1f}",
+        f"{found.sustained / 1e12:.1f}",
+        percent(run.peak and found.sustained / run.peak),
         f"{copied / 1e9:.0f}",
     ]
-    run.row("limits", cells, model=config.name, batch_size=batch_size, products=rate, copy=copied, peak=run.peak)
+    facts = {"model": config.name, "batch_size": batch_size, "peak": run.peak}
+    run.row("limits", cells, **facts, burst=found.burst, sustained=found.sustained, copy=copied)
 
 
 def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> None:
@@ -172,7 +178,8 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
     batch = random_batch(config, batch_size, run.device)
     expected = reference(config, *batch)
     memory, step = Memory(run.device), make_ours(run, config, batch_size)
-    print_difference(config.name, [value.item() for value in step(*batch)], expected)
+    apart = difference([value.item() for value in step(*batch)], expected)
+    print(f"\n- {config.name}, first step, vitpar against the unwrapped ViT in bf16: {apart}", flush=True)
     repeat(step, batch, WARM_UP)
     memory.forget()
     times = take_turns(
@@ -184,7 +191,7 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
     peak_bytes = memory.peak()
     waited, launched = waits(partial(step, *batch)), kernels(partial(step, *batch))
     parts = phases(step, batch, run.device)
-    rate = matrix_products(config, batch_size, run.device).rate
+    rate = matrix_products(config, batch_size, run.device).sustained
     busy = launched[1] / middle if launched else None
     run.row(
         "vitpar",
@@ -193,7 +200,8 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
             Spread.of([1e3 * s for s in seconds]).text(2),
             Spread.of([batch_size / s for s in seconds]).text(1),
             percent(mfu),
-            f"≥ {TARGETS[config.name]:.0%}" if config.name in TARGETS else "–",
+            prediction(config.name, batch_size),
+            f"≥ {MODELS[config.name].goal:g} %" if config.name in MODELS else "–",
             percent(run.peak and rate / run.peak),
             "–" if waited is None else f"{waited:g}",
             "–" if launched is None else f"{launched[0]:.0f}",
@@ -270,43 +278,20 @@ def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf
     )
 
 
-def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images in bf16 and labels, on the device."""
-    g = torch.Generator().manual_seed(SEED)
-    images = torch.randn(batch_size, config.channels, config.image_size, config.image_size, generator=g)
-    labels = torch.randint(0, config.num_classes, (batch_size,), generator=g)
-    return images.to(device, torch.bfloat16), labels.to(device)
+def sum_in_float8(fast: bool) -> None:
+    """Let all fp8 products add up in fewer bits than float32 has (`fast`), or none, instead of vitpar's choice."""
+    multiply = float8.multiply
+
+    def multiplied(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, _: bool = True) -> Tensor:
+        return multiply(a, of_a, b, of_b, dtype, fast)
+
+    float8.multiply = multiplied
 
 
 def repeat(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> None:
     """Several steps in a row."""
     for _ in range(steps):
         step(*batch)
-
-
-def reference(config: ViTConfig, images: Tensor, labels: Tensor) -> list[float]:
-    """Loss and gradient norm of the initial parameters: float32 parameters cast to bf16, no wrapper, no compiler."""
-    model = plain_model(config, images.device)
-    computed = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
-    loss = F.cross_entropy(torch.func.functional_call(model, computed, (images,)).float(), labels)
-    loss.backward()
-    return [loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()]
-
-
-def print_difference(model: str, values: list[float], expected: list[float]) -> None:
-    """Say how far vitpar's first loss and gradient norm are from the unwrapped ViT's."""
-    parts = [
-        f"{what} {a:.6f} against {b:.6f} (relative difference {abs(a - b) / abs(b):.1e})"
-        for what, a, b in zip(("loss", "gradient norm"), values, expected, strict=True)
-    ]
-    print(f"\n- {model}, first step, vitpar against the unwrapped ViT in bf16: {', '.join(parts)}", flush=True)
-
-
-def plain_model(config: ViTConfig, device: torch.device) -> ViT:
-    """The unwrapped ViT with the parameters that vitpar starts from, float32."""
-    model = ViT(config).to(device)
-    initialise(model, SEED, config)
-    return model
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python experiments/bench_peers.py                          # CPU, fp32 and bf16, about 8 minutes on two cores
     python experiments/bench_peers.py --compile --precision fp32
-    python experiments/bench_peers.py --device cuda --json peers.json     # B/16 and L/16, compiled, about 15 minutes
+    python experiments/bench_peers.py --device cuda --json peers.json     # B/16, compiled, in ten minutes at most
+    python experiments/bench_peers.py --device cuda --models vit_large_patch16_224 --json large.json
     python experiments/bench_peers.py --device cuda --largest  # the deepest model of g/14's width that can be trained
     python experiments/bench_peers.py --tiny                   # seconds: does the program run?
 
@@ -18,15 +19,19 @@ bf16.
 "vitpar, whole loop" is its Trainer with its log interval of 10 steps and metrics. Ratios are over it, where
 its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.
 CPU time is that of all threads of a process, page faults those of a step (the median of rounds). Memory is the peak of
-what a process allocated on the GPU.
+what a process allocated on the GPU. On a GPU a call trains one model; contenders that would not be ready within
+--minutes are left out, and rounds end then. --json is written when a contender is ready and after every round.
 Who is not installed is left out, and the reason said. Exit code 1: a contender that is there failed, or losses differ.
 """
 
 import argparse
-import json
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +40,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.gpu_models import GIB, MODELS, batch_for
 from bench.header import header
+from bench.json_file import write_json
 from bench.peers import CONTENDERS, OURS
 from bench.peers.job import Job
 from bench.peers.largest import Trials, deepest
@@ -44,8 +51,9 @@ from bench.timing import Spread, ratio
 
 SMALL = {"heads": 4, "num_classes": 100}
 TINY = {"depth": 2, "image_size": 32, "num_classes": 10}
-GPU_BATCHES = {"vit_base_patch16_224": 256, "vit_large_patch16_224": 128}
 WARM_UP = 5
+START_S, MEASURE_S = 100, 90
+"""Seconds that a contender takes to start and compile on a GPU, about, and that the rounds then take."""
 TIMES = ("ms a step", "images/s", "time over vitpar's", "CPU time over vitpar's")
 COLUMNS = ("contender", "version", *TIMES, "page faults", "GiB")
 
@@ -59,15 +67,24 @@ def main() -> int:
         console.print(f"- {name}: {value}", soft_wrap=True)
     found: dict[str, Any] = {"header": facts, "cases": []}
     failed = False
+    end = time.monotonic() + 60 * options.minutes
     for job in jobs(options):
         title = f"{job.model}, batch {job.batch_size}, {job.precision}" + (", compiled" if job.compiled else "")
         console.print(f"\n{title}\n", soft_wrap=True)
-        measure = largest if options.largest else beside
-        case, ok = measure(job, options, console)
+        case: dict[str, Any] = {"title": title, **vars(job)}
+        found["cases"].append(case)
+
+        def keep(more: dict[str, Any], case: dict[str, Any] = case) -> None:
+            case.update(more)
+            if options.json:
+                write_json(options.json, found)
+
+        if options.largest:
+            result, ok = largest(job, options, console)
+        else:
+            result, ok = beside(job, options, console, end, keep)
         failed |= not ok
-        found["cases"].append({"title": title, **vars(job), **case})
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+        keep(result)
     return 1 if failed else 0
 
 
@@ -86,6 +103,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", action="store_true", help="instead: the deepest model of g/14's width that fits")
     parser.add_argument("--pretend-mb", type=int, metavar="N", help="with --largest: memory for parameters and AdamW")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, few steps: only to see the program run")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="what would end later is left out (CUDA 9.5, else no limit)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
     options = parser.parse_args()
     if options.device == "cuda":
@@ -93,6 +113,8 @@ def arguments() -> argparse.Namespace:
 
         if not torch.cuda.is_available():
             parser.error("no CUDA device can be seen: run on a machine with a GPU, or leave --device out")
+        if len(options.models or ()) > 1:
+            parser.error("a call on a GPU trains one model: name one with --models, and call again for the next")
     elif options.largest and options.pretend_mb is None:
         parser.error("--largest fills a GPU's memory: give --device cuda, or a memory to pretend with --pretend-mb")
     options.precision = options.precision or (["bf16"] if options.device == "cuda" or options.largest else None)
@@ -103,6 +125,8 @@ def arguments() -> argparse.Namespace:
         options.rounds = 9 if long else 5
     if options.restarts is None:
         options.restarts = 1 if long or options.tiny else 5
+    if options.minutes is None:
+        options.minutes = 9.5 if options.device == "cuda" and not options.largest else 1e6
     if options.steps < 1 or options.rounds < 2 or options.restarts < 1:
         parser.error("--steps and --restarts must be at least 1 and --rounds at least 2")
     return options
@@ -116,7 +140,9 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     elif options.largest:
         models, size, sizes = ["vit_giant_patch14_224"], {}, {"vit_giant_patch14_224": 16}
     elif gpu:
-        models, size, sizes = list(GPU_BATCHES), {}, GPU_BATCHES
+        models, size = [next(iter(MODELS))], {}
+        free = free_memory()
+        sizes = {name: batch_for(name, free, peers=True) for name in options.models or models}
     else:
         models, size, sizes = ["vit_tiny_patch16_112"], SMALL, {"vit_tiny_patch16_112": 16}
     return [
@@ -135,14 +161,30 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     ]
 
 
-def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
-    """Times of all contenders, and whether all did what they should."""
+def free_memory() -> int:
+    """Return the free bytes of the GPU, without a context in this process, which would take some of them."""
+    code = "import torch; print(torch.cuda.mem_get_info()[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return 80 * GIB if done.returncode else int(done.stdout)
+
+
+def beside(
+    job: Job, options: argparse.Namespace, console: Console, end: float, keep: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Any], bool]:
+    """Times of all contenders, and whether all did what they should. end: on the monotonic clock. keep: is given what
+    is known so far, whenever there is more."""
     left: dict[str, str] = {}
     told: list[str] = []
     ok, timed = True, list[Timed]()
     names = list(options.only or CONTENDERS)
     for start in range(options.restarts):
-        found, fine = together(job, options, names[start % len(names) :] + names[: start % len(names)], left)
+        order = names[start % len(names) :] + names[: start % len(names)]
+
+        def ready(now: list[Timed], first: bool = not start) -> None:
+            if first:
+                keep({"left_out": left, "rows": [one.to_json() for one in now]})
+
+        found, fine = together(job, options, order, left, end, ready)
         found.sort(key=lambda one: names.index(one.contender.job.contender))
         ok &= fine
         for name in [name for name in left if name not in told]:
@@ -161,29 +203,26 @@ def beside(job: Job, options: argparse.Namespace, console: Console) -> tuple[dic
             one.cpu += again[one.contender.name].cpu
             one.faults += again[one.contender.name].faults
     console.print(table(timed, job))
-    rows = [
-        {
-            "contender": one.contender.job.contender,
-            "version": one.contender.version,
-            "parameters": one.contender.parameters,
-            "losses": one.losses,
-            "wall": one.wall,
-            "cpu": one.cpu,
-            "faults": one.faults,
-            "memory_bytes": one.memory_bytes,
-        }
-        for one in timed
-    ]
-    return {"left_out": left, "rows": rows}, ok
+    return {"left_out": left, "rows": [one.to_json() for one in timed]}, ok
 
 
-def together(job: Job, options: argparse.Namespace, names: list[str], left: dict[str, str]) -> tuple[list[Timed], bool]:
+def together(
+    job: Job,
+    options: argparse.Namespace,
+    names: list[str],
+    left: dict[str, str],
+    end: float,
+    ready: Callable[[list[Timed]], None],
+) -> tuple[list[Timed], bool]:
     """Processes of all contenders, started anew, and their times in turns; whether none failed. left: those that are
-    not there, which are not started again."""
+    not there, which are not started again. ready: is given the contenders whenever there is more of them."""
     ok, timed = True, list[Timed]()
     with ExitStack() as ends:
         for name in names:  # one after the other: vitpar tries kernels when it starts
             if CONTENDERS[name] in left:
+                continue
+            if end - time.monotonic() < (START_S + MEASURE_S if job.device == "cuda" else 0):
+                left[CONTENDERS[name]] = "late: it would not be ready within --minutes"
                 continue
             contender = ends.enter_context(Contender(replace(job, contender=name)))
             try:
@@ -191,11 +230,12 @@ def together(job: Job, options: argparse.Namespace, names: list[str], left: dict
                 losses = contender.turn(3, losses=True)["losses"]
                 contender.turn(WARM_UP if not options.tiny else 1)
                 timed.append(Timed(contender, losses))
+                ready(timed)
             except Left as gone:
                 ok &= gone.kind == "missing"
                 left[contender.name] = f"{gone.kind}: {gone.why}"
         if timed:
-            take_turns(timed, options.rounds, options.steps)
+            take_turns(timed, options.rounds, options.steps, end, partial(ready, timed))
     return timed, ok
 
 

@@ -86,12 +86,12 @@ def evaluate(
             precision_name=train.precision,
             compile_blocks=choose_compiling(train.compile, plan, train.precision, device).blocks,
         )
-        choose_attention(train.attention, config, plan, train.batch_size, model.precision, device)
+        attention = choose_attention(train.attention, config, plan, train.batch_size, model.precision, device)
         load_weights(model, checkpoint)
         result = evaluate(model, Input(recipe, model), images)
         if dist.get_rank() == 0:
-            if result.warning:
-                typer.echo(f"warning: {result.warning}", err=True)
+            for warning in filter(None, (attention.warning, result.warning)):
+                typer.echo(f"warning: {warning}", err=True)
             if as_json:
                 typer.echo(json.dumps(result.figures))
             else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 import torch
 
+from bench.json_file import write_json
 from bench.one_gpu import settle
 from vitpar.models import ViTConfig
 from vitpar.parallel.compiling import compiler_fault
@@ -22,10 +22,10 @@ def _beside(ours: str, other: str) -> tuple[str, ...]:
 
 
 COLUMNS = {
-    "limits": ("model", "products, TFLOP/s", "of the peak", "copy, GB/s"),
+    "limits": ("model", "products, TFLOP/s: burst", "sustained", "sustained, of the peak", "copy, GB/s"),
     "vitpar": (
-        *("model", "ms a step", "images/s", "MFU", "target", "products alone", "waits a step", "kernels a step"),
-        *("GPU busy", "peak GiB"),
+        *("model", "ms a step", "images/s", "MFU", "predicted", "goal", "products alone, sustained", "waits a step"),
+        *("kernels a step", "GPU busy", "peak GiB"),
     ),
     "phases": ("model", "ms of a step"),
     "input": (
@@ -53,6 +53,7 @@ class Run:
         self._end = time.monotonic() + 60 * options.minutes
         self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}
         self._shown: dict[str, list[list[str]]] = {section: [] for section in COLUMNS}
+        self._write()
         # On the CPU it takes minutes, and speed there is not the question.
         fault = compiler_fault(device) if device.type == "cuda" else None
         self.compiled = device.type == "cuda" and fault is None
@@ -95,7 +96,7 @@ class Run:
 
     def _write(self) -> None:
         if self.options.json:
-            self.options.json.write_text(json.dumps(self._found, indent=1))
+            write_json(self.options.json, self._found)
 
 
 class Memory:

@@ -29,12 +29,15 @@ def header() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of this checkout, with a word where files differ from it."""
+    """The commit of this checkout, with a word where files differ from it.
+
+    Of a checkout without git it is what VITPAR_COMMIT says.
+    """
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "-uno")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown (no git checkout)"
+        return os.environ.get("VITPAR_COMMIT", "unknown (no git checkout: set VITPAR_COMMIT)")
     return commit + (" with local changes" if changed else "")
 
 

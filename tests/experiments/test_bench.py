@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_gpu_program_runs_on_the_cpu_without_the_trainer_s_packages(tmp_path: Pa
         1,
     ]
     assert [part.split(":")[0] for part in found["left_out"]] == ["input, vit_tiny_patch16_224"]
-    assert found["limits"][0]["products"] > 0 and found["limits"][0]["copy"] > 0
+    assert all(found["limits"][0][rate] > 0 for rate in ("burst", "sustained", "copy"))
     assert list(found["phases"][0]["ms"])[:2] == ["forward", "backward"]
     assert "relative difference" in printed
     assert printed.count("| vit_tiny_patch16_224, batch 4 |") == 5
@@ -176,6 +177,39 @@ def test_gpu_program_refuses_without_a_gpu() -> None:
     assert done.returncode == 2
     assert "no CUDA device can be seen" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_batch_that_does_not_fit_is_halved() -> None:
+    import torch
+
+    import bench_gpu
+    from vitpar.models import model_config
+
+    tried: list[int] = []
+    left_out: list[tuple[str, ...]] = []
+
+    def measure(run: object, config: object, batch_size: int) -> None:
+        tried.append(batch_size)
+        if batch_size > 16:
+            raise torch.OutOfMemoryError("full")
+
+    run = SimpleNamespace(
+        has_time=lambda *_: True, leave_out=lambda *told: left_out.append(told), device=torch.device("cpu")
+    )
+    bench_gpu.attempt(run, "vitpar", 5, model_config("vit_tiny_patch16_224"), 64, measure)
+    assert tried == [64, 32, 16]
+    assert left_out[0] == ("vitpar, vit_tiny_patch16_224, batch 64", "it does not fit into memory")
+
+
+def test_rounds_end_with_the_time_but_for_two_that_a_spread_needs() -> None:
+    from bench.peers.running import Timed
+    from bench.peers.running import take_turns as take_rounds
+
+    kept: list[int] = []
+    contender = SimpleNamespace(turn=lambda steps, untimed: {"wall": 4.0, "cpu": 2.0, "faults": 0})
+    one = Timed(contender, [])
+    take_rounds([one], rounds=9, steps=2, end=0.0, after=lambda: kept.append(len(one.wall)))
+    assert (one.wall, kept) == ([2.0, 2.0], [1, 2])
 
 
 def test_contenders_take_turns_and_the_order_turns_around() -> None:

@@ -159,13 +159,37 @@ def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypat
         **{"cudnn": 1000.0, "flash": 2000.0, "efficient": None}
     }
     assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.math_sdp_enabled() and found.warning is None
     assert choose_attention("auto", config, plan, BATCH, numbers, CUDA, kept="flash").backend == "flash"
     assert choose_attention("auto", config, plan, BATCH, numbers, CUDA, kept="efficient").backend == "cudnn"
     rates.update(flash=math.inf, cudnn=math.inf)
-    assert choose_attention("auto", config, plan, BATCH, numbers, CUDA).backend is None
+    without = choose_attention("auto", config, plan, BATCH, numbers, CUDA)
+    assert without.backend is None and without.warning is not None
+    assert "no attention kernel computes heads of 8 features in torch.bfloat16 on this GPU" in without.warning
+    assert "(cudnn, flash, efficient were tried)" in without.warning
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(RecipeError, match=r"'flash' cannot compute heads of 8 features in torch.bfloat16 on this cuda"):
         choose_attention("flash", config, plan, BATCH, numbers, CUDA)
+
+
+def test_matrix_products_stand_in_on_cpus_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need memory quadratic in the tokens, which a GPU must not be made to take without a word."""
+    config, plan = plan_of()
+    monkeypatch.setattr(attention, "probe", lambda names, *_: dict.fromkeys(names, 1.0))
+    q = torch.randn(2, 4, 9, 8)
+    masked = {"attn_mask": torch.zeros(9, 9, requires_grad=True)}  # FlashAttention has no gradient of a mask
+    attend = torch.nn.functional.scaled_dot_product_attention
+    choose_attention("flash", config, plan, BATCH, precision("bf16"), CUDA)
+    attend(q, q, q)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # as `vitpar check` computes its side
+        attend(q, q, q)
+    assert not torch.backends.cuda.math_sdp_enabled()
+    with pytest.raises(RuntimeError, match=r"(?i)no (available|viable)"):
+        attend(q, q, q, **masked)
+    choose_attention("math", config, plan, BATCH, precision("bf16"), CUDA)
+    attend(q, q, q, **masked)
+    choose_attention("flash", config, plan, BATCH, precision("bf16"), CPU)
+    attend(q, q, q, **masked)
 
 
 TRACED = """

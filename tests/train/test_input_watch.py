@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from helpers.tiny_images import write_tree
 from vitpar.data import pack
+from vitpar.train.input import decoding_threads
 from vitpar.train.input_watch import STEPS, InputWatch
+from vitpar.train.recipe import Recipe
 from vitpar_cli.data import app
 
 
@@ -30,6 +33,22 @@ def test_slow_input_is_said_once_with_a_remedy() -> None:
 
 def test_fast_input_is_not() -> None:
     assert InputWatch(2, 8).look(rows(1, 500, 10)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "threads"),
+    [("cuda", 16, 1, 15), ("cuda", 192, 8, 16), ("cuda", 2, 2, 1), ("cpu", 16, 1, 2), ("cpu", 2, 8, 1)],
+)
+def test_decoding_threads_follow_the_cores_of_a_rank(
+    device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitpar.launch.cores.cpu_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "steps": 1}})
+    assert decoding_threads(recipe, device) == threads
+    assert "workers" not in recipe.to_toml()
+    named = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 0})})
+    assert decoding_threads(named, device) == 0
 
 
 def test_the_preview_shows_samples_and_what_becomes_of_them(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +21,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative, of the losses of the first steps. Autocast rounds in other places than parameters cast to bf16 do."""
 
 
+FEWEST = 2
+"""Rounds that are run in any case: a spread needs two."""
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -106,17 +110,31 @@ class Timed:
     faults: list[float] = field(default_factory=list)
     memory_bytes: int | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what was measured, and of whom."""
+        names = ("losses", "wall", "cpu", "faults", "memory_bytes")
+        who = {"contender": self.contender.job.contender, "version": self.contender.version}
+        return {**who, "parameters": self.contender.parameters, **{name: getattr(self, name) for name in names}}
 
-def take_turns(timed: Sequence[Timed], rounds: int, steps: int) -> None:
+
+def take_turns(
+    timed: Sequence[Timed], rounds: int, steps: int, end: float = math.inf, after: Callable[[], None] = lambda: None
+) -> None:
     """Fill in the times of each contender in every round; the order turns around every round. The first step of a turn
-    is not timed: it finds caches, and a GPU's allocator, as the one before left them."""
+    is not timed: it finds caches, and a GPU's allocator, as the one before left them.
+
+    end: on the monotonic clock; no round begins after it, but for the first two. after: is called after every round.
+    """
     for number in range(rounds):
+        if number >= FEWEST and time.monotonic() > end:
+            break
         for one in timed[:: 1 if number % 2 else -1]:
             answer = one.contender.turn(steps, untimed=1)
             one.wall.append(answer["wall"] / steps)
             one.cpu.append(answer["cpu"] / steps)
             one.faults.append(answer["faults"] / steps)
             one.memory_bytes = answer.get("memory_bytes")
+        after()
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:

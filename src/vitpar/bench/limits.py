@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.float8 import E4M3
 from vitpar.planner.measure.clock import Group
@@ -61,7 +62,7 @@ def measure_limits(trained: Trained) -> Limits:
     norm, update = update_bytes(trained)
     size = min(max(update, COPIES[0]), COPIES[1])
     largest = torch.tensor(size, device=model.device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    all_reduce_(largest, dist.ReduceOp.MAX)
     bandwidth = int(largest) / _seconds(model.device, copied(model.device, int(largest)))
     if not any(local(p).device != model.device for _, p in model.named_parameters()):
         # What is offloaded is updated by the host, whose memory was not measured.
@@ -122,7 +123,7 @@ def _sending(model: ParallelModel) -> float:
     largest = torch.zeros(max((size for _, size in model.gradient_messages), default=0) // 4 + 1, device=model.device)
     messages = [(group, largest[: max(1, size // 4)]) for group, size in model.gradient_messages]
     most = torch.tensor(len(messages), device=model.device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    all_reduce_(most, dist.ReduceOp.MAX)
 
     def send() -> None:
         for group, message in messages:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from vitpar.bench.kernels import record
 from vitpar.bench.limits import Limits, measure_limits
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated
 from vitpar.bench.runner import Phased, Runner, Told
+from vitpar.launch.world_group import all_gather_object
 from vitpar.models.config import ViTConfig
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
@@ -100,7 +100,7 @@ def bench(
         precision=recipe.train.precision,
         compiled=trained.model.compiled,
         attention=attention.backend,
-        warnings=trained.warnings,
+        warnings=(*trained.warnings, *filter(None, [attention.warning])),
         device=device.type,
         device_name=device_name(device),
         steps=settings.steps,
@@ -120,8 +120,7 @@ def _over_ranks(
 ) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
     """Phases, whole steps and rates of all ranks together. Collective."""
     world = dist.get_world_size()
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, (phased, limits))
+    every = all_gather_object((phased, limits))
     names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
 
     def mean(values: Iterable[float]) -> float:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 from vitpar.checkpoint.atomic import remove
 from vitpar.checkpoint.index import INDEX, Index, damage, damaged_sizes, read_index
 from vitpar.errors import CheckpointError
+from vitpar.launch.world_group import all_gather_object
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
@@ -88,11 +89,8 @@ class Checkpoint:
             wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
         except CheckpointError as error:
             wrong = str(error)
-        everyone: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, wrong)
-        for wrong in everyone:
-            if wrong:
-                raise CheckpointError(wrong)
+        if first := next(filter(None, all_gather_object(wrong)), None):
+            raise CheckpointError(first)
         assert found is not None
         return found
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from vitpar.checkpoint.index import StoredTensor
+from vitpar.launch.world_group import cpu_group
 
 
 def agreed(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, StoredTensor]]:
@@ -23,14 +24,14 @@ def agreed(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, StoredTe
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
     everyone: list[Any] = [None] * world
-    dist.gather_object(planner.create_local_plan(), everyone if rank == 0 else None)
+    dist.gather_object(planner.create_local_plan(), everyone if rank == 0 else None, group=cpu_group())
     plans: list[Any] = [None] * world
     stored: dict[str, StoredTensor] = {}
     if rank == 0:
         plans, metadata = planner.create_global_plan(everyone)
         stored = _stored(plans, metadata.state_dict_metadata)
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, plans if rank == 0 else None)
+    dist.scatter_object_list(mine, plans if rank == 0 else None, group=cpu_group())
     return [item.index.fqn for item in planner.finish_plan(mine[0]).items], stored
 
 

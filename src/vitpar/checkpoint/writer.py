@@ -33,6 +33,7 @@ from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, othe
 from vitpar.checkpoint.reader import part
 from vitpar.checkpoint.sharing import agreed, shard_name
 from vitpar.errors import CheckpointError
+from vitpar.launch.world_group import all_gather_object, broadcast_object
 
 T = TypeVar("T")
 DONE, BUSY, FAILED = 0.0, 1.0, 2.0
@@ -100,7 +101,7 @@ class Writer:
                 wrong = _cause(error)
         here = {name: tensor for name, tensor in tensors.items() if part(tensor).numel()}
         layout = {name: (tensor.dtype, part(tensor).shape) for name, tensor in here.items()}
-        answers = _gathered((wrong, layout != self._layout))
+        answers = all_gather_object((wrong, layout != self._layout))
         _raise_first(folder, [wrong for wrong, _ in answers])
         if any(changed for _, changed in answers):
             names, self._tensors = agreed(here)
@@ -109,7 +110,7 @@ class Writer:
                 self._image = FileImage.of(here, names)
             except RuntimeError as error:  # what torch makes of too little memory
                 wrong = _cause(error)
-            _raise_first(folder, _gathered(wrong))
+            _raise_first(folder, all_gather_object(wrong))
             self._layout = layout
         self._stage(here)
         self._flight = _Flight(folder, texts, published, begun)
@@ -151,9 +152,7 @@ class Writer:
         if flight.stage == "writing":
             self._collect()
         self._flight = None
-        answer = [_outcome(flight.work)]
-        dist.broadcast_object_list(answer, 0)
-        wrong, told = answer[0]
+        wrong, told = broadcast_object(_outcome(flight.work))
         _raise_first(flight.folder, [wrong])
         assert told is not None, "rank 0 has published it"
         seconds, size = told
@@ -188,7 +187,7 @@ class Writer:
         """When this rank has written its file: gather what the files are, and let rank 0 make a checkpoint of them."""
         flight = self._flight
         assert flight is not None
-        answers = _gathered(_outcome(flight.work))
+        answers = all_gather_object(_outcome(flight.work))
         try:
             _raise_first(flight.folder, [wrong for wrong, _ in answers])
         except CheckpointError:
@@ -251,13 +250,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
-
-
-def _gathered(mine: T) -> list[T]:
-    """What each rank says."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _raise_first(folder: Path, causes: list[str | None]) -> None:

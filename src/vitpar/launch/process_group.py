@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Device = Literal["cpu", "cuda"]
-BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOPBACK = "GLOO_SOCKET_IFNAME"
 _before: dict[str, str | None] = {}
 """What was there where `join` and `share_cores` set the environment."""
@@ -41,6 +40,8 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
 
     import torch.distributed as dist
 
+    from vitpar.launch.world_group import cpu_group
+
     own_device = _own_device(world, device)
     if device == "cpu":
         keep_freed_memory()
@@ -56,17 +57,21 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     os.environ |= ours
     if world.single_machine:
         _use_loopback()
+    # In a world of one nothing is sent between GPUs, so NCCL need not start.
+    nccl = device == "cuda" and world.size > 1
+    limit = timedelta(seconds=timeout)
     try:
         dist.init_process_group(
-            BACKENDS[device],
+            "nccl" if nccl else "gloo",
             # A world of one needs no network, so no port can be taken and no firewall be in the way.
             store=dist.HashStore() if world.size == 1 else store,
             init_method=None if world.size == 1 or store is not None else "env://",
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=timeout),
-            device_id=own_device if device == "cuda" else None,
+            timeout=limit,
+            device_id=own_device if nccl else None,
         )
+        cpu_group(limit)
     except dist.DistError as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} could not meet the others at {world.master_addr}:{world.master_port} "

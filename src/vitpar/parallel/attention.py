@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vitpar.errors import RecipeError
+from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
@@ -41,10 +42,12 @@ CLEARLY = 0.97
 @dataclass(frozen=True)
 class Attention:
     """backend: a name of the table; None for whatever torch takes. seconds: of attention forward and backward in one
-    block by each that was tried, the slowest rank's; not finite for one that cannot do the shape."""
+    block by each that was tried, the slowest rank's; not finite for one that cannot do the shape. warning: what to tell
+    the user, where a GPU has no kernel for the shape but matrix products."""
 
     backend: str | None = None
     seconds: tuple[tuple[str, float], ...] = ()
+    warning: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """For env.json: milliseconds, None for what did not run."""
@@ -76,15 +79,20 @@ def choose_attention(
     for names in tries:
         seconds = probe(names, config, plan, batch_size, numbers, device)
         if (best := _fastest(seconds)) is not None:
-            use_attention(best)
+            use_attention(best, math=best == "math" or device.type == "cpu")
             return Attention(best, tuple(seconds.items()))
+    shape = f"heads of {config.width // config.heads} features in {numbers.compute}"
     if wanted != "auto":
         raise RecipeError(
-            f"train.attention '{wanted}' cannot compute heads of {config.width // config.heads} features in "
-            f"{numbers.compute} on this {device.type} device, or not in its memory: use auto"
+            f"train.attention '{wanted}' cannot compute {shape} on this {device.type} device, or not in its memory: "
+            "use auto"
         )
     use_attention(None)
-    return Attention(None, tuple(seconds.items()))
+    warning = (
+        f"no attention kernel computes {shape} on this GPU but matrix products, which keep weights of tokens x tokens "
+        f"a head in memory ({', '.join(seconds)} were tried): use bf16, or heads of 64 or 128 features"
+    )
+    return Attention(None, tuple(seconds.items()), warning)
 
 
 def _fastest(seconds: dict[str, float]) -> str | None:
@@ -105,14 +113,16 @@ def refuse_attention(wanted: str, device_type: str) -> None:
         )
 
 
-def use_attention(backend: str | None) -> None:
-    """Let all attention of this process be computed by `backend`, and by plain matrix products where that cannot;
-    None: as torch chooses.
+def use_attention(backend: str | None, *, math: bool = True) -> None:
+    """Let all attention of this process be computed by `backend`; None: as torch chooses.
+
+    math: whether plain matrix products stand in where `backend` cannot compute a shape. On GPUs they must not: they
+    need memory quadratic in the tokens. torch then raises "No available kernel".
 
     A compiled graph keeps the kernel that it was traced with, and neither torch's guards nor its cache on disk know of
     the choice: what was compiled under another is dropped, and the cache is told.
     """
-    _enable(backend, math=True)
+    _enable(backend, math=math)
     tag = f"attention={backend}" if backend else ""
     if torch.compiler.config.cache_key_tag != tag:
         torch.compiler.config.cache_key_tag = tag
@@ -134,8 +144,7 @@ def probe(
     mine = [_seconds(name, shape, config.heads, numbers.compute, device) for name in names]
     _enable(None, math=True)
     seconds = torch.tensor(mine, dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    all_reduce_(seconds, dist.ReduceOp.MAX)
     return dict(zip(names, seconds.tolist(), strict=True))
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from vitpar.errors import RecipeError, StrategyError
+from vitpar.launch.world_group import all_gather_object
 from vitpar.strategy import Plan
 from vitpar.strategy.support import refuse_clashes
 
@@ -35,9 +35,7 @@ def choose_compiling(wanted: bool | None, plan: Plan, precision_name: str, devic
             refuse_clashes(plan, precision_name, compile_blocks=True)
         except StrategyError as clash:
             return Compiling(False, str(clash))
-    faults: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, compiler_fault(device))
-    fault = next((fault for fault in faults if fault), None)
+    fault = next(filter(None, all_gather_object(compiler_fault(device))), None)
     if fault and wanted:
         raise RecipeError(f"train.compile is true, but {fault}: mend that, or leave train.compile out")
     return Compiling(fault is None, fault)

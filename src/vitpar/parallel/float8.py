@@ -30,6 +30,8 @@ LARGEST = 448.0  # of its numbers
 SMALLEST = 2.0**-100  # of what scales are made for: a row of zeros has one too
 MULTIPLE = 16
 """Of which both sizes of a weight have to be multiples, on GPUs."""
+PROBE = 256
+"""Rows and columns of the product that `float8_fault` tries. cuBLASLt may have no algorithm for a smaller one."""
 
 
 def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +100,8 @@ def compute_in_float8(block: Block) -> None:
 
 
 def float8_fault(device: torch.device) -> str | None:
-    """Why nothing can be multiplied in float8 on `device`, in a few words; None where it can. Multiplies a little."""
-    x = torch.ones(MULTIPLE, MULTIPLE, dtype=torch.bfloat16, device=device)
+    """Return why nothing can be multiplied in float8 on `device`, in a few words; None where a small product works."""
+    x = torch.ones(PROBE, PROBE, dtype=torch.bfloat16, device=device)
     try:
         product(x, x)
     except RuntimeError as error:  # a GPU, or a build of torch, that cannot

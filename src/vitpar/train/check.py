@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitpar.launch.world_group import all_reduce_, broadcast_
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
@@ -148,7 +149,7 @@ def check_plan(
         updates.step(LEARNING_RATE)
     parameters = _compare(model, dict(model.named_parameters()), reference.parameters if reference else None)
     expected = torch.tensor(reference.losses if reference else [0.0] * steps, dtype=torch.float64, device=device)
-    dist.broadcast(expected, 0)
+    broadcast_(expected)
     limit = TOLERANCES[precision] if tolerance is None else tolerance
     shown = (str(plan), config.name, precision, batch_size, limit)
     return CheckResult(*shown, tuple(losses), tuple(expected.tolist()), gradients, parameters)
@@ -203,7 +204,7 @@ def _one_process(parallel: ParallelModel, images: Tensor, labels: Tensor, keys: 
 def _over_samples(part: Tensor, model: ParallelModel) -> float:
     """The loss of the global batch from each rank's part."""
     total = part.double() / model.sample_replicas
-    dist.all_reduce(total)
+    all_reduce_(total)
     return total.item()
 
 
@@ -222,11 +223,11 @@ def _compare(
         whole = torch.empty(shape, dtype=torch.float64, device=model.device)
         if reference is not None:
             whole.copy_(reference[name])
-        dist.broadcast(whole, 0)
+        broadcast_(whole)
         magnitudes.append(whole.abs().max())
         errors.append(_largest_difference(mine[name], whole) if name in mine else torch.zeros_like(magnitudes[-1]))
     error, magnitude = torch.stack(errors).nan_to_num(nan=torch.inf), torch.stack(magnitudes)
-    dist.all_reduce(error, dist.ReduceOp.MAX)
+    all_reduce_(error, dist.ReduceOp.MAX)
     floor = max(FLOOR, torch.finfo(model.precision.compute).eps / 2)
     relative = error / magnitude.clamp(min=floor * magnitude.max().item())
     rows = zip(shapes, relative.tolist(), magnitude.tolist(), strict=True)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitpar.errors import FaultError
+from vitpar.launch.world_group import broadcast_object
 from vitpar.strategy.words import ranks
 
 WAIT_S = 120.0
@@ -40,13 +41,12 @@ class CollectiveOrder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        token = [uuid4().hex]  # another trainer of the same ranks has other keys
-        dist.broadcast_object_list(token, 0)
+        token = broadcast_object(uuid4().hex)  # another trainer of the same ranks has other keys
         self._store: Any = None
         if dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store().clone()
             store.set_timeout(timedelta(seconds=WAIT_S))
-            self._store = dist.PrefixStore(f"vitpar/order/{token[0]}", store)
+            self._store = dist.PrefixStore(f"vitpar/order/{token}", store)
         self._step = 0
         self._numbers: Counter[str] = Counter()
         self._said: dict[str, str] = {}

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitpar.errors import FaultError
+from vitpar.launch.world_group import all_gather_object
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import ranks
 from vitpar.train.collective_order import CollectiveOrder
@@ -60,7 +59,7 @@ class DebugChecks:
         missing = [name for name, p in parameters.items() if p.grad is None]
         there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         bad = not_finite(there) if self._finite else []
-        for rank, (absent, wrong) in enumerate(_everyone((missing[:1], bad[:1]))):
+        for rank, (absent, wrong) in enumerate(all_gather_object((missing[:1], bad[:1]))):
             if absent:
                 raise FaultError(f"after backward of step {step} {absent[0]} has no gradient on rank {rank}")
             if wrong:
@@ -71,7 +70,7 @@ class DebugChecks:
     def _kept(self, when: str) -> None:
         tensors = {name.removeprefix(PARAMETERS): tensor for name, tensor in self._state.tensors().items()}
         bad = not_finite(tensors)
-        answers = _everyone((bad[:1], checksums(tensors)))
+        answers = all_gather_object((bad[:1], checksums(tensors)))
         for rank, (wrong, _) in enumerate(answers):
             if wrong:
                 raise FaultError(f"{when} {wrong[0]} on rank {rank} is not finite")
@@ -111,10 +110,3 @@ def _place(tensor: Tensor) -> tuple[int, ...]:
     place = tensor.device_mesh.get_coordinate()
     assert place is not None, "this rank holds a part"
     return tuple(at for at, placement in zip(place, tensor.placements, strict=True) if not placement.is_replicate())
-
-
-def _everyone(mine: Any) -> list[Any]:
-    """Of all ranks. Collective."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers

@@ -5,12 +5,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitpar.data import Skipped, StreamSet
 from vitpar.errors import DataError
+from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count
@@ -68,8 +68,7 @@ def evaluate(
                 sums += _count(logits, labels[rows])
             beat()
     model.parameters_changed()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(sums)
+    all_reduce_(sums)
     samples, loss, top1, top5 = sums.tolist()
     if not samples:
         raise DataError(f"none of the {len(images)} images of '{images.place}' could be read: pack the data set again")

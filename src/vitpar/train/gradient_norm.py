@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.train.optimizer import local
 
@@ -49,8 +49,7 @@ def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor |
         total += squares / replicas if replicas > 1 else squares
     if loss is not None:
         total += loss * 0  # NaN where the loss is not finite, else nothing
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
+    all_reduce_(total)
     return total.sqrt()
 
 

@@ -1,6 +1,7 @@
 """From images, packed or streamed, to what a step takes: this rank's batches, its normalised images and its labels, as
 the recipe says."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from vitpar.data import (
 )
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
+from vitpar.launch.cores import cpu_share
+from vitpar.launch.world_group import all_gather_object, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count
@@ -37,6 +40,19 @@ from vitpar.train.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
 """Has `len()`, `num_classes`, and `place` for messages."""
+MOST_THREADS = {"cuda": 16, "cpu": 2}
+"""Decoding threads of a rank by default, at most. On CPUs the model computes on the same cores."""
+
+
+def decoding_threads(recipe: Recipe, device_type: str) -> int:
+    """Return the decoding threads of a rank: ``data.workers``, or what its share of the machine's cores allows.
+
+    By default a rank with a GPU leaves one core to the thread that starts kernels. The number changes the speed only.
+    """
+    if recipe.data.workers is not None:
+        return recipe.data.workers
+    cores = cpu_share(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, min(MOST_THREADS[device_type], cores - 1 if device_type == "cuda" else cores))
 
 
 def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet]:
@@ -129,9 +145,7 @@ class Input:
         """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
-        everyone = [Skipped()] * dist.get_world_size()
-        dist.all_gather_object(everyone, loader.skipped)
-        return sum(everyone, Skipped())
+        return sum(all_gather_object(loader.skipped), Skipped())
 
     def warning(self, loader: TrainLoader | StreamLoader) -> str | None:
         """What to tell the user about what all ranks skipped together. Collective as `skipped` is."""
@@ -170,8 +184,8 @@ class Input:
         labels = self.to_device(batch.labels)
         if not batch.whole:
             return self._together(labels)
-        if self._recipe.data.bad_sample == "skip" and dist.get_world_size() > 1:
-            dist.all_reduce(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
+        if self._recipe.data.bad_sample == "skip":
+            all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
 
     def evaluated(self, batch: EvalBatch) -> Tensor | None:
@@ -202,8 +216,7 @@ class Input:
 
     def _together(self, numbers: Tensor) -> Tensor:
         """What the rank that has a row knows of it, on all: others have less than any label or key, IGNORED or 0."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        all_reduce_(numbers, dist.ReduceOp.MAX)
         return numbers
 
     def _needed(self) -> list[int]:
@@ -230,7 +243,7 @@ class Input:
         return {
             "batch_size": self._model.batch_size,
             "rows": rows,
-            "workers": data.workers,
+            "workers": decoding_threads(self._recipe, self._model.device.type),
             "bad_sample": data.bad_sample,
             "pin_memory": self._model.device.type == "cuda",
         }

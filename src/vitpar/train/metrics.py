@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel
 
@@ -89,11 +90,9 @@ class StepLog:
         Of a skipped step, a loss or norm that is not finite is None.
         """
         losses = torch.stack([step.loss for step in self._pending]).double() / self._model.sample_replicas
-        if dist.get_world_size() > 1:
-            dist.all_reduce(losses)
+        all_reduce_(losses)
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(waits, dist.ReduceOp.MAX)  # who waits longest is waited for
+        all_reduce_(waits, dist.ReduceOp.MAX)  # who waits longest is waited for
         norms = torch.stack([step.norm for step in self._pending]).tolist()
         told: list[float] = waits.tolist()
         totals = losses.tolist()  # waits for the device, so the clock below is honest

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitpar.launch.world_group import all_gather_object, all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count, ranks
 from vitpar.train.gradient_norm import ShardNorms
@@ -119,8 +120,7 @@ class NonFinite:
             return layer, next(number for number, parameter in enumerate(own) if name.endswith(parameter))
 
         first = min(bad, key=place, default=None)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (losses, first and (place(first), first)))
+        everyone = all_gather_object((losses, first and (place(first), first)))
         firsts = {rank: answer for rank, (_, answer) in enumerate(everyone) if answer}
         name = min(firsts.values())[1] if firsts else None
         holders = [rank for rank, (_, theirs) in firsts.items() if theirs == name]
@@ -152,8 +152,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def _any(mine: bool, device: torch.device) -> bool:
     """Whether it is true on any rank. Collective."""
     told = torch.tensor(float(mine), device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+    all_reduce_(told, dist.ReduceOp.MAX)
     return bool(told.item())
 
 

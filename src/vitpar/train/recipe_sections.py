@@ -49,7 +49,8 @@ class DataSection(Section):
     """Which data (a folder that ``vitpar data pack`` made; None: a stream) and how images are prepared.
 
     shuffle_window, shuffle_block: for disks that turn and mounts over a network, how many samples are mixed at a time,
-    and in runs of how many they are stored (0: all are mixed).
+    and in runs of how many they are stored (0: all are mixed). workers: decoding threads of a rank (None: chosen by the
+    rank's cores, `vitpar.train.input.decoding_threads`; 0: none, images are decoded in the main thread).
     """
 
     path: str | None = None
@@ -62,7 +63,7 @@ class DataSection(Section):
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     shuffle_window: int = Field(0, ge=0)
     shuffle_block: int = Field(256, ge=1)
-    workers: int = Field(2, ge=0)
+    workers: int | None = Field(None, ge=0)
     bad_sample: Literal["fail", "skip"] = "fail"
 
     @model_validator(mode="after")

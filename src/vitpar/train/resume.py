@@ -12,6 +12,7 @@ from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX
 from vitpar.checkpoint.names import RECIPE
 from vitpar.errors import CheckpointError
+from vitpar.launch.world_group import broadcast_object
 from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_file import read_recipe
 
@@ -58,13 +59,12 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     if is_checkpoint(path):
         return Checkpoint.open_whole(path)
     there = Checkpoints(checkpoints_of(path))
-    steps = [there.steps() if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(steps, 0)
-    for step in reversed(steps[0]):
+    steps = broadcast_object(there.steps() if dist.get_rank() == 0 else [])
+    for step in reversed(steps):
         try:
             return Checkpoint.open_whole(there.path(step))
         except CheckpointError as error:
-            if step == steps[0][0]:
+            if step == steps[0]:
                 raise
             if dist.get_rank() == 0:
                 warn(f"{error}: an older checkpoint is used")

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import PRECISIONS, ParallelModel
 from vitpar.train.optimizer import local
 from vitpar.train.recipe import Recipe
@@ -23,8 +24,8 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
         [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
     )
     fullest = torch.tensor([float(sum(local(p).numel() for p in named))], dtype=torch.float64, device=model.device)
-    dist.all_reduce(whole)
-    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    all_reduce_(whole)
+    all_reduce_(fullest, dist.ReduceOp.MAX)
     return round(whole.item()), int(fullest.item()) * state_bytes(recipe)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
+from vitpar.launch.world_group import broadcast_object
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.begin import begin
@@ -22,7 +23,7 @@ from vitpar.train.debug_checks import DebugChecks
 from vitpar.train.evaluate import Evaluation, evaluate
 from vitpar.train.events import Reporter, RunHeader
 from vitpar.train.garbage import Garbage
-from vitpar.train.input import Input, open_data
+from vitpar.train.input import Input, decoding_threads, open_data
 from vitpar.train.input_watch import InputWatch
 from vitpar.train.log_file import Logged
 from vitpar.train.lr_schedule import CosineWithWarmup
@@ -88,10 +89,9 @@ class Trainer:
         goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
         self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
         self.reporter = Logged(self.folder, reporter) if self.folder else reporter
-        path = [self.folder.path if self.folder else None]
-        dist.broadcast_object_list(path, 0)
-        assert path[0] is not None
-        self.path = path[0]
+        path = broadcast_object(self.folder.path if self.folder else None)
+        assert path is not None, "rank 0 has a folder"
+        self.path = path
         self.watchdog.folder = self.path / "hang"
         self.saver = Saver(
             Checkpoints(checkpoints_of(self.path)),
@@ -125,7 +125,7 @@ class Trainer:
             kernels: dict[str, object] = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
-            for told in (note, *trained.warnings):
+            for told in (note, *trained.warnings, self.attention.warning):
                 if told:
                     self.reporter.note(told)
         self.watchdog.outlive()
@@ -138,7 +138,8 @@ class Trainer:
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
-        self.watch = InputWatch(self.recipe.data.workers, torch.get_num_threads(), first=self.done + 1)
+        threads = decoding_threads(self.recipe, self.device.type)
+        self.watch = InputWatch(threads, torch.get_num_threads(), first=self.done + 1)
         log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()

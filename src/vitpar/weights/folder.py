@@ -36,6 +36,7 @@ from vitpar.checkpoint.index import damaged_sizes
 from vitpar.checkpoint.names import AVERAGES, CONFIG, PARAMETERS, RECIPE
 from vitpar.checkpoint.whole import read_whole
 from vitpar.errors import CheckpointError, DataError
+from vitpar.launch.world_group import all_gather_object, barrier
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.models.vit import ViT
@@ -54,27 +55,33 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir(parents=True)
-    dist.barrier()
+    barrier()
     pipe = model.pipe["pp"]
     name = f"model-{pipe.get_local_rank() + 1:05d}-of-{pipe.size():05d}.safetensors"
     leader = model.pipe.get_local_rank("stage") == 0
     whole = {}
     for parameter_name, parameter in model.named_parameters():
-        value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        value = _whole(parameter, model.device)
         if leader:
             whole[parameter_name] = value.detach().cpu().contiguous()
     if leader:
         save_file(whole, half / name)
         flush(half / name)
-    files: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(files, dict.fromkeys(whole, name))
+    files = all_gather_object(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
         _write_texts(half, weight_map, json.dumps(asdict(model.config), indent=1), recipe)
-    dist.barrier()
+    barrier()
     if dist.get_rank() == 0:
         publish(folder)
-    dist.barrier()
+    barrier()
+
+
+def _whole(parameter: Tensor, device: torch.device) -> Tensor:
+    """Gather a parameter. device: where the mesh's groups can send, which is not where offloaded parameters are."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return DTensor(parameter._local_tensor.to(device), parameter._spec, requires_grad=False).full_tensor()
 
 
 def refuse_used(folder: Path) -> None:

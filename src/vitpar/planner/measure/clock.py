@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.planner.measure.pace import Pace
 from vitpar.planner.profile.curve import Timing
 
@@ -43,18 +44,16 @@ class Group:
 
     def meet(self) -> None:
         if dist.get_world_size() > 1:
-            dist.barrier()
+            barrier()
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+        all_reduce_(found, dist.ReduceOp.MAX)
         return found.tolist(), [0.0] * len(seconds)
 
     def mean(self, seconds: list[float]) -> list[float]:
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(found)
+        all_reduce_(found)
         return (found / dist.get_world_size()).tolist()
 
 

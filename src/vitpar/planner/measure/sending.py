@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vitpar.launch.malloc import freed_memory_given_back
+from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
 from vitpar.planner.measure.clock import Clock
 from vitpar.planner.measure.resident import Peak
@@ -81,12 +82,12 @@ def _taken(device: torch.device, operation: Operation, group: ProcessGroup, size
     """Bytes that it takes besides what is sent and received, at most on any rank; 0 where the system does not tell."""
     work, _, given = _work(device, operation, group, size)
     work()  # what is made once does not count
-    dist.barrier()
+    barrier()
     peak = Peak(device)
     peak.forget()
     work()
     most = torch.tensor(max(0, (peak.grown or 0) - given), device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    all_reduce_(most, dist.ReduceOp.MAX)
     return int(most)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from vitpar.launch.malloc import freed_memory_given_back
+from vitpar.launch.world_group import all_reduce_
 from vitpar.models import model_config
 from vitpar.parallel.held import layer_parameters
 from vitpar.planner.measure.resident import Peak
@@ -38,5 +39,5 @@ def slack(device: torch.device) -> int:
             tensors = COPIES * sum(layer_parameters(config, plan).values()) * torch.float32.itemsize
             found.append(max(0, (peak.grown or 0) - tensors))
     most = torch.tensor(int(statistics.mean(found)), device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    all_reduce_(most, dist.ReduceOp.MAX)
     return int(most)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vitpar.launch.malloc import freed_memory_given_back
 from vitpar.launch.process_group import join, leave, meeting_place
 from vitpar.launch.world import World
+from vitpar.launch.world_group import all_gather_object, barrier
 from vitpar.models.config import ViTConfig
 from vitpar.planner.measure.apart import apart
 from vitpar.planner.measure.clock import Group
@@ -154,9 +155,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
         peak.forget()
         step()
         grown = peak.grown
-    memory: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(memory, grown)
-    return tuple(memory)
+    return tuple(all_gather_object(grown))
 
 
 def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> Run:
@@ -171,7 +170,7 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
     taken: list[float] = []
     paces = [paced()]
     while len(taken) < 3 or sum(taken) < seconds:
-        dist.barrier()
+        barrier()
         begun = time.perf_counter()
         step()
         if device.type == "cuda":

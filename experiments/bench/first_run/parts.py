@@ -1,0 +1,172 @@
+"""The parts of the first run, the most important first, and the programs that each of them starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from bench.gpu_models import FP8_GAIN, MODELS, SETTINGS_GAIN
+
+ROOT = Path(__file__).resolve().parents[3]
+BASE, LARGE, HUGE, GIANT = MODELS
+MINUTES = "{minutes}"
+"""In a command: the minutes that are left to its part."""
+RESULT = "{result}"
+"""In a command: the JSON file that it writes."""
+
+BENCH = ("torch", "numpy", "einops")
+"""Packages of the programs that only train."""
+DATA = ("pydantic", "webdataset", "braceexpand", "simplejpeg", "tomli_w", "safetensors", "PIL")
+VITPAR = (*BENCH, *DATA, "typer", "rich")
+PEERS = ("timm", "transformers", "lightning")
+"""Whose contenders are left out by bench_peers.py itself."""
+
+BLAS_LT = {"TORCH_BLAS_PREFER_CUBLASLT": "1", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
+SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "coordinate descent": {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"},
+    "cuBLASLt, workspace of 256 MiB": {**BLAS_LT, "CUBLASLT_WORKSPACE_SIZE": "262144"},
+    "pointwise kernels tuned": {"TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE": "1"},
+    "no mix-order reduction": {"TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0"},
+    "mix-order reduction, split tuned": {"TORCHINDUCTOR_MIX_ORDER_REDUCTION_AUTOTUNE_SPLIT_SIZE": "1"},
+    "default again": {},
+}
+"""Environment of each; torch's default has mix-order reduction. The last one shows how far the clock has moved."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program of a part.
+
+    command: without the interpreter. reads: where its rows are: in the file `RESULT`, in the last line that it prints,
+    or in pytest's lines. prediction: in words.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    prediction: str
+    reads: Literal["file", "stdout", "pytest"] = "file"
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Programs that share a time limit. needs: packages without which none of them runs."""
+
+    name: str
+    what: str
+    needs: tuple[str, ...]
+    jobs: Callable[[bool, str], list[Job]]
+    """From whether all is tiny, and the device."""
+
+
+def check(tiny: bool, device: str) -> list[Job]:
+    """vitpar's proof that the plan computes what one process does."""
+    compiling = "--no-compile" if tiny else "--compile"
+    words = ("check", "--mesh", "dp1", "--precision", "bf16", compiling, "--device", device, "--json")
+    return [Job("check", ("-m", "vitpar_cli.main", *words), "passes", "stdout")]
+
+
+def bench_gpu(name: str, tiny: bool, device: str, prediction: str, *words: str, models: tuple[str, ...] = ()) -> Job:
+    """A call of bench_gpu.py."""
+    more = ("--tiny", "--steps", "1") if tiny else ("--models", *models) if models else ()
+    command = ("experiments/bench_gpu.py", "--device", device, *words, *more, "--minutes", MINUTES, "--json", RESULT)
+    return Job(name, command, prediction)
+
+
+def vitpar(tiny: bool, device: str) -> list[Job]:
+    """The trainer's step of every model."""
+    return [bench_gpu("step", tiny, device, "a row for each model, in the table", "--sections", "vitpar")]
+
+
+def tests(tiny: bool, device: str) -> list[Job]:
+    """The GPU tests; without a GPU they are skipped one by one."""
+    there = importlib.util.find_spec("xdist") is not None
+    processes = ("-n", str(max(1, min(6, (os.cpu_count() or 2) // 2)))) if there and not tiny else ()
+    # Not the repository's addopts: a machine may lack the plugin whose marker it uses.
+    options = ("-v", "--color=no", "-o", "addopts=", "-p", "no:cacheprovider", *processes)
+    words = "all pass; resuming to the last bit may fail at 257 tokens"
+    return [Job("test_cuda", ("-m", "pytest", *options, "tests/parallel/test_cuda.py"), words, "pytest")]
+
+
+def settings(tiny: bool, device: str) -> list[Job]:
+    """The compiler's settings, each in a fresh process."""
+    low, high = SETTINGS_GAIN
+    found = []
+    for name, variables in list(SETTINGS.items())[: 2 if tiny else None]:
+        words = f"the best setting wins {low} to {high} %"
+        job = bench_gpu(name, tiny, device, words, "--sections", "vitpar", models=(LARGE,))
+        found.append(replace(job, environment=variables))
+    return found
+
+
+def fp8(model: str) -> Callable[[bool, str], list[Job]]:
+    """fp8 beside bf16, with each accumulation."""
+    low, high = FP8_GAIN
+
+    def jobs(tiny: bool, device: str) -> list[Job]:
+        sums = {"fast in forward alone": (), "fast": ("--fp8-sums", "fast"), "exact": ("--fp8-sums", "exact")}
+        words = f"{low} to {high} % faster than bf16, after two fixes"
+        return [
+            bench_gpu(f"{model}, {name}", tiny, device, words, "--sections", "fp8", *more, models=(model,))
+            for name, more in list(sums.items())[: 1 if tiny else None]
+        ]
+
+    return jobs
+
+
+def peers(model: str) -> Callable[[bool, str], list[Job]]:
+    """vitpar beside the loops of others, on one model."""
+
+    def jobs(tiny: bool, device: str) -> list[Job]:
+        small = ("--tiny", "--rounds", "2", "--precision", "fp32", "--only", "vitpar_step", "plain")
+        more = small if tiny else ("--models", model)
+        command = ("experiments/bench_peers.py", "--device", device, *more, "--minutes", MINUTES, "--json", RESULT)
+        return [Job(model, command, "none")]
+
+    return jobs
+
+
+def section(name: str, *words: str) -> Callable[[bool, str], list[Job]]:
+    """Further sections of bench_gpu.py."""
+    return lambda tiny, device: [bench_gpu(name, tiny, device, "none", "--sections", *words, models=(BASE,))]
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part("check", "the plan dp1 against one process, compiled", VITPAR, check),
+        Part("vitpar", "the step of every model", BENCH, vitpar),
+        Part("tests", "tests/parallel/test_cuda.py", (*VITPAR, "pytest"), tests),
+        Part("settings", f"settings of the compiler, {LARGE}", BENCH, settings),
+        Part("fp8", f"fp8 beside bf16, {HUGE}", BENCH, fp8(HUGE)),
+        Part("peers", f"the loops of others, {BASE}", (*BENCH, "rich"), peers(BASE)),
+        Part("input", "JPEG files beside a batch in memory", (*BENCH, *DATA), section("input", "vitpar", "input")),
+        Part("plain", "a plain compiled loop", BENCH, section("plain", "plain")),
+        Part("fp8-giant", f"fp8 beside bf16, {GIANT}", BENCH, fp8(GIANT)),
+        Part("peers-large", f"the loops of others, {LARGE}", (*BENCH, "rich"), peers(LARGE)),
+    )
+}
+
+
+def missing(packages: tuple[str, ...]) -> list[str]:
+    """Return those of `packages` that cannot be found."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of all programs: this checkout's packages, then what was on the path before."""
+    paths = [str(ROOT / folder) for folder in ("src", "cli", "experiments")]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    return found | {"PYTHONUNBUFFERED": "1"}
+
+
+def argv(job: Job, result: Path, minutes: float) -> list[str]:
+    """Return the command line of `job`."""
+    given = {MINUTES: f"{minutes:.2f}", RESULT: str(result)}
+    return [sys.executable, *(given.get(word, word) for word in job.command)]

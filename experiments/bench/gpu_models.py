@@ -1,0 +1,80 @@
+"""The models that are measured on one GPU: batch sizes by memory, and what is predicted and wanted of each.
+
+Imports no torch. The predictions come from reading the code, from the kernels that the compiler makes for sm_90 and
+from arithmetic: bf16, compiled blocks, one H200. Assumed: matrix products at 630 to 690 TFLOP/s, attention at 220 (197
+tokens) or 170 (257 tokens), memory at 3.8 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+Batches = tuple[tuple[int, int], ...]
+"""(GiB of free memory, images a step), the most memory first: a GPU of 140 GB and one of 80."""
+LARGE: Batches = ((120, 512), (70, 256))
+MIDDLE: Batches = ((120, 256), (70, 128))
+SMALL: Batches = ((120, 128), (70, 64))
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One model.
+
+    name: timm's. batches: images a step by free memory. step_ms: predicted for `predicted_batch`. mfu: predicted, in
+    percent. mfu_range: what would not be a surprise. goal: the MFU that is wanted. peers: as `batches`, where several
+    contenders are in memory at once.
+    """
+
+    name: str
+    batches: Batches
+    predicted_batch: int
+    step_ms: float
+    mfu: float
+    mfu_range: tuple[float, float]
+    goal: float
+    peers: Batches
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        GpuModel("vit_base_patch16_224", LARGE, 512, 122, 44.6, (40, 52), 45, MIDDLE),
+        GpuModel("vit_large_patch16_224", MIDDLE, 256, 194, 49, (43, 56), 55, SMALL),
+        GpuModel("vit_huge_patch14_224", SMALL, 128, 256, 51, (43, 56), 55, SMALL),
+        GpuModel("vit_giant_patch14_224", SMALL, 128, 397, 52, (44, 57), 60, SMALL),
+    )
+}
+FP8_GAIN = (5, 12)
+"""Percent by which fp8 is predicted to shorten the step of H/14 and g/14."""
+SETTINGS_GAIN = (1, 4)
+"""Percent that the best of the compiler's settings is predicted to win."""
+
+
+def batch_for(name: str, free_bytes: int, *, peers: bool = False) -> int:
+    """Return the images a step for so much free memory: of the table, or half as many for every halving below it."""
+    model = MODELS.get(name)
+    table = SMALL if model is None else model.peers if peers else model.batches
+    for gibibytes, batch in table:
+        if free_bytes >= gibibytes * GIB:
+            return batch
+    gibibytes, batch = table[-1]
+    while free_bytes < gibibytes * GIB and batch > 1:
+        gibibytes, batch = gibibytes / 2, batch // 2
+    return batch
+
+
+def predicted_step_ms(name: str, batch_size: int) -> float | None:
+    """Return the predicted milliseconds of a step, in proportion to the batch; None for a model without prediction."""
+    model = MODELS.get(name)
+    return model and model.step_ms * batch_size / model.predicted_batch
+
+
+def prediction(name: str, batch_size: int) -> str:
+    """Return the prediction of a model in words."""
+    model, milliseconds = MODELS.get(name), predicted_step_ms(name, batch_size)
+    if model is None or milliseconds is None:
+        return "none"
+    low, high = model.mfu_range
+    scaled = "" if batch_size == model.predicted_batch else f", from batch {model.predicted_batch}"
+    return f"{milliseconds:.0f} ms, MFU {model.mfu:g} % ({low}–{high}){scaled}"

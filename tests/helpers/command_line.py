@@ -15,18 +15,25 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 """Runs `vitpar <words>`, behind `launcher` if given."""
 
 
-def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> "subprocess.Popen[str]":
-    """``vitpar <words>`` in the folder `place`, behind `launcher`, in a session of its own."""
-    ours = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    env |= {
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}",
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without a launcher's variables, for a vitpar of this checkout on the CPU."""
+    launchers = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    paths = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
+    return env | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> "subprocess.Popen[str]":
+    """``vitpar <words>`` in the folder `place`, behind `launcher`, in a session of its own."""
     command = [sys.executable, *launcher, "-m", "vitpar_cli.main", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=place, env=clean_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
 
 
 def run(

@@ -1,7 +1,6 @@
 """CPU tensors and objects have a process group of their own where the default one takes CUDA tensors only."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,15 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.command_line import LAUNCHERS
-from helpers.paths import ROOT
+from helpers.command_line import clean_environment
 from helpers.small_data import pack_small
 from vitpar.launch import World, join, leave
 from vitpar.launch.world_group import all_gather_object, barrier, broadcast_object, cpu_group
 
-PATHS = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
 CUDA_ONLY = """
 import sys
 import torch.distributed as dist
@@ -113,7 +108,7 @@ def test_objects_and_checkpoints_pass_a_default_group_that_takes_no_cpu_tensors(
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path)],
-            env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**clean_environment(), **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -137,7 +132,11 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     words = ("train", *common, "--mesh", mesh, "--steps", "4", "--run-dir", "run")
     for arguments in (words, ("train", "--resume", "run/checkpoints/step_2", "--run-dir", "on", "--device", "cpu")):
         done = subprocess.run(
-            [sys.executable, "-c", COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+            [sys.executable, "-c", COMMAND, *arguments],
+            cwd=tmp_path,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     rows = map(json.loads, (tmp_path / "on" / "metrics.jsonl").read_text().splitlines())
@@ -150,6 +149,10 @@ def test_one_rank_is_checked_and_measured_without_sending(command: str, tmp_path
     small = ["--steps", "2", "--repeats", "2", "--warmup", "1"] if command == "bench" else []
     words = [command, "--mesh", "dp1", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu", *small]
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *words, "--json"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        [sys.executable, "-c", COMMAND, *words, "--json"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
     python experiments/bench_plans.py                        # about 5 minutes on two cores
     python experiments/bench_plans.py --only bubble memory   # some of the tables
+    python experiments/bench_plans.py --quick                # two rows of each table: to see the program run
 
 - traffic: elements that a rank receives for one block, forward and backward of one micro-batch, counted while it runs
   and by formulas (ring collectives): activations as `vitpar.strategy.traffic` has them, and less if what was gathered
@@ -44,6 +45,7 @@ def main() -> int:
     """Read the options, measure, print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--quick", action="store_true", help="two rows of each table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     options = parser.parse_args()
     facts, found = header(), {}
@@ -52,7 +54,7 @@ def main() -> int:
         console.print(f"- {name}: {value}", soft_wrap=True)
     for name in options.only or TABLES:
         with Console(stderr=True).status(f"{name} …"):
-            table, found[name] = TABLES[name]()
+            table, found[name] = TABLES[name](2 if options.quick else None)
         console.print(f"\n{name}\n")
         console.print(table)
     if options.json:
@@ -72,48 +74,50 @@ def measure(what: str, *words: str, ranks: int, env: Mapping[str, str] = {}) -> 
         return json.loads(output.read_text())
 
 
-def traffic() -> tuple[Table, list[dict]]:
+def traffic(most: int | None) -> tuple[Table, list[dict]]:
     """Elements received, counted and by formulas."""
     heads = ("mode", "activations, counted", "by the table", "if they were kept", "weights, counted", "by formula")
     table = Table(*heads, box=box.MARKDOWN)
-    rows = [measure("traffic", mesh, ranks=parse(mesh).world_size) for mesh in TRAFFIC]
+    rows = [measure("traffic", mesh, ranks=parse(mesh).world_size) for mesh in TRAFFIC[:most]]
     for row in rows:
         figures = (row[key] for key in ("activations", "table", "kept", "weights", "weights_in_theory"))
         table.add_row(row["mesh"], *(f"{figure:,.0f}" for figure in figures))
     return table, rows
 
 
-def bubble() -> tuple[Table, list[dict]]:
+def bubble(most: int | None) -> tuple[Table, list[dict]]:
     """Idle share of pp4, measured and in theory."""
     table = Table("schedule", "micro-batches", "idle, measured", "in theory", box=box.MARKDOWN)
-    rows = [measure("bubble", name, ranks=4) for name in SCHEDULES]
+    rows = [measure("bubble", name, ranks=4) for name in SCHEDULES[:most]]
     for row in rows:
         idle = Spread.of(row["idle"])
         table.add_row(row["schedule"], str(row["microbatches"]), f"{idle.text(3)}", f"{row['theory']:.3f}")
     return table, rows
 
 
-def memory() -> tuple[Table, list[dict]]:
+def memory(most: int | None) -> tuple[Table, list[dict]]:
     """Resident memory of each rank, beside theory."""
     table = Table("plan", "rank", "after a step, MiB", "in theory", "at most, MiB", "in theory", box=box.MARKDOWN)
-    rows = [row for mesh in MEMORY for row in measure("memory", mesh, ranks=parse(mesh).world_size, env=ENVIRONMENT)]
+    rows = [
+        row for mesh in MEMORY[:most] for row in measure("memory", mesh, ranks=parse(mesh).world_size, env=ENVIRONMENT)
+    ]
     for row in rows:
         figures = (f"{row[key] / 2**20:.1f}" for key in ("rest", "state", "peak", "most"))
         table.add_row(row["mesh"], str(row["rank"]), *figures)
     return table, rows
 
 
-def layerwise() -> tuple[Table, dict]:
+def layerwise(most: int | None) -> tuple[Table, dict]:
     """Step times of a mixed plan beside those of the plans that it mixes."""
     table = Table("plan", "step, ms", "over the first", box=box.MARKDOWN)
-    seconds = measure("layerwise", *LAYERWISE, ranks=2)
+    seconds = measure("layerwise", *LAYERWISE[:most], ranks=2)
     for mesh, times in seconds.items():
         beside = ratio(times, seconds[LAYERWISE[0]]).text(3)
         table.add_row(mesh, Spread.of([1e3 * s for s in times]).text(1), beside)
     return table, seconds
 
 
-TABLES: dict[str, Callable[[], tuple[Table, Any]]] = {
+TABLES: dict[str, Callable[[int | None], tuple[Table, Any]]] = {
     "traffic": traffic,
     "bubble": bubble,
     "memory": memory,

@@ -42,15 +42,15 @@ def test_cpu_program_prints_a_ratio(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_plan_program_prints_its_tables(tmp_path: Path) -> None:
-    printed = run("bench_plans.py", "--json", str(tmp_path / "result.json"))
+    printed = run("bench_plans.py", "--quick", "--json", str(tmp_path / "result.json"))
     found = json.loads((tmp_path / "result.json").read_text())
     assert all(row["activations"] == row["table"] >= row["kept"] for row in found["traffic"])
     assert all(row["weights"] == row["weights_in_theory"] for row in found["traffic"])
     assert all(len(row["idle"]) >= 5 for row in found["bubble"])
-    assert {row["mesh"] for row in found["memory"]} == {"dp2", "dp2+zero1", "dp2+zero2", "fsdp2", "pp2", "pp2xfsdp2"}
+    assert {row["mesh"] for row in found["memory"]} == {"dp2", "dp2+zero1"}
     assert all(abs(row["rest"] / row["state"] - 1) < 0.1 for row in found["memory"])
     assert all(abs(row["peak"] / row["most"] - 1) < 0.1 for row in found["memory"])
-    assert len(found["layerwise"]) == 3
+    assert len(found["layerwise"]) == 2
     assert printed.count("in theory") == 3
 
 

@@ -56,7 +56,7 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
     first = rows(place / "run")
     more = ["--mesh", "fsdp2", "--set", "data.workers=0"]
     killed(place, ["train", "--resume", "auto", "--run-dir", "run", *more], draw.randrange(2, 10), whom[1 - seed], draw)
-    done = run(place, ["train", "--resume", "run", "--mesh", "dp1", "--set", "data.workers=3"])
+    done = run(place, ["train", "--resume", "auto", "--run-dir", "run", "--mesh", "dp1", "--set", "data.workers=3"])
     assert done.returncode == 0, done.stderr
     through, ours = rows(place / "through"), rows(place / "run")
     assert ours.keys() == through.keys()

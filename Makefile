@@ -42,7 +42,7 @@ test-slow: $(READY)  ## The other tests: all plans of the tables, kills and hang
 
 test-full: test test-slow  ## All tests
 
-test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 5 GB)
+test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
 	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 

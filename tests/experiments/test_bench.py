@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench.timing import Spread, ratio, take_turns
 from helpers.paths import ROOT
+from vitpar.parallel.float8 import float8_fault
 
 
 def run(program: str, *arguments: str, blocked: tuple[str, ...] = (), path: Path = ROOT / "src") -> str:
@@ -58,19 +60,15 @@ def test_gpu_program_runs_on_the_cpu_without_the_trainer_s_packages(tmp_path: Pa
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
     printed = run("bench_gpu.py", *arguments, blocked=("pydantic", "tomli_w", "webdataset", "simplejpeg", "rich"))
     found = json.loads((tmp_path / "result.json").read_text())
-    assert [len(found[section]) for section in ("limits", "vitpar", "phases", "input", "plain", "fp8")] == [
-        1,
-        1,
-        1,
-        0,
-        1,
-        1,
-    ]
-    assert [part.split(":")[0] for part in found["left_out"]] == ["input, vit_tiny_patch16_224"]
+    float8 = float8_fault(torch.device("cpu")) is None  # before torch 2.13 CPUs have no such products
+    rows = {"limits": 1, "vitpar": 1, "phases": 1, "input": 0, "plain": 1, "fp8": int(float8)}
+    assert {section: len(found[section]) for section in rows} == rows
+    missing = [part.split(",")[0] for part in found["left_out"]]
+    assert sorted(missing) == (["input"] if float8 else ["fp8", "input"])
     assert all(found["limits"][0][rate] > 0 for rate in ("burst", "sustained", "copy"))
     assert list(found["phases"][0]["ms"])[:2] == ["forward", "backward"]
     assert "relative difference" in printed
-    assert printed.count("| vit_tiny_patch16_224, batch 4 |") == 5
+    assert printed.count("| vit_tiny_patch16_224, batch 4 |") == sum(rows.values())
 
 
 def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ SETTINGS_GAIN = (1, 4)
 
 
 def batch_for(name: str, free_bytes: int, *, peers: bool = False) -> int:
-    """Return the images a step for so much free memory: of the table, or half as many for every halving below it."""
+    """Return the batch size for the free memory: from the table, halved for each halving below its smallest entry."""
     model = MODELS.get(name)
     table = SMALL if model is None else model.peers if peers else model.batches
     for gibibytes, batch in table:

@@ -1,4 +1,4 @@
-"""What vitpar's first step on a GPU is compared with: the unwrapped ViT, and the batch that both take."""
+"""Reference for vitpar's first step on a GPU: the unwrapped ViT and the batch that both take."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The state of the GPU as nvidia-smi tells it: driver, clocks, and whether somebody else uses it. Imports no torch."""
+"""Read the GPU's state from nvidia-smi: driver, clocks, other processes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = {
 }
 """Bits of the reasons for a clock below the highest. Not listed: idle, and clocks that were set."""
 USED_MIB = 1024
-"""Memory in use, before anything is started here, that tells of another process."""
+"""Bytes in use before this program starts that indicate another process."""
 
 
 def gpu_facts() -> dict[str, str]:
@@ -60,10 +60,10 @@ def _query(kind: str, fields: tuple[str, ...]) -> list[str] | None:
     """The first row of an answer of nvidia-smi, None where there is none."""
     command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     if not rows:
         return [""] if kind == "compute-apps" else None
     return rows[0] if len(rows[0]) == len(fields) else None

@@ -26,7 +26,7 @@ def import_torchvision() -> ModuleType:
         return importlib.import_module("torchvision")
 
 
-_DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # what it declares is there as long as it is
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # operators exist as long as this object
 torchvision = import_torchvision()
 timm = importlib.import_module("timm")
 transformers = importlib.import_module("transformers")

@@ -14,7 +14,7 @@ HIDDEN = ("cuda",)
 
 
 class Results:
-    """What all calls have found so far in one folder. A call adds to what was there."""
+    """Results of all calls in one folder; each call adds its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What a table has to say about the machine, as JSON on the last line: ``python -m bench.first_run.versions``."""
+"""Print versions and hardware as JSON on the last line: ``python -m bench.first_run.versions``."""
 
 import importlib.metadata
 import json

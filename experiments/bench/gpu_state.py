@@ -18,7 +18,7 @@ SLOW = {
 }
 """Bits of the reasons for a clock below the highest. Not listed: idle, and clocks that were set."""
 USED_MIB = 1024
-"""Bytes in use before this program starts that indicate another process."""
+"""MiB in use before this program starts that indicate another process."""
 
 
 def gpu_facts() -> dict[str, str]:

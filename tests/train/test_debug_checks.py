@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 WEIGHT = "blocks.1.mlp.fc1.weight"
 ZBV = {"parallel__schedule": "zbvzerobubble", "parallel__virtual_stages": 2, "parallel__microbatches": 4}
 AS = r"step 2: as collective \d+ of ranks 0 and 1, rank 0 called"
-GATHER = "(allgather_|_allgather_base_)"  # the second since torch 2.15
+GATHER = "(allgather_|_allgather_base_)"  # the second in torch 2.15
 FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
 
 

@@ -37,6 +37,9 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("pp2xdp2", {"microbatches": 2}),
 ]
 
+SEED = 1
+"""Initial parameters that are right about some image of each split, with every version of torch."""
+
 
 def config_of() -> ViTConfig:
     sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "dropout": 0.2}
@@ -46,7 +49,7 @@ def config_of() -> ViTConfig:
 def built(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], bad_sample: str) -> tuple[Any, Input]:
     config = config_of()
     plan = validate(replace(parse(mesh), **fields), config, BATCH)
-    model = parallelize(config, plan, batch_size=BATCH, device=device)
+    model = parallelize(config, plan, batch_size=BATCH, device=device, seed=SEED)
     options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
     return model, Input(read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH}), model)
 
@@ -63,7 +66,7 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation
     """One image after another through the plain model; without: samples to leave out, by name."""
     config = config_of()
     model = ViT(config).eval()
-    initialise(model, 0, config)
+    initialise(model, SEED, config)
     shards = ShardSet.open(data, split)
     prepare, normalize = EvalTransform(8, crop_pct=1.0), Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     samples = top1 = top5 = 0
@@ -98,7 +101,7 @@ def test_evaluation_equals_one_by_hand(
 ) -> None:
     expected = by_hand(data, split)
     assert expected.samples == (VAL if split == "val" else TRAIN * CLASSES)
-    assert 0 <= expected.top1 < expected.top5 < 1
+    assert 0 < expected.top1 < expected.top5 < 1
     results = ranks(parse(mesh).world_size).run(evaluated, data, split, mesh, fields)
     assert all(same(result, expected) for result in results), (results, expected)
     assert len(set(results)) == 1, "ranks disagree"

@@ -18,7 +18,7 @@ from vitpar.train.optimizer import ShardedOptimizer
 def test_muon_equals_torchs(
     options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if exact:  # torch's iterates in bfloat16 everywhere; it casts by `to` since 2.15
+    if exact:  # torch's iterates in bfloat16 everywhere; it casts by `to` in 2.15
         real = torch.Tensor.to
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
         monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))

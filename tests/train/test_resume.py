@@ -28,13 +28,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random) -> None:
+def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random, saved: bool = False) -> None:
     """Start training and kill -9 one of its processes, or all, once metrics.jsonl has `after` lines more; the others
-    end by themselves."""
+    end by themselves. saved: wait for a checkpoint too."""
+    checkpoints = place / "run" / "checkpoints"
     begin = lines(place / "run")
     process = started(place, words)
     # A resumed run first drops the lines of steps that it does again.
     wait_for(lambda: lines(place / "run") >= begin + after, process)
+    wait_for(lambda: not saved or any(path.suffix != ".partial" for path in checkpoints.glob("step_*")), process)
     there = ranks_of(process.pid)
     for victim in [process.pid, *there] if whom == "all" else [draw.choice(there)]:
         os.kill(victim, signal.SIGKILL)
@@ -55,8 +57,15 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
     killed(place, [*begin, "--mesh", "pp2xtp2", "--microbatches", "2"], draw.randrange(2, 16), whom[seed], draw)
     first = rows(place / "run")
     more = ["--mesh", "fsdp2", "--set", "data.workers=0"]
-    killed(place, ["train", "--resume", "auto", "--run-dir", "run", *more], draw.randrange(2, 10), whom[1 - seed], draw)
-    done = run(place, ["train", "--resume", "auto", "--run-dir", "run", "--mesh", "dp1", "--set", "data.workers=3"])
+    killed(
+        place,
+        ["train", "--resume", "auto", "--run-dir", "run", *more],
+        draw.randrange(2, 10),
+        whom[1 - seed],
+        draw,
+        saved=True,
+    )
+    done = run(place, ["train", "--resume", "run", "--mesh", "dp1", "--set", "data.workers=3"])
     assert done.returncode == 0, done.stderr
     through, ours = rows(place / "through"), rows(place / "run")
     assert ours.keys() == through.keys()

@@ -59,7 +59,7 @@ def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
 class _NeighbourStage(PipelineStage):
     """A stage that opens connections to other ranks only.
 
-    upstream: before torch 2.13 a schedule's first step sends a number between neighbouring stages to connect them. In a
+    upstream: in torch 2.11 a schedule's first step sends a number between neighbouring stages to connect them. In a
     V-shaped schedule neighbours can be on one rank, and gloo cannot send to its own rank.
     """
 

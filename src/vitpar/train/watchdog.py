@@ -90,7 +90,7 @@ class Watchdog:
         """Let collectives wait longer than the patience, so that it is the hang that is told and not their timeout.
         For all process groups that there are."""
         if self._minutes:
-            # upstream: public since torch 2.15, where the private name warns.
+            # upstream: public in torch 2.15, not in 2.13; there the private name warns.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in dist.distributed_c10d._world.pg_map:
                 set_timeout(timedelta(seconds=self._start_seconds + 60), group)

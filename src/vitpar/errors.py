@@ -6,9 +6,15 @@ The command line prints these without a traceback and exits with code 2; a broke
 import difflib
 from collections.abc import Iterable
 
+from vitpar.limits import MAX_QUOTED_CHARS
+
 
 class UserError(ValueError):
     """Base of every error that the user, not the program, has to mend."""
+
+    def __str__(self) -> str:
+        # Messages quote names out of files of others, which must not steer a terminal.
+        return printable(super().__str__())
 
 
 class StrategyError(UserError):
@@ -44,7 +50,24 @@ class FaultError(RuntimeError):
     all there is to say; the exit code is 1."""
 
 
+def shown(text: object) -> str:
+    """Return `text` for an error message: if it is long, its first characters."""
+    words = str(text)
+    return words if len(words) <= MAX_QUOTED_CHARS else f"{words[: MAX_QUOTED_CHARS - 1]}…"
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes for control characters, other than line ends, and for what UTF-8 cannot encode."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known word most like `word`, or an empty string when none is close."""
+    if len(word) > MAX_QUOTED_CHARS:  # comparing takes the square of its length
+        return ""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

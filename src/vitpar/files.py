@@ -1,13 +1,76 @@
-"""Files that are there whole or not at all."""
+"""Reads files that somebody else may have made, and writes files that are there whole or not at all."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from vitpar.limits import MAX_JSON_BYTES
+
+PathLike = str | os.PathLike[str]
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def open_regular(path: PathLike) -> BinaryIO:
+    """Open a regular file for reading bytes.
+
+    Raises OSError, also for anything else: a FIFO would be waited for without end, and a device may have no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
+    try:
+        refuse_irregular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def refuse_irregular(found: os.stat_result, path: PathLike) -> None:
+    """Raise OSError unless `found` describes a regular file. For readers that open `path` by themselves."""
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+
+
+def read_bytes(path: PathLike, limit: int) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes. Raises OSError."""
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
+    return data
+
+
+def read_text(path: PathLike, limit: int) -> str:
+    """Return the UTF-8 text in a regular file of at most `limit` bytes. Raises OSError, and ValueError for other
+    encodings."""
+    return read_bytes(path, limit).decode("utf-8")
+
+
+def read_json(path: PathLike, limit: int = MAX_JSON_BYTES) -> Any:
+    """Return the JSON value in a regular file of at most `limit` bytes. Raises OSError, and ValueError as `parse_json`
+    does."""
+    return parse_json(read_bytes(path, limit))
+
+
+def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the JSON value that `data` holds. pairs: makes an object of its keys and values, a dict by default.
+
+    Raises ValueError for what is not JSON, also where it is nested too deeply to be read.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def write_text(path: PathLike, text: str) -> None:
     """Write `text` to `path` as UTF-8. A reader sees the old file or the whole new one. Raises OSError."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")

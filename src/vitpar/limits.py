@@ -1,0 +1,79 @@
+"""Limits on what is read from files, URLs and ports that somebody else may have made.
+
+Every reader of such input takes its numbers from here, so that a small file cannot ask for much memory or time.
+`docs/security.md` has the table; ``python -m vitpar.limits`` prints it.
+"""
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+# Plans, models and recipes.
+MAX_RANKS = 65_536
+MAX_BLOCKS = 1_024
+MAX_CLASSES = 1_000_000
+MAX_WIDTH = 131_072
+MAX_IMAGE_SIZE = 16_384
+MAX_BATCH_SIZE = 1 << 24
+MAX_STRATEGY_CHARS = 64 * KIB
+MAX_POLICY_OPERATIONS = 64
+MAX_TOML_BYTES = MIB
+MAX_TOML_DOTS = 32
+MAX_JSON_BYTES = 64 * MIB
+MAX_TEXT_BYTES = 256 * MIB
+
+# Checkpoints and weights.
+MAX_TENSOR_DIMS = 8
+MAX_INDEX_BYTES = 256 * MIB
+
+# Shards and other files of images.
+MAX_SHARDS = 1_000_000
+MAX_TAR_MEMBERS = 10_000_000
+MAX_TAR_NAME_BYTES = 8 * KIB
+MAX_TAR_PADDING_BYTES = MIB
+MAX_LABEL_BYTES = MIB
+MAX_RECORD_BYTES = GIB
+
+# Images.
+MAX_IMAGE_BYTES = 256 * MIB
+MAX_PIXELS = 1 << 27
+MAX_DECODED_BYTES = 128 * MIB
+
+# Messages.
+MAX_QUOTED_CHARS = 200
+
+TABLE = (
+    ("ranks of a plan or a world", MAX_RANKS, ""),
+    ("blocks of a model", MAX_BLOCKS, ""),
+    ("classes of a model or a data set", MAX_CLASSES, ""),
+    ("width of a model, and features inside its MLP", MAX_WIDTH, ""),
+    ("image and patch size of a model", MAX_IMAGE_SIZE, "pixels"),
+    ("images of a global batch", MAX_BATCH_SIZE, ""),
+    ("strategy string", MAX_STRATEGY_CHARS, "characters"),
+    ("operations of an augmentation policy", MAX_POLICY_OPERATIONS, ""),
+    ("recipe or cluster file (TOML)", MAX_TOML_BYTES, "bytes"),
+    ("dots in a row in a TOML key", MAX_TOML_DOTS, ""),
+    ("JSON file: plan, profile, configuration, manifest, weight map", MAX_JSON_BYTES, "bytes"),
+    ("text file: list of images, map of a zip file, class names", MAX_TEXT_BYTES, "bytes"),
+    ("dimensions of a tensor in a checkpoint", MAX_TENSOR_DIMS, ""),
+    ("index of a checkpoint", MAX_INDEX_BYTES, "bytes"),
+    ("shards of a split or a stream", MAX_SHARDS, ""),
+    ("members of a tar file", MAX_TAR_MEMBERS, ""),
+    ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
+    ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
+    ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
+    ("record, row group or file inside an archive", MAX_RECORD_BYTES, "bytes"),
+    ("encoded image", MAX_IMAGE_BYTES, "bytes"),
+    ("pixels of a JPEG as stored", MAX_PIXELS, ""),
+    ("decoded image, at 3 bytes a pixel; a larger JPEG is decoded at 1/2, 1/4 or 1/8", MAX_DECODED_BYTES, "bytes"),
+    ("piece of the input that a message quotes", MAX_QUOTED_CHARS, "characters"),
+)
+"""What is limited, the most that is accepted, and its unit."""
+
+
+def markdown() -> str:
+    """Return the table of limits for the documentation."""
+    rows = [f"| {what} | {most:,}{f' {unit}' if unit else ''} |" for what, most, unit in TABLE]
+    return "\n".join(["| what is read | at most |", "|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -95,9 +95,11 @@ class Progress:
 
 def arguments() -> argparse.Namespace:
     """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lines = "\n".join(f"{name}: {found(name).what}" for name in names()) if "--help" in sys.argv else ""
-    parser.add_argument("--target", action="append", metavar="NAME", help=f"may be repeated (all)\n{lines}")
+    targets = "\n".join(f"  {name:12}{found(name).what}" for name in names()) if {"-h", "--help"} & {*sys.argv} else ""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"targets:\n{targets}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", action="append", metavar="NAME", help="one of those below; may be repeated (all)")
     parser.add_argument("--seconds", type=float, default=600.0, metavar="N", help="for all targets (600)")
     parser.add_argument("--parallel", type=int, default=2, metavar="N", help="worker processes (2)")
     parser.add_argument("--cases", type=int, metavar="N", help="of every target, however long that takes")

@@ -109,7 +109,7 @@ def test_the_exit_code_says_whether_something_was_found() -> None:
     assert "--target helpers.planted_readers:RaisesAnother --case 1" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["plan", "strategy", "zip", "tar"])
+@pytest.mark.parametrize("name", ["plan", "strategy", "zip", "tar", "checkpoint", "pickle", "parquet"])
 def test_a_case_has_the_same_bytes_every_time(name: str, tmp_path: Path) -> None:
     targets: list[Any] = [found(name)(tmp_path / side) for side in ("one", "other")]
     for number in range(18):

@@ -1,4 +1,4 @@
-"""Short texts of a recipe and of the command line: where labels are, policies, URLs with braces, names of clusters."""
+"""Short texts of a recipe, the command line and a launcher: where labels are, policies, URLs, clusters, hosts."""
 
 from __future__ import annotations
 
@@ -96,3 +96,46 @@ def cluster(draw: random.Random) -> str:
     kind = draw.choice(("H100", "h100", "A100", "H200", "x", "", "../../x", "H100.toml", "/etc/passwd", *_LONG))
     numbers = ("", "8x", "1x", "32x8x", "0x8x", "99999x99x", "99999x64x", "4096x8x", "512x8x", "-1x", "8x8x8x", "1e3x")
     return draw.choice(numbers) + kind
+
+
+def model(draw: random.Random) -> str:
+    """The name of a model."""
+    sane = (
+        "vit_small_patch16_224",
+        "vit_giant_patch14_224",
+        "vit_huge_patch14_224",
+        "deit3_base_patch16_224",
+        "vit_custom",
+    )
+    return draw.choice(
+        (draw.choice(sane), "vit_", "vit_small_patch16_9999999", draw.choice(sane) + draw.choice(_LONG), *_LONG)
+    )
+
+
+def hosts(draw: random.Random) -> str:
+    """SLURM's list of hosts."""
+    numbers = (
+        "1-3",
+        "01-03,7",
+        "1",
+        "1-999999999999",
+        "3-1",
+        "0-65535",
+        "0-65536",
+        "-1",
+        "1-",
+        "",
+        "a",
+        "[1]",
+        "9" * 5_000,
+        "\u0661-\u0665",
+    )
+    parts = [
+        f"{draw.choice(('n', 'node-', '', 'a.b', 'x' * 60))}[{draw.choice(numbers)}]"
+        for _ in range(draw.choice((1, 2, 6)))
+    ]
+    around = (" ", "]", "[", ",", "", "\n", "[[", "x" * 50 + " ", "x," * 30_000, draw.choice(_LONG))
+    sane = f"n[01-{draw.randint(2, 99)},7],b{draw.randint(0, 9)}"
+    return draw.choice(
+        (sane, ",".join(parts), "".join(parts), ",".join(parts) + draw.choice(around), "x" * 60 + draw.choice(around))
+    )

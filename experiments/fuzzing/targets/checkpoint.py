@@ -38,8 +38,9 @@ class CheckpointFolder(FileTarget):
     tokens = (b"F32", b"data_offsets", b"[0,0]", b"null", b"-1", b"1e999", b'"shape":[', b"bfloat16", b"\\ud800", b"{}")
 
     def __init__(self, home: Path) -> None:
-        torch.manual_seed(0)
-        model = {f"model.{name}": value.detach() for name, value in ViT(TINY).named_parameters()}
+        draw = torch.Generator().manual_seed(0)
+        shapes = {f"model.{name}": value.shape for name, value in ViT(TINY).named_parameters()}
+        model = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
         state = {name.replace("model.", "optimizer.exp_avg."): value.bfloat16() for name, value in model.items()}
         self._tensors = model | state | {"rng": torch.arange(9, dtype=torch.uint8), "count": torch.tensor(5)}
         facts = Facts(step=5, samples=40, data="abc", best=Best(step=4, top1=0.5))

@@ -15,6 +15,7 @@ from fuzzing.attacks.strategies import strategy
 from fuzzing.target import Case, Files, FileTarget, Target, tolerated, whole_seed
 from vitpar.data import Labels, StreamSet, parse_policy
 from vitpar.data.stream.urls import expand
+from vitpar.launch import expand_hosts
 from vitpar.models.config import ViTConfig, model_config
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.strategy import Plan, parse, plan_from_json, plan_text, plan_to_json, rank_grid, read_plan, validate
@@ -104,14 +105,14 @@ class StrategyText(TextTarget):
 class Words(TextTarget):
     """Other short texts."""
 
-    what = "label specs, augmentation policies, URLs with braces, names of clusters and models"
+    what = "label specs, augmentation policies, URLs with braces, names of clusters and models, lists of hosts"
 
     def __init__(self, home: Path) -> None:
-        self._kinds = ("label", "policy", "url", "cluster", "model")
+        self._kinds = ("label", "policy", "url", "cluster", "hosts", "model")
 
     def make(self, draw: random.Random, number: int, place: Path) -> Case:
         kind = self._kinds[number % len(self._kinds)]
-        text = words.label(draw) if kind == "model" else getattr(words, kind)(draw)
+        text = getattr(words, kind)(draw)
         return dataclasses.replace(self.case_of(number, place, text), told=(kind, text))
 
     def read(self, case: Case) -> None:
@@ -129,6 +130,10 @@ class Words(TextTarget):
             case "cluster":
                 cluster = find_cluster(text)
                 tolerated(cluster.hardware)
+            case "hosts":
+                found = expand_hosts(text)
+                if len(found) > 65_536:
+                    raise oracle.Wrong(f"{len(found):,} hosts out of {len(text):,} characters")
             case _:
                 model_config(text)
 

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import random
+import re
 import zipfile
 from pathlib import Path
 
@@ -171,7 +172,7 @@ class Pickles(FileTarget):
         self.seeds = [
             {"weights.pt": _saved(state)},
             {"pytorch_model.bin": _saved(run), "config.json": json.dumps(TIMM).encode()},
-            {"weights.pt": _saved(state, new=False)},
+            {"weights.pt": _saved_as_before(state)},
             {"weights.pth": _saved({name: tensor.half() for name, tensor in state.items()})},
         ]
         self.attacks = (_pickle, _pickle, _pickle, _alone, _zip)
@@ -189,10 +190,20 @@ class Pickles(FileTarget):
                     raise oracle.Wrong("a pickle ran a program")
 
 
-def _saved(value: object, new: bool = True) -> bytes:
+def _saved(value: object) -> bytes:
     file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=new)
+    torch.save(value, file)
     return file.getvalue()
+
+
+def _saved_as_before(state: dict[str, torch.Tensor]) -> bytes:
+    """In the format before zip files, which names storages by their addresses: there is one, under another name."""
+    flat = torch.cat([tensor.flatten() for tensor in state.values()])
+    parts = flat.split([tensor.numel() for tensor in state.values()])
+    whole = {name: part.view(tensor.shape) for part, (name, tensor) in zip(parts, state.items(), strict=True)}
+    file = io.BytesIO()
+    torch.save(whole, file, _use_new_zipfile_serialization=False)
+    return re.sub(rb"X.\0\0\0[0-9]{9,20}q", pickles.text("1234567890") + b"q", file.getvalue(), flags=re.DOTALL)
 
 
 def _name(files: Files) -> str:

@@ -42,12 +42,11 @@ def main() -> int:
     tallies = {name: Tally(name) for name in options.target or names()}
     with Progress(console, tallies) as shown:
         hunt(
-            list(tallies),
+            tallies,
             parallel=options.parallel,
             seconds=options.seconds,
             cases=options.cases,
             changed=shown.update,
-            tallies=tallies,
         )
     report.show(console, tallies)
     return 1 if any(tally.found for tally in tallies.values()) else 0

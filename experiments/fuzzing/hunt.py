@@ -6,8 +6,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,8 @@ from fuzzing.process import Died, Hang, Process
 MAKING_S = 120.0
 """To import everything, make seeds, or make one case."""
 SLACK_S = 0.5
+MOST_FAULTS = 3
+"""Of the harness itself, after which it gives a target up."""
 
 
 @dataclass
@@ -85,50 +87,52 @@ class Slot:
 
     def attack(self, tally: Tally, first: int, last: int | None, seconds: float) -> None:
         """Run the cases `first` to `last` of a target, or as many as there is time for, whatever ends meanwhile."""
-        end, number, doubtful, case = time.monotonic() + seconds, first, -1, {}
-        while (last is None or number <= last) and time.monotonic() < end:
+        end, faults = time.monotonic() + seconds, 0
+        self._next, self._doubtful = first, -1
+        while (last is None or self._next <= last) and time.monotonic() < end and faults < MOST_FAULTS:
             self._process = self._process or Process(self._home)
-            self._process.order(tally.name, number, last, end - time.monotonic())
+            self._process.order(tally.name, self._next, last, end - time.monotonic())
             try:
-                while True:
-                    heard = self._process.hear(self._limit + SLACK_S if "reading" in case else MAKING_S)
-                    if "over" in heard:
-                        number, case = heard["over"], {}
-                        if heard.get("retired"):
-                            self._end()
-                            break
-                        return
-                    if "done" in heard:
-                        self._count(tally, heard, case)
-                        number, case = heard["done"] + 1, {}
-                    else:
-                        case = heard
+                if self._listen(tally):
+                    return
             except Hang:
-                stack = self._process.stack()
-                self._end()
-                if "reading" not in case:
-                    raise RuntimeError(f"the harness itself hangs at {tally.name} {number}:\n{stack}") from None
-                if doubtful == number:  # once may have been the machine
-                    words = f"takes more than {self._limit:g} s\n{stack}"
-                    tally.keep(Finding("hang", "", _where(stack), words), number, case["how"], case["bytes"])
-                    tally.took(self._limit, number)
-                    number += 1
-                else:
-                    doubtful = number
-                case = {}
+                words = f"takes more than {self._limit:g} s\n{self._process.stack()}"
+                faults += self._ended(tally, Finding("hang", "", _where(words), words))
             except Died:
                 said, status = self._process.said(), self._process.status()
-                self._end()
-                if "reading" not in case:
-                    raise RuntimeError(
-                        f"the harness itself fails at {tally.name} {number} ({status}):\n{said}"
-                    ) from None
                 name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-                finding = Finding("crash", name, _where(said), f"the process ended: {name}\n{said[-3000:]}")
-                tally.keep(finding, number, case["how"], case["bytes"])
-                tally.took(0.0, number)
-                number, case = number + 1, {}
+                words = f"the process ended: {name}\n{said[-3000:]}"
+                faults += self._ended(tally, Finding("crash", name, _where(said), words))
+            self._end()
             self._changed()
+
+    def _listen(self, tally: Tally) -> bool:
+        """Hear of cases until the order is obeyed, or the process has retired; returns whether it is obeyed."""
+        assert self._process is not None
+        self._case: dict[str, Any] = {}
+        while True:
+            heard = self._process.hear(self._limit + SLACK_S if "reading" in self._case else MAKING_S)
+            if "over" in heard:
+                self._next = heard["over"]
+                return not heard.get("retired")
+            if "done" in heard:
+                self._count(tally, heard, self._case)
+                self._next = heard["done"] + 1
+            self._case = {} if "done" in heard else heard
+
+    def _ended(self, tally: Tally, finding: Finding) -> bool:
+        """Keep the finding that ended the process; returns whether it is a fault of the harness."""
+        if "reading" not in self._case:
+            tally.keep(replace(finding, kind="harness", where="?"), self._next, "made", 0)
+            self._next += 1
+            return True
+        if finding.kind == "hang" and self._doubtful != self._next:
+            self._doubtful = self._next  # once may have been the machine: it is run again
+            return False
+        tally.keep(finding, self._next, self._case["how"], self._case["bytes"])
+        tally.took(self._limit if finding.kind == "hang" else 0.0, self._next)
+        self._next += 1
+        return False
 
     def _count(self, tally: Tally, done: dict[str, Any], case: dict[str, Any]) -> None:
         tally.took(done["seconds"], done["done"])
@@ -154,25 +158,36 @@ def _where(stack: str) -> str:
 
 
 def hunt(
-    targets: list[str], *, parallel: int, seconds: float, cases: int | None, changed: Callable[[], None], tallies: Any
+    tallies: Mapping[str, Tally],
+    *,
+    parallel: int = 2,
+    seconds: float = 600.0,
+    cases: int | None = None,
+    limit: float = SECONDS,
+    changed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Attack the targets, `parallel` at a time: `cases` of each, or for an even share of `seconds`."""
-    queue, lock, failed = list(targets), threading.Lock(), list[BaseException]()
-    share = seconds * min(parallel, len(targets)) / len(targets)
+    """Attack targets, `parallel` at a time: `cases` of each, or for an even share of `seconds`.
+
+    tallies: by the names of the targets; they are filled. limit: seconds that a case may take. changed: called when one
+    of them has.
+    """
+    queue, lock, failed = list(tallies.values()), threading.Lock(), list[BaseException]()
+    slots = min(parallel, len(queue))
+    share, last = (seconds * slots / len(queue), None) if cases is None else (float("inf"), cases - 1)
 
     def work() -> None:
         try:
-            with Slot(changed) as slot:
+            with Slot(changed, limit) as slot:
                 while True:
                     with lock:
                         if not queue or failed:
                             return
-                        tally = tallies[queue.pop(0)]
-                    slot.attack(tally, 0, None if cases is None else cases - 1, share if cases is None else 1e9)
+                        tally = queue.pop(0)
+                    slot.attack(tally, 0, last, share)
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(min(parallel, len(targets)))]
+    threads = [threading.Thread(target=work) for _ in range(slots)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -37,8 +37,9 @@ class Worse(Wrong):
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: error, message, damage, memory, hang, crash, program or place. where: file:line of vitpar, as far as known;
-    with `kind` and `sort` it tells findings apart. words: what happened, perhaps in several lines."""
+    """kind: error, message, damage, memory, hang, crash, program or place; harness for its own faults. where: file:line
+    of vitpar, as far as known; with `kind` and `sort` it tells findings apart. words: what happened, perhaps in several
+    lines."""
 
     kind: str
     sort: str

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fuzzing.hunt import Found, Tally
 
-WORST = ("program", "crash", "damage", "memory", "hang", "place", "error", "message")
+WORST = ("harness", "program", "crash", "damage", "memory", "hang", "place", "error", "message")
 """Kinds of findings, the most harmful first."""
 LINES = 12
 """Of a finding that are shown, half of them its last."""

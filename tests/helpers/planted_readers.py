@@ -96,6 +96,13 @@ class TellsTooMuch(Planted):
         raise DataError("x" * 2_000)
 
 
+class CannotBeMade(Planted):
+    def make(self, draw: random.Random, number: int, place: Path) -> Case:
+        if number == 1:
+            raise RuntimeError("the attack itself is wrong")
+        return super().make(draw, number, place)
+
+
 class RefusesItsSeed(FileTarget):
     what = "nothing"
 

@@ -16,6 +16,7 @@ from fuzzing.attacks.images import zeros
 
 CHUNK = bytes(1 << 16)
 PAUSE_S = 60.0
+MANY_BYTES = 30 << 20
 Step = bytes | float
 """Bytes to send, or seconds to wait."""
 
@@ -122,7 +123,8 @@ def _answers(draw: random.Random, shard: bytes, canary: Path) -> Iterator[tuple[
     yield Answer((head(), tar_headers.header(b"x.txt", (1 << 33) - 1)), endless=CHUNK, honest=False), "an endless file"
     sample = shard[: 512 * ((len(shard) // 512 - 20) // 2)] or shard[:1024]
     yield Answer((head(),), endless=sample * 20, honest=False), "endless members"
-    yield Answer((head(), shard[:-1024] * 3_000 + tar_headers.END), honest=False), "the same samples again and again"
+    often = shard[:-1024] * max(1, MANY_BYTES // len(shard)) + tar_headers.END
+    yield Answer((head(), often), honest=False), "the same samples again and again"
     bomb = b"\x1f\x8b\x08\0\0\0\0\0\2\xff" + zeros()[2:-4]
     yield Answer((head(length=len(bomb)), bomb)), "a gzip bomb"
     yield Answer((head("200 OK", len(bomb), "Content-Encoding: gzip"), bomb)), "an encoded gzip bomb"

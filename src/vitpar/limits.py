@@ -26,7 +26,9 @@ MAX_INDEX_BYTES = 256 * MIB
 
 # Shards and other files of images.
 MAX_SHARDS = 1_000_000
-MAX_TAR_MEMBERS = 10_000_000
+MAX_URL_CHARS = 8 * KIB
+MAX_BRACE_DEPTH = 16
+MAX_MEMBERS = 10_000_000
 MAX_TAR_NAME_BYTES = 8 * KIB
 MAX_TAR_PADDING_BYTES = MIB
 MAX_LABEL_BYTES = MIB
@@ -56,14 +58,16 @@ TABLE = (
     ("dimensions of a tensor in a checkpoint", MAX_TENSOR_DIMS, ""),
     ("index of a checkpoint", MAX_INDEX_BYTES, "bytes"),
     ("shards of a split or a stream", MAX_SHARDS, ""),
-    ("members of a tar file", MAX_TAR_MEMBERS, ""),
+    ("URL or pattern of URLs", MAX_URL_CHARS, "characters"),
+    ("braces within braces of a pattern of URLs", MAX_BRACE_DEPTH, ""),
+    ("members of a tar file, records of a TFRecord file, rows of a Parquet file", MAX_MEMBERS, ""),
     ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
     ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
     ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
     ("record, row group or file inside an archive", MAX_RECORD_BYTES, "bytes"),
     ("encoded image", MAX_IMAGE_BYTES, "bytes"),
     ("pixels of a JPEG as stored", MAX_PIXELS, ""),
-    ("decoded image, at 3 bytes a pixel; a larger JPEG is decoded at 1/2, 1/4 or 1/8", MAX_DECODED_BYTES, "bytes"),
+    ("decoded image, at 3 bytes a pixel; a larger JPEG is decoded at half its size", MAX_DECODED_BYTES, "bytes"),
     ("piece of the input that a message quotes", MAX_QUOTED_CHARS, "characters"),
 )
 """What is limited, the most that is accepted, and its unit."""

@@ -17,9 +17,11 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import read_bytes, refuse_irregular
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, MAX_SHARDS
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
 """crc: zlib's CRC-32 of the encoded image."""
@@ -40,7 +42,7 @@ class ShardEntry(BaseModel):
     def _stays_inside(cls, file: str) -> str:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or not path.name:
-            raise ValueError(f"the shard '{file}' would be outside the folder")
+            raise ValueError(f"the shard '{shown(file)}' would be outside the folder")
         return file
 
 
@@ -48,18 +50,19 @@ class SplitEntry(BaseModel):
     """One split: its shards in index order, its sample counts, and the SHA-256 of its index file."""
 
     model_config = ConfigDict(extra="forbid")
-    shards: list[ShardEntry]
+    shards: list[ShardEntry] = Field(max_length=MAX_SHARDS)
     samples: NonNegativeInt
-    per_class: list[NonNegativeInt]
+    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES)
     index_sha256: str
 
 
 class Manifest(BaseModel):
-    """What `dataset.json` holds."""
+    """What `dataset.json` holds. labels: where the shards hold them, as `vitpar data index --label` takes it."""
 
     model_config = ConfigDict(extra="forbid")
     vitpar_dataset: Literal[2] = 2
-    classes: list[str]
+    classes: list[str] = Field(max_length=MAX_CLASSES)
+    labels: str = "cls"
     splits: dict[str, SplitEntry]
 
     @field_validator("splits")
@@ -67,7 +70,7 @@ class Manifest(BaseModel):
     def _names_are_plain(cls, splits: dict[str, SplitEntry]) -> dict[str, SplitEntry]:
         for name in splits:
             if not name or PurePosixPath(name).name != name:
-                raise ValueError(f"the split '{name}' is no file name")
+                raise ValueError(f"the split '{shown(name)}' is no file name")
         return splits
 
 
@@ -75,7 +78,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """The manifest of a data set. Raises DataError when `folder` holds none, or a damaged one."""
     path = Path(folder) / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index shards that lie "
@@ -85,9 +88,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        where = shown(".".join(str(part) for part in first["loc"]) or "the file")
         raise DataError(
-            f"'{path}' is damaged or of another version ({where}: {first['msg']}): write it anew with "
+            f"'{path}' is damaged or of another version ({where}: {shown(first['msg'])}): write it anew with "
             f"`vitpar data index {folder}`"
         ) from None
 
@@ -126,9 +129,10 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     path = index_path(folder, split)
     again = f"write it anew with `vitpar data index {folder}`"
     try:
+        refuse_irregular(path.stat(), path)
         rows = np.load(path, mmap_mode="r")
     except Exception as error:  # damaged headers make it raise nearly anything
-        raise DataError(f"index '{path}' cannot be read ({error}): {again}") from None
+        raise DataError(f"index '{path}' cannot be read ({shown(error)}): {again}") from None
     if not isinstance(rows, np.memmap) or rows.dtype != ROW or rows.shape != (entry.samples,):
         raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
     digest = hashlib.sha256()
@@ -162,6 +166,7 @@ def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
     if not np.array_equal(rows["shard"], expected):
         return False
     sizes = np.array([shard.bytes for shard in entry.shards], np.int64)[expected]
-    inside = (rows["offset"] >= tarfile.BLOCKSIZE) & (rows["size"] > 0) & (rows["offset"] <= sizes - rows["size"])
+    inside = (rows["offset"] >= tarfile.BLOCKSIZE) & (rows["offset"] <= sizes - rows["size"])
+    inside &= (rows["size"] > 0) & (rows["size"] <= MAX_IMAGE_BYTES)
     known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
     return bool((inside & known).all())

@@ -38,6 +38,7 @@ MAX_RECORD_BYTES = GIB
 MAX_IMAGE_BYTES = 256 * MIB
 MAX_PIXELS = 1 << 27
 MAX_DECODED_BYTES = 128 * MIB
+MAX_ASPECT = 64
 
 # Messages.
 MAX_QUOTED_CHARS = 200
@@ -68,6 +69,11 @@ TABLE = (
     ("encoded image", MAX_IMAGE_BYTES, "bytes"),
     ("pixels of a JPEG as stored", MAX_PIXELS, ""),
     ("decoded image, at 3 bytes a pixel; a larger JPEG is decoded at half its size", MAX_DECODED_BYTES, "bytes"),
+    (
+        "longer side of an image that is evaluated, over the shorter; only the middle of a longer one is used",
+        MAX_ASPECT,
+        "",
+    ),
     ("piece of the input that a message quotes", MAX_QUOTED_CHARS, "characters"),
 )
 """What is limited, the most that is accepted, and its unit."""

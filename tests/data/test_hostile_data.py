@@ -139,6 +139,18 @@ def test_a_large_jpeg_is_decoded_at_half_its_size(fast: bool, monkeypatch: pytes
     assert np.abs(half[:, :50].astype(int) - whole[::2, :100:2]).max() <= 4
 
 
+def test_a_long_thin_image_is_not_blown_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    thin = np.random.default_rng(0).integers(0, 256, (1, 65_000, 3), np.uint8)
+    sizes: list[tuple[int, int]] = []
+    module = sys.modules["vitpar.data.transforms.evaluate"]
+    real = module.resize
+    monkeypatch.setattr(module, "resize", lambda image, h, w, i: sizes.append((h, w)) or real(image, h, w, i))
+    EVAL(thin)
+    EVAL(thin.transpose(1, 0, 2))
+    EVAL(thin[:, :50])
+    assert sizes == [(9, 576), (576, 9), (9, 450)]
+
+
 # Damage.
 
 

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from vitpar.data.transforms.resize import Interpolation, check_size, resize
 from vitpar.errors import RecipeError
+from vitpar.limits import MAX_ASPECT
 
 
 @dataclass(frozen=True)
 class EvalTransform:
     """Resize the shorter side to size / crop_pct, then cut out the centre; an image of the right size is left alone.
+
+    Of an image whose longer side is more than MAX_ASPECT times the shorter, only the middle is resized: a picture of
+    1 x 65,000 pixels would become one of gigabytes.
 
     Raises RecipeError when a setting is out of its range.
     """
@@ -31,6 +35,11 @@ class EvalTransform:
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
         """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]."""
         height, width, _ = image.shape
+        longest = MAX_ASPECT * min(height, width)
+        if max(height, width) > longest:
+            top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+            image = image[top : top + longest, left : left + longest]
+            height, width, _ = image.shape
         if height == width == self.size:
             return torch.from_numpy(image).permute(2, 0, 1)
         short = math.floor(self.size / self.crop_pct)

@@ -24,6 +24,7 @@ def open_regular(path: PathLike) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
     try:
         refuse_irregular(os.fstat(descriptor), path)
+        os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

@@ -89,7 +89,7 @@ class ShardSet:
             raise DataError(f"cannot read '{path}': {error.strerror}") from None
         if len(data) != size:
             raise DataError(f"'{path}' has shrunk since it was opened: restore it")
-        if zlib.crc32(data) != int(self._crc[i]):  # about 0.4 % of what decoding costs
+        if zlib.crc32(data) != int(self._crc[i]):
             raise BadImage("its bytes are not those that were indexed: restore the shard, or index it again")
         return data
 

@@ -19,6 +19,8 @@ OPENMPI = {
     **{"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
 }
 
+ONE_HOST = {"SLURM_STEP_TASKS_PER_NODE": "11", "SLURM_STEP_NODELIST": "node07", "SLURM_LOCALID": "9"}
+
 
 def without(env: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
@@ -33,6 +35,8 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (SLURM, World(9, 11, 1, 3, "slurm", "node07", 20000 + (123456 + 2 * 1009) % 12000)),
         (SLURM | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(9, 11, 1, 3, "slurm", "ib7", 4000)),
         (OPENMPI | SLURM | {"MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
+        (OPENMPI | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
+        (SLURM | ONE_HOST | {"MASTER_ADDR": "ib7", "MASTER_PORT": "1"}, World(9, 11, 9, 11, "slurm", "127.0.0.1", 1)),
     ],
 )
 def test_world_of_each_launcher(env: dict[str, str], world: World) -> None:

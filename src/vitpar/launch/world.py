@@ -3,8 +3,10 @@
 | launcher | recognised by | where the ranks meet, unless MASTER_ADDR and MASTER_PORT say it |
 |---|---|---|
 | vitpar, torchrun | RANK, LOCAL_RANK | (they always say it) |
-| mpirun of OpenMPI | OMPI_COMM_WORLD_RANK | this machine (several: MASTER_ADDR needed), a port from the job's name |
+| mpirun of OpenMPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR is needed, a port from the job's name |
 | srun of SLURM | a step of two or more tasks | the first host of the step, a port from the job's number |
+
+Ranks that mpirun or srun started on one machine meet on its loopback, whatever MASTER_ADDR says.
 
 An MPI world may stand inside a SLURM job, and a torchrun world inside either, so they are tried from the innermost out.
 """
@@ -66,6 +68,12 @@ class World:
         """Whether every rank runs on this machine."""
         return self.local_size == self.size
 
+    @property
+    def on_loopback(self) -> bool:
+        """Whether rank 0 listens on loopback only. It does where it listens at all and all ranks are on its machine:
+        torchrun and vitpar itself listen for their ranks."""
+        return self.launcher in ("openmpi", "slurm") and self.size > 1 and self.single_machine
+
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 """The world of a process that nobody launched and that needs no other."""
@@ -121,7 +129,7 @@ def _from_openmpi(env: Mapping[str, str]) -> World:
         local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_size=local_size,
         launcher="openmpi",
-        master_addr=env.get("MASTER_ADDR") or LOOPBACK,
+        master_addr=LOOPBACK if size == local_size else env["MASTER_ADDR"],
         master_port=_port(env, zlib.crc32((job or "").encode())),
     )
 
@@ -138,7 +146,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         local_rank=_integer(env, "SLURM_LOCALID"),
         local_size=local_size,
         launcher="slurm",
-        master_addr=env.get("MASTER_ADDR") or (LOOPBACK if local_size == size else hosts[0]),
+        master_addr=LOOPBACK if local_size == size else env.get("MASTER_ADDR") or hosts[0],
         master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run side by side
     )
 

@@ -28,8 +28,10 @@ from typing import Literal
 
 from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
+from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import PARENT_PIPE, Report
 from vitpar.launch.world import LOOPBACK, REPORTS
+from vitpar.limits import MAX_RANKS
 
 POLL = 0.02  # seconds between two looks at the workers
 CONFIRM = 0.1  # seconds after a failure in which an earlier one may still come to light
@@ -129,6 +131,9 @@ def run_world(
 def _check_room(num_workers: int, device: Literal["cpu", "cuda"]) -> None:
     if num_workers < 1:
         raise LaunchError(f"{num_workers} workers were asked for: start at least 1")
+    if num_workers > MAX_RANKS:
+        raise LaunchError(f"{num_workers} workers were asked for: start at most {MAX_RANKS}")
+    allow_open_files(num_workers)
     if device == "cuda":
         from torch.cuda import device_count
 

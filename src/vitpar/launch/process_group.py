@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
 from vitpar.launch.malloc import keep_freed_memory
+from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import watch_parent
 from vitpar.launch.store import loopback_store, meeting, meeting_place
 from vitpar.launch.world import World
@@ -36,9 +37,10 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     threads (unless OMP_NUM_THREADS says it, or this rank is alone on its machine: torch then decides); on a CPU, lets
     freed memory be kept for what comes next. timeout: seconds to wait for other ranks, here and in every collective.
     store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds after another.
-    Raises LaunchError when this rank has no GPU or the ranks cannot meet.
+    Raises LaunchError when this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
     """
     watch_parent()
+    allow_open_files(world.size)
     share_cores(world)
 
     import torch.distributed as dist

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
+from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import watch_parent
 from vitpar.launch.world import LOOPBACK, World
 
@@ -39,6 +40,7 @@ def meeting_place(world: World) -> Store | None:
     watch_parent()
     if world.size == 1:
         return None
+    allow_open_files(world.size)
     from torch.distributed import TCPStore
 
     limit = timedelta(minutes=10)

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
 from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import PARENT_PIPE, Report
+from vitpar.launch.reports_folder import reports_folder
 from vitpar.launch.world import LOOPBACK, REPORTS
 from vitpar.limits import MAX_RANKS
 
@@ -110,10 +110,10 @@ def run_world(
 ) -> Outcome:
     """As `spawn`, but returns the message instead of printing it."""
     _check_room(num_workers, device)
-    with tempfile.TemporaryDirectory(prefix="vitpar-") as folder, _StopSignals() as stop:
+    with reports_folder() as folder, _StopSignals() as stop:
         # We listen ourselves, on loopback only and on a port that is ours from now on; the store takes the socket over.
         listener = socket.create_server((LOOPBACK, 0))
-        with _Workers(num_workers, argv, listener.getsockname()[1], Path(folder), env or {}) as workers:
+        with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
             from torch.distributed import TCPStore  # takes seconds, while the workers do the same
 
             store = TCPStore(

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 from vitpar.checkpoint.atomic import remove
 from vitpar.checkpoint.index import INDEX, Index, damage, damaged_sizes, read_index
 from vitpar.errors import CheckpointError
-from vitpar.launch.world_group import all_gather_object
+from vitpar.launch.world_group import all_gather_json
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
@@ -89,7 +89,7 @@ class Checkpoint:
             wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
         except CheckpointError as error:
             wrong = str(error)
-        if first := next(filter(None, all_gather_object(wrong)), None):
+        if first := next(filter(None, all_gather_json(wrong)), None):
             raise CheckpointError(first)
         assert found is not None
         return found

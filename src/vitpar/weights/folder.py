@@ -36,7 +36,7 @@ from vitpar.checkpoint.index import damaged_sizes
 from vitpar.checkpoint.names import AVERAGES, CONFIG, PARAMETERS, RECIPE
 from vitpar.checkpoint.whole import read_whole
 from vitpar.errors import CheckpointError, DataError
-from vitpar.launch.world_group import all_gather_object, barrier
+from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.models.vit import ViT
@@ -67,7 +67,7 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     if leader:
         save_file(whole, half / name)
         flush(half / name)
-    files = all_gather_object(dict.fromkeys(whole, name))
+    files = all_gather_json(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
         _write_texts(half, weight_map, json.dumps(asdict(model.config), indent=1), recipe)

@@ -76,7 +76,9 @@ def write_text(path: PathLike, text: str) -> None:
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        with temporary.open("x", encoding="utf-8") as file:  # through no link that somebody put there
+            file.write(text)
         os.replace(temporary, target)
     finally:
         with suppress(OSError):  # already renamed, or never made

@@ -193,8 +193,8 @@ def mapped(file: Any) -> str:
         (mapped("a\0b"), "cannot be in its folder"),
         (mapped(3), "names 3, which cannot"),
         (mapped(["x"]), "cannot be in its folder"),
-        (mapped("gone.safetensors"), "no such file"),
-        (mapped("."), "cannot be in its folder|no such file"),
+        (mapped("gone.safetensors"), "No such file"),
+        (mapped("."), "cannot be in its folder|it is a folder"),
         (json.dumps({"weight_map": {"other": "model.safetensors"}}), "lacks other, which its index promises"),
         ("{}", "has no weight_map"),
         ("[]", "holds no object"),
@@ -220,7 +220,7 @@ def test_links_within_a_cache_are_followed(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/dev/zero")
     refused_place = tmp_path / "other"
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="it is not a regular file"):
         import_weights(folder, refused_place)
 
 
@@ -384,7 +384,7 @@ def test_a_checkpoints_config_is_compared_with_its_index(checkpoint: Callable[[P
     path = checkpoint(tmp_path)
     config = json.loads((path / "config.json").read_text())
     assert read_config(path).width == config["width"]
-    text = json.dumps(config | {"width": 10**6, "heads": HEADS})
+    text = json.dumps(config | {"width": 10**5, "heads": HEADS})
     (path / "config.json").write_text(text)
 
     def known(index: Index) -> None:
@@ -393,5 +393,5 @@ def test_a_checkpoints_config_is_compared_with_its_index(checkpoint: Callable[[P
         index.files["config.json"] = StoredFile(bytes=len(text), crc32=zlib.crc32(text.encode()))
 
     changed(path, known)
-    with pytest.raises(DataError, match=r"has shape \[.*\] where the model has \[.*1000000"):
+    with pytest.raises(DataError, match=r"has shape \[.*\] where the model has \[.*100000"):
         read_config(path)

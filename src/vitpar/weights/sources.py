@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
-from vitpar.weights.shards import Shards, read_json, read_weight_map
+from vitpar.weights.shards import Shards, read_object, read_weight_map
 
 _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
@@ -57,7 +57,7 @@ def open_source(path: Path, trust: bool = False) -> Source:
         return _from_pickles(path, [path], trust, {})
     if (path / CHECKPOINT_INDEX).exists():
         raise DataError(f"'{path}' is a checkpoint of a run: use `vitpar checkpoint export` instead")
-    configs = {name: read_json(path / name) for name in _CONFIGS if (path / name).exists()}
+    configs = {name: read_object(path / name) for name in _CONFIGS if (path / name).exists()}
     if (path / f"{_SAFETENSORS}.index.json").exists():
         return _from_shards(path, Shards.indexed(path, f"{_SAFETENSORS}.index.json"), configs)
     if (path / _SAFETENSORS).exists():

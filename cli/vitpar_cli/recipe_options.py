@@ -1,5 +1,6 @@
 """Options that several commands share, and the recipe they make together."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,8 +72,8 @@ Assignments = Annotated[
 
 def parse_split(text: str | None) -> str | list[int] | None:
     """``5,7`` as numbers; names as they are."""
-    if text is not None and text.replace(",", "").isdigit():
-        return [int(part) for part in text.split(",") if part]
+    if text is not None and re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
+        return [int(part) for part in text.split(",")]
     return text
 
 

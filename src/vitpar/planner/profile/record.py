@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from vitpar.errors import PlannerError
-from vitpar.files import write_text
+from vitpar.errors import PlannerError, shown
+from vitpar.files import read_bytes, write_text
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE
+
+Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
+"""Of what takes time."""
+Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
+"""Any other, or seconds of what may take none."""
+Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]
+Rate = Annotated[float, Field(ge=1, le=MAX_RATE)]
+"""Bytes or operations a second."""
+Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
+"""Bytes, elements or operations."""
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], FailFast()]
+"""Of which only the first that is wrong is told, so that refusing takes no more than reading."""
 
 
 class Record(BaseModel):
-    """Base of everything in a profile: unknown keys are errors, values never change."""
+    """Base of everything in a profile: unknown keys are errors, numbers are finite, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 R = TypeVar("R", bound=Record)
@@ -25,7 +40,7 @@ def write_record(record: Record, path: Path, what: str) -> None:
     try:
         write_text(path, record.model_dump_json(indent=1, by_alias=True) + "\n")
     except OSError as error:
-        raise PlannerError(f"cannot write the {what} {path}: {error.strerror}") from None
+        raise PlannerError(f"cannot write the {what} {shown(path)}: {error.strerror}") from None
 
 
 def read_record(kind: type[R], path: Path, what: str, command: str) -> R:
@@ -34,13 +49,14 @@ def read_record(kind: type[R], path: Path, what: str, command: str) -> R:
     what: it is called. command: makes one.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlannerError(f"cannot read the {what} {path}: {why}") from None
-    try:
-        return kind.model_validate_json(text)
+        return kind.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
+    except OSError as error:
+        raise PlannerError(f"cannot read the {what} {shown(path)}: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise PlannerError(f"{path} is not a {what}, {place}: {first['msg']}: make one with {command}") from None
+        raise PlannerError(f"{shown(path)} is not a {what}, {first_wrong(error)}: make one with {command}") from None
+
+
+def first_wrong(error: ValidationError) -> str:
+    """Return the key that is wrong first, and what is wrong with it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{shown('.'.join(map(str, first['loc'])) or 'the file')}: {shown(first['msg'])}"

@@ -18,8 +18,14 @@ MAX_TOKENS = 1 << 20
 MAX_BATCH_SIZE = 1 << 24
 MAX_STRATEGY_CHARS = 64 * KIB
 MAX_POLICY_OPERATIONS = 64
-MAX_TOML_BYTES = MIB
-MAX_TOML_DOTS = 32
+MAX_ALTERNATIVES = 32
+MAX_COUNT = 1 << 53
+MAX_MINUTES = 1_000_000
+MAX_SAMPLES = 1 << 40
+MAX_BUFFERED_SAMPLES = 1 << 20
+MAX_WORKERS = 1_024
+MAX_TOML_BYTES = 256 * KIB
+MAX_TOML_DOTS = 8
 MAX_PLAN_BYTES = 4 * MIB
 MAX_PROFILE_BYTES = 8 * MIB
 MAX_JSON_BYTES = 64 * MIB
@@ -32,8 +38,11 @@ MAX_RATE = 1e18
 MIN_SUSTAINED = 1e-3
 
 # Checkpoints and weights.
-MAX_TENSOR_DIMS = 8
+MAX_TENSOR_DIMS = 4
+MAX_TENSOR_PARTS = MAX_RANKS
+MAX_INT64 = (1 << 63) - 1
 MAX_INDEX_BYTES = 256 * MIB
+MAX_ZIP_LISTING_BYTES = 16 * MIB
 
 # Shards and other files of images.
 MAX_SHARDS = 1_000_000
@@ -63,6 +72,12 @@ TABLE = (
     ("images of a global batch", MAX_BATCH_SIZE, ""),
     ("strategy string", MAX_STRATEGY_CHARS, "characters"),
     ("operations of an augmentation policy", MAX_POLICY_OPERATIONS, ""),
+    ("strategies in parallel.otherwise", MAX_ALTERNATIVES, ""),
+    ("steps, epochs and other counts of a recipe", MAX_COUNT, ""),
+    ("time limits and intervals of a recipe", MAX_MINUTES, "minutes"),
+    ("samples of a stream, and of a shuffling window", MAX_SAMPLES, ""),
+    ("samples that a rank mixes at a time from a stream", MAX_BUFFERED_SAMPLES, ""),
+    ("decoding threads of a rank", MAX_WORKERS, ""),
     ("recipe or cluster file (TOML)", MAX_TOML_BYTES, "bytes"),
     ("dots in a row in a TOML key", MAX_TOML_DOTS, ""),
     ("plan as JSON, vitpar's and Galvatron's", MAX_PLAN_BYTES, "bytes"),
@@ -74,7 +89,10 @@ TABLE = (
     ("bytes and operations a second in a cluster; the least is 1", MAX_RATE, ""),
     ("part of the rates that is sustained in a cluster, at least", MIN_SUSTAINED, ""),
     ("dimensions of a tensor in a checkpoint", MAX_TENSOR_DIMS, ""),
+    ("parts of a tensor in a checkpoint", MAX_TENSOR_PARTS, ""),
+    ("elements along a dimension, and bytes of a file, in a checkpoint's index", MAX_INT64, ""),
     ("index of a checkpoint", MAX_INDEX_BYTES, "bytes"),
+    ("listing of a file of torch.save", MAX_ZIP_LISTING_BYTES, "bytes"),
     ("shards of a split or a stream", MAX_SHARDS, ""),
     ("members of a tar file", MAX_TAR_MEMBERS, ""),
     ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),

@@ -8,8 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitpar.data.images import BadImage
 from vitpar.data.transforms.resize import Interpolation, check_size, resize
 from vitpar.errors import RecipeError
+from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,24 @@ class EvalTransform:
         check_size(self.size, self.interpolation)
         if not 0 < self.crop_pct <= 1:
             raise RecipeError(f"crop_pct {self.crop_pct} is out of range: choose a number above 0 and at most 1")
+        if self.size / self.crop_pct > MAX_IMAGE_SIZE:
+            raise RecipeError(
+                f"crop_pct {self.crop_pct} makes images of {self.size} pixels larger than {MAX_IMAGE_SIZE:,} before "
+                "they "
+                "are cropped: choose a larger one"
+            )
 
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
-        """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]."""
+        """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]. Raises BadImage for one so long that it would
+        take too much memory before it is cut."""
         height, width, _ = image.shape
         if height == width == self.size:
             return torch.from_numpy(image).permute(2, 0, 1)
         short = math.floor(self.size / self.crop_pct)
         scale = short / min(height, width)
         tall, wide = max(short, int(height * scale)), max(short, int(width * scale))
+        if tall * wide > max(MAX_DECODED_BYTES // 3, 4 * short**2):
+            raise BadImage(f"its {width} x {height} pixels are too long a stripe to be resized to {wide} x {tall}")
         pixels = resize(image, tall, wide, self.interpolation)
         top, left = round((tall - self.size) / 2), round((wide - self.size) / 2)
         return pixels[:, top : top + self.size, left : left + self.size]

@@ -19,7 +19,8 @@ from vitpar.files import parse_toml, read_toml
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MIN_SUSTAINED
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import OPERATIONS, OPTIMIZER_BYTES, STEPS, Hardware, Host, Link, Matmul, Overlap
-from vitpar.planner.profile.record import Amount, Ranks, Rate, Record, first_wrong
+from vitpar.planner.profile.record import Amount, Ranks, Rate, Record
+from vitpar.records import first_wrong
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.strategy.words import divisors
 

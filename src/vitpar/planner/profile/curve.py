@@ -11,7 +11,8 @@ from typing import Self
 from pydantic import Field, field_validator
 
 from vitpar.limits import MAX_AMOUNT
-from vitpar.planner.profile.record import Amount, Many, Measure, Record, Seconds
+from vitpar.planner.profile.record import Amount, Measure, Record, Seconds
+from vitpar.records import Many
 
 
 class Timing(Record):

@@ -10,7 +10,17 @@ from pydantic import Field
 
 from vitpar.limits import MAX_AMOUNT, MAX_RANKS
 from vitpar.planner.profile.curve import Curve
-from vitpar.planner.profile.record import Amount, Factor, Many, Measure, Ranks, Record, read_record, write_record
+from vitpar.planner.profile.record import (
+    Amount,
+    Factor,
+    Measure,
+    Notes,
+    Ranks,
+    Record,
+    read_record,
+    write_record,
+)
+from vitpar.records import Many
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -93,7 +103,7 @@ class Hardware(Record):
     pipeline: Measure = 0.0
     reserved_bytes: int = Field(default=0, ge=0, le=MAX_AMOUNT)
     pace: Measure = 0.0
-    measured: dict[str, str] = Field(default_factory=dict)
+    measured: Notes = Field(default_factory=dict)
 
     def slower(self, computing: float, sending: float) -> Hardware:
         """The same machine with the seconds of either kind times a factor."""

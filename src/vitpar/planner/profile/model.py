@@ -11,7 +11,8 @@ from pydantic import Field
 from vitpar.errors import StrategyError
 from vitpar.models.config import ViTConfig
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.record import Amount, Many, Measure, Record, read_record, write_record
+from vitpar.planner.profile.record import Amount, Measure, Notes, Record, read_record, write_record
+from vitpar.records import Many
 from vitpar.strategy import parse, validate
 from vitpar.strategy.words import divisors
 
@@ -94,7 +95,7 @@ class ModelProfile(Record):
     optimizer: Curve
     microbatch: Measure
     pace: Measure = 0.0
-    measured: dict[str, str] = Field(default_factory=dict)
+    measured: Notes = Field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from vitpar import records
 from vitpar.errors import PlannerError, shown
 from vitpar.files import read_bytes, write_text
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE
+from vitpar.records import first_wrong, table_of, text
 
 Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
 """Of what takes time."""
@@ -21,15 +23,13 @@ Rate = Annotated[float, Field(ge=1, le=MAX_RATE)]
 Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
 """Bytes, elements or operations."""
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-T = TypeVar("T")
-Many = Annotated[tuple[T, ...], FailFast()]
-"""Of which only the first that is wrong is told, so that refusing takes no more than reading."""
+Notes = Annotated[dict[str, str], table_of(text)]
 
 
-class Record(BaseModel):
+class Record(records.Record):
     """Base of everything in a profile: unknown keys are errors, numbers are finite, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 R = TypeVar("R", bound=Record)
@@ -54,9 +54,3 @@ def read_record(kind: type[R], path: Path, what: str, command: str) -> R:
         raise PlannerError(f"cannot read the {what} {shown(path)}: {error.strerror}") from None
     except ValidationError as error:
         raise PlannerError(f"{shown(path)} is not a {what}, {first_wrong(error)}: make one with {command}") from None
-
-
-def first_wrong(error: ValidationError) -> str:
-    """Return the key that is wrong first, and what is wrong with it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{shown('.'.join(map(str, first['loc'])) or 'the file')}: {shown(first['msg'])}"

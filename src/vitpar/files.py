@@ -5,15 +5,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vitpar.limits import MAX_JSON_BYTES
+from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES, MAX_TOML_DOTS
 
 PathLike = str | os.PathLike[str]
+
+_TOML_TEXT = re.compile(
+    r"""
+    \"""(?: \\. | [^"\\] | "(?!"") )*+ "{0,5}      # of several lines
+    | \'\'\'(?: [^'] | '(?!'') )*+ '{0,5}
+    | "(?: \\. | [^"\\\n] )*+ "?
+    | '[^'\n]*+ '?
+    | \#[^\n]*+
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+"""Strings and comments of TOML, also those that do not end."""
 
 
 def open_regular(path: PathLike) -> BinaryIO:
@@ -67,6 +81,26 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
     """
     try:
         return json.loads(data, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_toml(path: PathLike) -> dict[str, Any]:
+    """Return what a regular file of TOML holds. Raises OSError, and ValueError as `parse_toml` does."""
+    return parse_toml(read_text(path, MAX_TOML_BYTES))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return what TOML `text` holds.
+
+    Raises ValueError for what is not TOML, also where it is nested too deeply to be read.
+    """
+    # Reading a key takes the square of its dots. Between two of these signs there is at most one key.
+    longest = max(piece.count(".") for piece in re.split(r"[\n=\[\]{},]", _TOML_TEXT.sub("", text)))
+    if longest > MAX_TOML_DOTS:
+        raise ValueError(f"a key has {longest:,} dots, and at most {MAX_TOML_DOTS} are read")
+    try:
+        return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -8,21 +8,41 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # Plans, models and recipes.
 MAX_RANKS = 65_536
+MAX_LAYOUT_PARTS = 1 << 20
 MAX_BLOCKS = 1_024
 MAX_CLASSES = 1_000_000
 MAX_WIDTH = 131_072
 MAX_IMAGE_SIZE = 16_384
+MAX_CHANNELS = 1_024
+MAX_TOKENS = 1 << 20
 MAX_BATCH_SIZE = 1 << 24
 MAX_STRATEGY_CHARS = 64 * KIB
 MAX_POLICY_OPERATIONS = 64
-MAX_TOML_BYTES = MIB
-MAX_TOML_DOTS = 32
+MAX_ALTERNATIVES = 32
+MAX_COUNT = 1 << 53
+MAX_MINUTES = 1_000_000
+MAX_SAMPLES = 1 << 40
+MAX_BUFFERED_SAMPLES = 1 << 20
+MAX_WORKERS = 1_024
+MAX_TOML_BYTES = 256 * KIB
+MAX_TOML_DOTS = 8
+MAX_PLAN_BYTES = 4 * MIB
+MAX_PROFILE_BYTES = 8 * MIB
 MAX_JSON_BYTES = 64 * MIB
 MAX_TEXT_BYTES = 256 * MIB
 
+# Numbers in profiles of machines and models, and in clusters.
+MAX_MEASURE = 1e30
+MAX_AMOUNT = 1 << 62
+MAX_RATE = 1e18
+MIN_SUSTAINED = 1e-3
+
 # Checkpoints and weights.
-MAX_TENSOR_DIMS = 8
+MAX_TENSOR_DIMS = 4
+MAX_TENSOR_PARTS = MAX_RANKS
+MAX_INT64 = (1 << 63) - 1
 MAX_INDEX_BYTES = 256 * MIB
+MAX_ZIP_LISTING_BYTES = 16 * MIB
 
 # Shards and other files of images.
 MAX_SHARDS = 1_000_000
@@ -38,26 +58,43 @@ MAX_RECORD_BYTES = GIB
 MAX_IMAGE_BYTES = 256 * MIB
 MAX_PIXELS = 1 << 27
 MAX_DECODED_BYTES = 128 * MIB
-MAX_ASPECT = 64
 
 # Messages.
 MAX_QUOTED_CHARS = 200
 
 TABLE = (
     ("ranks of a plan or a world", MAX_RANKS, ""),
+    ("ranks of a stage, times the different strategies of a plan", MAX_LAYOUT_PARTS, ""),
     ("blocks of a model", MAX_BLOCKS, ""),
     ("classes of a model or a data set", MAX_CLASSES, ""),
     ("width of a model, and features inside its MLP", MAX_WIDTH, ""),
     ("image and patch size of a model", MAX_IMAGE_SIZE, "pixels"),
+    ("channels of a model's images", MAX_CHANNELS, ""),
+    ("tokens of a model's image", MAX_TOKENS, ""),
     ("images of a global batch", MAX_BATCH_SIZE, ""),
     ("strategy string", MAX_STRATEGY_CHARS, "characters"),
     ("operations of an augmentation policy", MAX_POLICY_OPERATIONS, ""),
+    ("strategies in parallel.otherwise", MAX_ALTERNATIVES, ""),
+    ("steps, epochs and other counts of a recipe", MAX_COUNT, ""),
+    ("time limits and intervals of a recipe", MAX_MINUTES, "minutes"),
+    ("samples of a stream, and of a shuffling window", MAX_SAMPLES, ""),
+    ("samples that a rank mixes at a time from a stream", MAX_BUFFERED_SAMPLES, ""),
+    ("decoding threads of a rank", MAX_WORKERS, ""),
     ("recipe or cluster file (TOML)", MAX_TOML_BYTES, "bytes"),
     ("dots in a row in a TOML key", MAX_TOML_DOTS, ""),
-    ("JSON file: plan, profile, configuration, manifest, weight map", MAX_JSON_BYTES, "bytes"),
+    ("plan as JSON, vitpar's and Galvatron's", MAX_PLAN_BYTES, "bytes"),
+    ("profile of a machine or a model (JSON)", MAX_PROFILE_BYTES, "bytes"),
+    ("other JSON file: configuration, manifest, weight map", MAX_JSON_BYTES, "bytes"),
     ("text file: list of images, map of a zip file, class names", MAX_TEXT_BYTES, "bytes"),
+    ("seconds and other measures in a profile; the least is 1 over this", MAX_MEASURE, ""),
+    ("bytes, elements and operations in a profile or a cluster", MAX_AMOUNT, ""),
+    ("bytes and operations a second in a cluster; the least is 1", MAX_RATE, ""),
+    ("part of the rates that is sustained in a cluster, at least", MIN_SUSTAINED, ""),
     ("dimensions of a tensor in a checkpoint", MAX_TENSOR_DIMS, ""),
+    ("parts of a tensor in a checkpoint", MAX_TENSOR_PARTS, ""),
+    ("elements along a dimension, and bytes of a file, in a checkpoint's index", MAX_INT64, ""),
     ("index of a checkpoint", MAX_INDEX_BYTES, "bytes"),
+    ("listing of a file of torch.save", MAX_ZIP_LISTING_BYTES, "bytes"),
     ("shards of a split or a stream", MAX_SHARDS, ""),
     ("URL or pattern of URLs", MAX_URL_CHARS, "characters"),
     ("braces within braces of a pattern of URLs", MAX_BRACE_DEPTH, ""),
@@ -68,11 +105,10 @@ TABLE = (
     ("record, row group or file inside an archive", MAX_RECORD_BYTES, "bytes"),
     ("encoded image", MAX_IMAGE_BYTES, "bytes"),
     ("pixels of a JPEG as stored", MAX_PIXELS, ""),
-    ("decoded image, at 3 bytes a pixel; a larger JPEG is decoded at half its size", MAX_DECODED_BYTES, "bytes"),
     (
-        "longer side of an image that is evaluated, over the shorter; only the middle of a longer one is used",
-        MAX_ASPECT,
-        "",
+        "decoded or resized image, at 3 bytes a pixel; a larger JPEG is decoded at half its size",
+        MAX_DECODED_BYTES,
+        "bytes",
     ),
     ("piece of the input that a message quotes", MAX_QUOTED_CHARS, "characters"),
 )

@@ -125,7 +125,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match=r"cannot read the hardware profile .*none.json: No such file"):
         read_hardware(tmp_path / "none.json")
     (tmp_path / "picture.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlannerError, match="it is not text"):
+    with pytest.raises(PlannerError, match="is not a hardware profile, the file: Invalid JSON"):
         read_hardware(tmp_path / "picture.json")
     (tmp_path / "half.json").write_text('{"name": ')
     with pytest.raises(PlannerError, match=r"half.json is not a hardware profile, the file: Invalid JSON"):

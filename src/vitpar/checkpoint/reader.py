@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from vitpar.checkpoint.index import Index, first_line, read_index
 from vitpar.errors import CheckpointError
+from vitpar.files import refuse_irregular
 
 
 @torch.no_grad()
@@ -102,6 +103,7 @@ class _Reader(StorageReader):
             by_file[self._held[item.storage_index]].append(item)
         for name, items in by_file.items():
             try:
+                refuse_irregular((self._folder / name).stat(), name)
                 with safe_open(self._folder / name, framework="pt") as file:
                     for item in items:
                         begins = zip(item.storage_offsets, item.lengths, strict=True)

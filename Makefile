@@ -12,7 +12,7 @@ INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/co
 RESULTS  ?= gpu-first-run
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -50,6 +50,9 @@ soak: $(READY)   ## Hours of tests: 200 faults, every combination of the support
 	$(BIN)/python experiments/fault_soak.py --cycles 200
 	$(BIN)/python -m pytest -m soak tests/parallel/test_matrix.py
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
+
+fuzz: $(READY)   ## Attack every reader of files, URLs and ports with hostile input, ten minutes
+	$(BIN)/python experiments/fuzz.py $(FUZZ)
 
 lint: $(READY)   ## Style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -1,0 +1,157 @@
+"""The limits of a worker, and what a case did that no reader may do.
+
+Memory is what the kernel counted at the peak of a case above what there was before it; far above the limit, asking
+for more fails, so that the machine is safe. Programs are found out twice: Python tells of those it starts, and the
+first folder of PATH has stubs under the names that image libraries and shells go by, which leave a note.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fuzzing.oracle import READERS, Finding, short
+
+SECONDS = 5.0
+MIB = 1 << 20
+BYTES = 1 << 30
+"""A case may take."""
+GUARD = 3 * BYTES + BYTES // 2
+"""Of address space above what a worker has when its target is ready."""
+STUBS = ("gs", "gswin64c", "sh", "bash", "aws", "gsutil", "convert", "magick", "ffmpeg", "python", "python3")
+CANARY = "canary-that-no-reader-may-open"
+_STARTS = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "pty.spawn",
+)
+_CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree")
+_CONNECTS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
+_LOCAL = ("127.0.0.1", "localhost")
+
+
+def add_stubs(folder: Path) -> Path:
+    """Put stubs into `folder`, first in PATH; returns the file that they would write to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder.parent / "stubs-that-ran"
+    for name in STUBS:
+        stub = folder / name
+        stub.write_text(f'#!/bin/sh\necho "{name} $*" >> "{note}"\n')
+        stub.chmod(0o755)
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return note
+
+
+def limit_address_space() -> None:
+    """Let allocations fail that go far beyond what a case may take, from what there is now."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + GUARD, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def reset_peak() -> int:
+    """Forget the peak of memory; returns what is resident now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """The most that was resident since the peak was forgotten, in bytes."""
+    return status("VmHWM")
+
+
+def status(key: str) -> int:
+    """A number of bytes in /proc/self/status."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+class Watch:
+    """Notes what Python tells of starting programs, of files outside the folder of the case, and of connections."""
+
+    def __init__(self, note: Path) -> None:
+        self._note, self._on, self._seen = note, threading.local(), set[Finding]()
+        self._inside: Path | None = None
+        self._programs: tuple[str, ...] = ()
+        sys.addaudithook(self._told)
+
+    @contextmanager
+    def over(self, place: Path, programs: tuple[str, ...]) -> Iterator[list[Finding]]:
+        """Watch what is done in this block; afterwards the list has what was found. programs: that may be started, and
+        with any, connections to this machine may be made."""
+        self._seen.clear()
+        self._inside, self._programs = place.resolve(), programs
+        found: list[Finding] = []
+        try:
+            yield found
+        finally:
+            self._inside = None
+            found += sorted(self._seen, key=str)
+            if self._note.exists():
+                words = self._note.read_text(errors="replace").strip()
+                self._note.unlink()
+                found.append(Finding("program", f"stub {words.split(' ')[0]}", "?", f"a program ran: {words[:500]}"))
+
+    def _told(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._inside is None or getattr(self._on, "busy", False):
+            return
+        self._on.busy = True
+        try:
+            if problem := self._problem(event, arguments):
+                kind, words = problem
+                self._seen.add(Finding(kind, words.split(" ")[0], _asked_by(), words))
+        finally:
+            self._on.busy = False
+
+    def _problem(self, event: str, arguments: tuple[Any, ...]) -> tuple[str, str] | None:
+        if event in _STARTS:
+            command = arguments[0] if arguments else "?"
+            if event == "subprocess.Popen" and os.path.basename(str(command)) in self._programs:
+                return None
+            return "program", f"{event} of {arguments[:2]!r:.300}"
+        if event in _CONNECTS:
+            host = arguments[1] if event == "socket.connect" else arguments[0]
+            host = host[0] if isinstance(host, tuple) and host else host
+            return None if self._programs and host in _LOCAL else ("place", f"{event} to {host!r:.200}")
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(path, int) or path is None:
+                return None
+            if os.fsdecode(path).endswith(CANARY):
+                return "place", "opened a file that has nothing to do with the case"
+            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            return self._outside("wrote", path) if writes else None
+        if event in _CHANGES:
+            return self._outside(event, arguments[0])
+        return None
+
+    def _outside(self, event: str, path: Any) -> tuple[str, str] | None:
+        if isinstance(path, int):
+            return None
+        whole = os.path.abspath(os.fsdecode(path))
+        assert self._inside is not None
+        usual = ("/dev/", "/proc/")
+        if whole.startswith((f"{self._inside}", *usual)) or "__pycache__" in whole:
+            return None
+        return "place", f"{event} {whole!r:.300}, outside the folder of the case"
+
+
+def _asked_by() -> str:
+    """The innermost line of vitpar's on the stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(str(READERS)):
+        frame = frame.f_back
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"

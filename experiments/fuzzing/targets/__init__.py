@@ -1,0 +1,22 @@
+"""The readers of vitpar that take input of others, by the name of their target."""
+
+TARGETS = {
+    "tar": "fuzzing.targets.shards:ForeignShards",
+    "packed": "fuzzing.targets.shards:PackedShards",
+    "index": "fuzzing.targets.shards:Index",
+    "checkpoint": "fuzzing.targets.checkpoint:CheckpointFolder",
+    "weights": "fuzzing.targets.weights:Weights",
+    "pickle": "fuzzing.targets.weights:Pickles",
+    "recipe": "fuzzing.targets.recipe:RecipeFile",
+    "strategy": "fuzzing.targets.strategy:StrategyText",
+    "words": "fuzzing.targets.strategy:Words",
+    "plan": "fuzzing.targets.strategy:PlanFile",
+    "profile": "fuzzing.targets.profile:ProfileFiles",
+    "tfrecord": "fuzzing.targets.sources:TFRecords",
+    "parquet": "fuzzing.targets.sources:Parquet",
+    "zip": "fuzzing.targets.sources:ZipsAndLists",
+    "cifar": "fuzzing.targets.cifar:Cifar",
+    "image": "fuzzing.targets.image:Images",
+    "stream": "fuzzing.targets.stream:LocalStream",
+    "http": "fuzzing.targets.stream:HttpStream",
+}

@@ -1,0 +1,166 @@
+"""Hostile input for every reader, a few cases of each; and readers that are wrong on purpose, each of which the harness
+has to find out."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzzing import report
+from fuzzing.attacks import binary, images, jsons, tars, tomls, zips
+from fuzzing.hunt import Slot, Tally, hunt
+from fuzzing.oracle import Finding, message_problem
+from fuzzing.seeds import samples, tar
+from fuzzing.target import FileTarget, found, names
+from helpers.paths import ROOT
+from helpers.planted_readers import CASES
+from vitpar.errors import DataError
+
+EACH = 15
+PATIENT_S = 40.0
+"""A case may take, where other tests run beside it."""
+NEVER_ACCEPTED: tuple[str, ...] = ()
+"""Targets of whose first cases none can be accepted."""
+
+
+def planted(kind: str, limit: float = 20.0, last: int = CASES - 1) -> Tally:
+    """What becomes of the cases of a planted reader."""
+    tally = Tally(f"helpers.planted_readers:{kind}")
+    with Slot(limit=limit) as slot:
+        slot.attack(tally, 0, last, 60.0)
+    return tally
+
+
+def kinds(tally: Tally) -> set[tuple[str, int]]:
+    """What was found, and in which case."""
+    return {(one.finding.kind, one.case) for one in tally.found.values()}
+
+
+def test_every_reader_takes_its_first_cases() -> None:
+    tallies = {name: Tally(name) for name in names()}
+    hunt(tallies, cases=EACH, limit=PATIENT_S)
+    assert not (wrong := report.findings(tallies)), "\n\n".join(wrong)
+    assert {tally.cases for tally in tallies.values()} == {EACH}
+    assert all(0 < tally.accepted < EACH for name, tally in tallies.items() if name not in NEVER_ACCEPTED), tallies
+
+
+def test_a_good_reader_is_let_go() -> None:
+    tally = planted("Good")
+    assert (tally.cases, tally.accepted, tally.found) == (CASES, CASES - 1, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "words"),
+    [
+        ("Crashes", "crash", "SIGSEGV"),
+        ("Exits", "crash", "exit code 3"),
+        ("RaisesAnother", "error", "KeyError: 'label'"),
+        ("EatsMemory", "memory", "MiB above"),
+        ("AsksForMemory", "memory", "not so much memory"),
+        ("StartsAProgram", "program", "subprocess.Popen"),
+        ("StartsAStub", "program", "gs --version"),
+        ("WritesElsewhere", "place", "outside the folder"),
+        ("TellsAnAddress", "message", "0x7f12ab34cd56"),
+        ("TellsTooMuch", "message", "2,000 characters"),
+    ],
+)
+def test_a_wrong_reader_is_found_out_and_the_other_cases_run(kind: str, expected: str, words: str) -> None:
+    tally = planted(kind)
+    assert kinds(tally) == {(expected, 1)}
+    assert any(words in one.finding.words for one in tally.found.values()), tally.found
+    assert tally.cases == CASES and tally.accepted >= CASES - 1
+
+
+def test_a_reader_that_hangs_is_ended_and_asked_where() -> None:
+    tally = planted("Hangs", limit=0.5)
+    assert kinds(tally) == {("hang", 1)}
+    assert "planted_readers.py" in next(iter(tally.found.values())).finding.words
+    assert (tally.cases, tally.accepted) == (CASES, CASES - 1)
+
+
+def test_a_fault_of_the_harness_is_told_and_the_other_cases_run() -> None:
+    tally = planted("CannotBeMade")
+    assert kinds(tally) == {("harness", 1)}
+    assert "the attack itself is wrong" in next(iter(tally.found.values())).finding.words
+    assert (tally.cases, tally.accepted) == (CASES - 1, CASES - 1)
+
+
+def test_silent_damage_and_refused_seeds_are_found() -> None:
+    assert {kind for kind, _ in kinds(planted("ChangesSilently", last=60))} == {"damage"}
+    tally = planted("RefusesItsSeed")
+    assert kinds(tally) == {("damage", 0)}
+    assert tally.accepted == 0
+
+
+def fuzz(*words: str) -> "subprocess.CompletedProcess[str]":
+    """Run the program, which finds the planted readers too."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])}
+    command = [sys.executable, "experiments/fuzz.py", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_one_case_is_repeated_and_its_files_are_kept(tmp_path: Path) -> None:
+    done = fuzz("--target", "strategy", "--case", "0", "--keep", str(tmp_path / "kept"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accepted" in done.stdout
+    done = fuzz("--target", "helpers.planted_readers:RaisesAnother", "--case", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert 'raise KeyError("label")' in done.stdout
+
+
+def test_the_exit_code_says_whether_something_was_found() -> None:
+    done = fuzz("--target", "helpers.planted_readers:RaisesAnother", "--cases", str(CASES))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "--target helpers.planted_readers:RaisesAnother --case 1" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["plan", "strategy", "zip", "tar", "checkpoint", "pickle"])
+def test_a_case_has_the_same_bytes_every_time(name: str, tmp_path: Path) -> None:
+    targets: list[Any] = [found(name)(tmp_path / side) for side in ("one", "other")]
+    for number in range(18):
+        one, other = (target.case(name, number, tmp_path / "case") for target in targets)
+        assert (one.files, one.told, one.how) == (other.files, other.told, other.how)
+
+
+def test_attacks_change_what_they_are_given() -> None:
+    draw, members = random.Random(0), samples(4)
+    whole, page = tar(members), b'{"a": [1, 2.5, "x"], "b": {"c": null}}'
+    attacks = {
+        "small": lambda: binary.small(draw, whole, [whole], [b"token"]),
+        "rough": lambda: binary.rough(draw, whole, [whole], [b"token"]),
+        "json": lambda: jsons.json_attack(draw, page),
+        "toml": lambda: tomls.toml_attack(draw, b"a = 1\n[b]\nc = 'x'\n"),
+        "tar": lambda: tars.attack(draw, members, "cls"),
+        "zip": lambda: zips.attack(draw, zips.packed(members)),
+        "image": lambda: images.attack(draw, members[1][1]),
+    }
+    for name, attack in attacks.items():
+        made = {attack()[0] for _ in range(25)}
+        assert len(made) > 8, f"{name} makes only {len(made)} kinds"
+
+
+def test_about_half_of_the_cases_are_edits_that_do_not_know_the_format(tmp_path: Path) -> None:
+    target = found("tfrecord")(tmp_path)
+    assert isinstance(target, FileTarget)
+    said = [target.case("tfrecord", number, tmp_path / "case").how for number in range(30, 330)]
+    assert 0.35 < sum("sealed" not in how for how in said) / len(said) < 0.65
+
+
+def test_what_is_wrong_with_a_message() -> None:
+    assert message_problem(DataError("line 1\nline 2 of '/x/0x7fff/y', 0x2147483648")) is None
+    assert "address" in (message_problem(DataError("<a at 0x55d0c8a0b2c0>")) or "")
+    assert "long" in (message_problem(DataError("x" * 1_201)) or "")
+
+
+def test_findings_alike_are_one_with_the_shortest_case() -> None:
+    tally = Tally("x")
+    for case, size in ((5, 300), (9, 20), (11, 40)):
+        tally.keep(Finding("error", "KeyError", "a.py:1", f"case {case}"), case, "an edit", size)
+    tally.keep(Finding("crash", "SIGSEGV", "?", "dead"), 1, "an edit", 1)
+    first, second = report.findings({"x": tally})
+    assert first.startswith("CRASH") and "--target x --case 1" in first
+    assert second.startswith("ERROR") and "3 cases alike" in second and "--case 9" in second and "case 9" in second

@@ -7,6 +7,7 @@ case that was.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import json
@@ -22,6 +23,7 @@ from fuzzing import guard, oracle
 from fuzzing.target import Target, found
 from vitpar.errors import UserError
 
+_PR_SET_PDEATHSIG = 1
 RETIRES_BYTES, RETIRES_FILES = 1 << 29, 200
 """A worker that has kept so much more after a case than at the beginning ends, so that the next case is not charged."""
 
@@ -116,6 +118,7 @@ def _open_files() -> int:
 
 def main() -> None:
     """Obey orders until there are no more."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent, also in the midst of a case
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what hangs is asked where, before it is ended
     descriptor, home = int(sys.argv[1]), Path(sys.argv[2])

@@ -245,6 +245,20 @@ def test_sizes_of_a_foreign_config_allocate_nothing(size: str, tmp_path: Path) -
     assert read_config(tmp_path / "here").width == WIDTH
 
 
+def test_values_of_a_foreign_config_that_are_no_numbers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config(layer_norm_eps="x" * 10**6))
+    images = {"image_mean": [10**400] * 3, "image_std": [float("nan"), 1, 1], "resample": [2]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    notes = import_weights(folder, tmp_path / "here").notes
+    assert any("its layer norms add x" in note and "…" in note for note in notes)
+    recipe = read_recipe(tmp_path / "here" / "recipe.toml", {"data.path": "x"})
+    assert (recipe.data.mean, recipe.data.std) == ((0.5,) * 3,) * 2
+    config = transformers_config(model_type="x" * 10**6)
+    (tmp_path / "else").mkdir()
+    folder = saved(tmp_path / "else" / "there", as_transformers(timm_state()), config)
+    refused(folder, "says model_type 'x+…, where vit and deit")
+
+
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": '])
 def test_a_config_that_cannot_be_read(file: str, content: bytes, tmp_path: Path) -> None:

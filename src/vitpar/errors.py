@@ -60,6 +60,14 @@ def shown(text: object, around: int = 0) -> str:
     return f"{'…' * (start > 0)}{words[start : start + kept]}{'…' * (start + kept < len(words))}"
 
 
+def literal(value: object) -> str:
+    """Return `value` for an error message as Python writes it."""
+    try:
+        return shown(repr(value))
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 def printable(text: str) -> str:
     """Return `text` with escapes for control characters, other than line ends, and for what UTF-8 cannot encode."""
     if text.isprintable():

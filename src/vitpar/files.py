@@ -35,7 +35,10 @@ def open_regular(path: PathLike) -> BinaryIO:
 
     Raises OSError, also for anything else: a FIFO would be waited for without end, and a device may have no end.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
+    except ValueError:
+        raise OSError(errno.EINVAL, "it is no name of a file") from None
     try:
         refuse_irregular(os.fstat(descriptor), path)
         os.set_blocking(descriptor, True)
@@ -45,8 +48,19 @@ def open_regular(path: PathLike) -> BinaryIO:
         raise
 
 
+def stat_regular(path: PathLike) -> os.stat_result:
+    """Return what there is to know of a regular file. Raises OSError, also for anything else. For readers that open
+    `path` by themselves."""
+    try:
+        found = os.stat(path)
+    except ValueError:  # a name with a zero in it, or that cannot be encoded
+        raise OSError(errno.EINVAL, "it is no name of a file") from None
+    refuse_irregular(found, path)
+    return found
+
+
 def refuse_irregular(found: os.stat_result, path: PathLike) -> None:
-    """Raise OSError unless `found` describes a regular file. For readers that open `path` by themselves."""
+    """Raise OSError unless `found` describes a regular file."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
     if not stat.S_ISREG(found.st_mode):

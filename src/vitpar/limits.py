@@ -53,10 +53,13 @@ MAX_TAR_NAME_BYTES = 8 * KIB
 MAX_TAR_PADDING_BYTES = MIB
 MAX_LABEL_BYTES = MIB
 MAX_RECORD_BYTES = GIB
+MAX_ROWS = 1 << 21
+MAX_ROW_GROUP_BYTES = 512 * MIB
 
 # Images.
 MAX_IMAGE_BYTES = 256 * MIB
 MAX_PIXELS = 1 << 27
+MAX_SCANS = 100
 MAX_DECODED_BYTES = 128 * MIB
 
 # Messages.
@@ -98,13 +101,16 @@ TABLE = (
     ("shards of a split or a stream", MAX_SHARDS, ""),
     ("URL or pattern of URLs", MAX_URL_CHARS, "characters"),
     ("braces within braces of a pattern of URLs", MAX_BRACE_DEPTH, ""),
-    ("members of a tar file, records of a TFRecord file, rows of a Parquet file", MAX_MEMBERS, ""),
+    ("members of a tar file, records of a TFRecord file", MAX_MEMBERS, ""),
     ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
     ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
     ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
-    ("record, row group or file inside an archive", MAX_RECORD_BYTES, "bytes"),
+    ("record, or content of an archive of CIFAR", MAX_RECORD_BYTES, "bytes"),
+    ("rows of a Parquet file", MAX_ROWS, ""),
+    ("group of rows of a Parquet file", MAX_ROW_GROUP_BYTES, "bytes"),
     ("encoded image", MAX_IMAGE_BYTES, "bytes"),
     ("pixels of a JPEG as stored", MAX_PIXELS, ""),
+    ("scans of a JPEG", MAX_SCANS, ""),
     (
         "decoded or resized image, at 3 bytes a pixel; a larger JPEG is decoded at half its size",
         MAX_DECODED_BYTES,

@@ -152,6 +152,16 @@ def test_a_long_thin_image_is_not_blown_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == [(9, 576), (576, 9), (9, 450)]
 
 
+def test_a_jpeg_of_many_scans_is_refused() -> None:
+    file = io.BytesIO()
+    Image.fromarray(decode(jpeg(64, 64))).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    assert decode(data).shape == (64, 64, 3)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(BadImage, match="more than 100 scans"):
+        decode(data[:-2] + 100 * last + data[-2:])
+
+
 # Damage.
 
 
@@ -350,6 +360,38 @@ def test_a_manifest_of_too_many_classes_is_refused(tmp_path: Path) -> None:
         ShardSet.open(tmp_path, "train")
 
 
+@pytest.mark.parametrize("name", ["a\0.tar", "a\ud800.tar", "x" * 5000])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    text = (tmp_path / "dataset.json").read_text()
+    (tmp_path / "dataset.json").write_text(text.replace('"train-0.tar"', json.dumps(name)))
+    with pytest.raises(DataError) as refused:
+        ShardSet.open(tmp_path, "train")
+    assert len(str(refused.value)) < 700
+
+
+@pytest.mark.parametrize("name", ["a\0.png", "x" * 5000])
+def test_names_in_lists_are_refused_where_no_file_can_have_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / "list.csv").write_text(f"path,label,split\n{name},1,train\n{name},0,val\n")
+    with pytest.raises(DataError) as refused:
+        open_source(tmp_path / "list.csv").splits["train"].read(0)
+    assert len(str(refused.value)) < 700
+
+
+def test_an_index_that_claims_many_rows_takes_no_memory(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    path = tmp_path / "train.index.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"(2,)", b"(9999999999999,)").replace(b" " * 12 + b"\n", b"\n"))
+    with pytest.raises(DataError, match=r"does not fit dataset.json"):
+        ShardSet.open(tmp_path, "train")
+    path.write_bytes(whole.replace(b"False", b"f(x)*"))
+    with pytest.raises(DataError, match=r"does not fit dataset.json"):
+        ShardSet.open(tmp_path, "train")
+
+
 def test_zip_entries_give_what_they_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_zips(tmp_path / "source")
     path = tmp_path / "source" / "train.zip"
@@ -466,4 +508,9 @@ def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeyp
     path = tmp_path / "cifar.tar.gz"
     path.write_bytes(gzip.compress(header("data_batch_1", tarfile.REGTYPE, 1 << 30) + bytes(1 << 24)))
     with pytest.raises(DataError, match="it unpacks to more than"):
+        open_source(path)
+    with path.open("r+b") as file:  # behind what is compressed there is nothing to be read, however much it is
+        file.write(gzip.compress(END))
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="no archive of CIFAR"):
         open_source(path)

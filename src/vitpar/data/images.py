@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from vitpar.errors import DataError, shown
-from vitpar.limits import MAX_DECODED_BYTES, MAX_PIXELS
+from vitpar.limits import MAX_DECODED_BYTES, MAX_PIXELS, MAX_SCANS
 
 try:
     import simplejpeg
@@ -53,6 +53,8 @@ def image_size(data: bytes) -> tuple[int, int]:
     Raises BadImage, also for a JPEG of more than MAX_PIXELS and for others that decode to more than MAX_DECODED_BYTES.
     """
     kind = _known_type(data)
+    if kind == "jpg" and data.count(b"\xff\xda") > MAX_SCANS:  # each takes as long as a whole image
+        raise BadImage(f"it has more than {MAX_SCANS} scans")
     try:
         width, height = _size(data, kind)
     except Exception as error:  # damaged bytes make decoders raise nearly anything

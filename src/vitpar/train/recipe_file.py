@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vitpar.errors import RecipeError, nearest, shown
+from vitpar.errors import RecipeError, literal, nearest, shown
 from vitpar.files import parse_toml, read_toml
 from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_sections import DataSection
@@ -150,7 +150,7 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "value_error":  # a sentence of ours
         return str(first["ctx"]["error"])
     said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
-    return f"recipe key '{shown(key)}' is {shown(repr(first['input']))}: {said}"
+    return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"
 
 
 def _nearest_key(key: str) -> str:

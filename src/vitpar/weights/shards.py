@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitpar.errors import DataError, shown
-from vitpar.files import read_json, refuse_irregular
+from vitpar.files import read_json, stat_regular
 from vitpar.limits import MAX_TENSOR_DIMS
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -33,7 +33,7 @@ class Shards:
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in files:
-                refuse_irregular((folder / file).stat(), file)  # a pipe would be waited for without end
+                stat_regular(folder / file)  # a pipe would be waited for without end
                 opened = safe_open(folder / file, framework="pt")
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if weight_map is not None and weight_map.get(name) != file:

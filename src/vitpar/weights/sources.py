@@ -114,7 +114,10 @@ def _unpickled(file: Path, trust: bool) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the pickle's protocol
             # Mapped, a tensor cannot claim more memory than the file has.
-            return torch.load(file, map_location="cpu", weights_only=not trust, mmap=zipped)
+            if zipped:
+                return torch.load(file, map_location="cpu", weights_only=not trust, mmap=True)
+            with _Bounded(file) as bounded:
+                return torch.load(bounded, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a hostile file can make the reader stumble in any way
         said = " ".join(str(error).split())
         other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
@@ -135,6 +138,18 @@ class _Listed(io.FileIO):
         if size is not None and size > MAX_ZIP_LISTING_BYTES:
             raise OSError(f"its listing has more than {MAX_ZIP_LISTING_BYTES:,} bytes")
         return super().read(size) or b""
+
+
+class _Bounded(io.BufferedReader):
+    """A file that makes room for what it has, where it is asked for more."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self._size = path.stat().st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 def _refuse_bombs(file: Path) -> None:

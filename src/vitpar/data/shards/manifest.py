@@ -20,8 +20,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from vitpar.errors import DataError, shown
-from vitpar.files import read_bytes, refuse_irregular
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, MAX_SHARDS
+from vitpar.files import open_regular, read_bytes, stat_regular
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_JSON_BYTES, MAX_SHARDS
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
 """crc: zlib's CRC-32 of the encoded image."""
@@ -34,8 +34,8 @@ class ShardEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     file: str
-    samples: NonNegativeInt
-    bytes: NonNegativeInt
+    samples: NonNegativeInt = Field(le=MAX_INT64)
+    bytes: NonNegativeInt = Field(le=MAX_INT64)
 
     @field_validator("file")
     @classmethod
@@ -51,7 +51,7 @@ class SplitEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     shards: list[ShardEntry] = Field(max_length=MAX_SHARDS)
-    samples: NonNegativeInt
+    samples: NonNegativeInt = Field(le=MAX_INT64)
     per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES)
     index_sha256: str
 
@@ -129,22 +129,38 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     path = index_path(folder, split)
     again = f"write it anew with `vitpar data index {folder}`"
     try:
-        refuse_irregular(path.stat(), path)
-        rows = np.load(path, mmap_mode="r")
-    except Exception as error:  # damaged headers make it raise nearly anything
-        raise DataError(f"index '{path}' cannot be read ({shown(error)}): {again}") from None
-    if not isinstance(rows, np.memmap) or rows.dtype != ROW or rows.shape != (entry.samples,):
+        size = stat_regular(path).st_size
+        offset = _header_bytes(path, entry.samples)
+    except OSError as error:
+        raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
+    if offset is None or size != offset + entry.samples * ROW.itemsize:
         raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
     digest = hashlib.sha256()
     try:
-        for start, chunk in _chunks(path, rows.offset, digest):
+        for start, chunk in _chunks(path, offset, digest):
             if not _fits(start, chunk, entry):
                 raise DataError(f"index '{path}' does not fit the shards in {MANIFEST}: {again}")
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
     if digest.hexdigest() != entry.index_sha256:
         raise DataError(f"index '{path}' is not the one that {MANIFEST} was written for: {again}")
+    if not entry.samples:
+        return np.empty(0, ROW)
+    rows = np.memmap(path, ROW, mode="r", offset=offset, shape=(entry.samples,))
     return rows.view(np.ndarray)  # a plain array: np.memmap's own indexing is slow
+
+
+def _header_bytes(path: Path, samples: int) -> int | None:
+    """Return where the rows of an index file begin; None where its header is not that of so many. Raises OSError."""
+    with open_regular(path) as file:
+        try:
+            np.lib.format.read_magic(file)
+            found = np.lib.format.read_array_header_1_0(file)
+        except OSError:
+            raise
+        except Exception:  # damaged headers make it raise nearly anything
+            return None
+        return file.tell() if found == ((samples,), False, ROW) else None
 
 
 def _chunks(path: Path, offset: int, digest: hashlib._Hash) -> Iterator[tuple[int, np.ndarray]]:

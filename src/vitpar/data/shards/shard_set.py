@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
 from vitpar.errors import DataError, nearest, shown
-from vitpar.files import open_regular
+from vitpar.files import open_regular, stat_regular
 
 _OPEN_FILES = 256  # a data set may have more shards than a process may have open files
 
@@ -163,11 +163,11 @@ def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
 
 def _checked(path: Path, size: int) -> Stamp:
     try:
-        found = path.stat()
+        found = stat_regular(path)
     except FileNotFoundError:
-        raise DataError(f"shard '{path}' is missing: restore it or pack the data set again") from None
+        raise DataError(f"shard '{shown(path)}' is missing: restore it or pack the data set again") from None
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        raise DataError(f"cannot read '{shown(path)}': {error.strerror}") from None
     if found.st_size != size:
         raise DataError(
             f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or write the index anew "

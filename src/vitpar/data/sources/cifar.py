@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import gzip
 import io
 import pickle
 import pickletools
@@ -28,6 +27,7 @@ from vitpar.files import open_regular, read_bytes
 from vitpar.limits import MAX_RECORD_BYTES
 
 _PIXELS = 3 * 32 * 32
+_CHUNK = 1 << 16
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _WHOLE = (
     {"test_batch", *_BATCHES},
@@ -77,26 +77,50 @@ def _unpacked(path: Path) -> dict[str, bytes]:
 
 
 class _Unpacked:
-    """The content of a file that may be compressed by gzip. Raises OSError behind MAX_RECORD_BYTES of it."""
+    """The content of a file that may be compressed by gzip, read forwards.
+
+    Raises OSError behind MAX_RECORD_BYTES of it, EOFError where it is cut off and zlib.error where it is damaged. What
+    follows compressed content is not read: Python's gzip would skip zeros behind it one by one.
+    """
 
     def __init__(self, file: BinaryIO, compressed: bool) -> None:
-        self._file: Any = gzip.GzipFile(fileobj=file) if compressed else file
+        self._file = file
+        self._inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS) if compressed else None
+        self._place = 0
 
     def read(self, size: int, /) -> bytes:
-        self._refuse(self.tell() + size)
-        data: bytes = self._file.read(size)
-        return data
+        self._refuse(self._place + size)
+        pieces = []
+        while size and (piece := self._piece(size)):
+            pieces.append(piece)
+            size -= len(piece)
+            self._place += len(piece)
+        return b"".join(pieces)
 
     def seek(self, place: int, /) -> int:
         self._refuse(place)
-        return int(self._file.seek(place))
+        while self._place < place and self.read(min(place - self._place, _CHUNK)):
+            pass
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def _piece(self, size: int) -> bytes:
+        """Return `size` bytes or fewer, none at the end."""
+        if self._inflate is None:
+            return self._file.read(size)
+        while not self._inflate.eof:
+            packed = self._inflate.unconsumed_tail or self._file.read(_CHUNK)
+            if not packed:
+                raise EOFError("it is cut off")
+            if piece := self._inflate.decompress(packed, size):
+                return piece
+        return b""
 
     def _refuse(self, place: int) -> None:
         if place > MAX_RECORD_BYTES:
             raise OSError(f"it unpacks to more than {MAX_RECORD_BYTES:,} bytes")
-
-    def tell(self) -> int:
-        return int(self._file.tell())
 
 
 def cifar(files: Files) -> Source:

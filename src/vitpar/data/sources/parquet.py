@@ -13,8 +13,8 @@ import numpy as np
 
 from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
 from vitpar.errors import DataError, shown
-from vitpar.files import parse_json, refuse_irregular
-from vitpar.limits import MAX_IMAGE_BYTES, MAX_MEMBERS, MAX_RECORD_BYTES
+from vitpar.files import parse_json, stat_regular
+from vitpar.limits import MAX_IMAGE_BYTES, MAX_ROW_GROUP_BYTES, MAX_ROWS
 
 _IMAGES = ("image", "img")
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # groups of rows that are kept once they were read, at most
@@ -52,7 +52,7 @@ class _File:
     def __init__(self, path: Path, library: Any) -> None:
         self.path = path
         try:
-            refuse_irregular(path.stat(), path)
+            stat_regular(path)
             schema = library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and "bytes" in str(f.type)), None)
             label = next((f.name for f in schema if f.name in ("label", "labels", "fine_label")), None)
@@ -66,24 +66,24 @@ class _File:
             meta = self._file.metadata
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
-            if meta.num_rows > MAX_MEMBERS or self.group_bytes > MAX_RECORD_BYTES:
+            if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_ROW_GROUP_BYTES:
                 raise DataError(
                     f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a group of them: write "
-                    f"files of at most {MAX_MEMBERS:,} rows, in groups of at most {MAX_RECORD_BYTES:,} bytes"
+                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_ROW_GROUP_BYTES:,} bytes"
                 )
             self.labels = np.asarray(self._file.read([label])[label].to_numpy(), dtype=np.int64)
             self.classes = _classes(schema.metadata or {}, label)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
-        except (OSError, ValueError, TypeError) as error:
-            if isinstance(error, DataError):
-                raise
+        except DataError:
+            raise
+        except Exception as error:  # damaged files make pyarrow raise nearly anything
             raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None
 
     def group(self, number: int) -> Any:
         """Read the encoded images of a group of rows: a pyarrow.ChunkedArray of structures with `bytes`."""
         try:
             return self._file.read_row_group(number, columns=[f"{self.image}.bytes"])[self.image]
-        except (OSError, ValueError) as error:
+        except Exception as error:  # damaged files make pyarrow raise nearly anything
             raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
 
 

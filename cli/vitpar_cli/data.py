@@ -14,8 +14,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vitpar.errors import DataError
+from vitpar.errors import DataError, printable, shown
+from vitpar.files import read_text
 from vitpar.launch.cores import cpu_cores
+from vitpar.limits import MAX_TEXT_BYTES
 from vitpar.strategy.words import count
 from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.recipe_options import Assignments, RecipeFile, merged_recipe
@@ -159,7 +161,8 @@ def verify_command(
     workers: Workers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Read everything back, and name each sample that is not what was indexed or cannot be decoded.
+    """Read everything back, and name each shard that is no sound tar file and each sample that is not what was indexed
+    or cannot be decoded.
 
     Exits with 1 if there is any.
 
@@ -173,15 +176,16 @@ def verify_command(
         typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in found]}))
     else:
         for problem in found:
-            typer.echo(f"{problem.split} {problem.sample:,} {problem.name}: {problem.what}")
-        typer.echo(f"{count(len(found), 'bad sample')} in '{folder}'" if found else f"'{folder}' is whole")
+            number = "" if problem.sample is None else f"{problem.sample:,} "
+            typer.echo(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
+        typer.echo(f"{count(len(found), 'problem')} in '{folder}'" if found else f"'{folder}' is complete")
     if found:
         raise typer.Exit(1)
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line.strip() for line in read_text(path, MAX_TEXT_BYTES).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the classes in '{path}': {error}") from None
 
@@ -233,21 +237,28 @@ def _print_survey(found: dict[str, Any]) -> None:
     table = Table("split", "samples", "shards", "size", "width", "height", "kB an image")
     for name, split in splits.items():
         spans = (_span(split["width"]), _span(split["height"]), _span([size / 1e3 for size in split["image_bytes"]]))
-        table.add_row(name, f"{split['samples']:,}", str(split["shards"]), decimal(split["bytes"]), *spans)
+        counts = (f"{split['samples']:,}", str(split["shards"]), decimal(split["bytes"]))
+        table.add_row(_name(name), *counts, *spans)
     console.print(table)
     console.print("smallest, (quartiles) and largest, of images spread over each split", style="dim")
     first = next(iter(splits.values()))["per_class"]
     classes = Table("label", "class", *splits, "")
     for label, name in enumerate(found["classes"][:CLASSES_SHOWN]):
         bar = "█" * round(BAR * first[label] / max(1, *first))
-        classes.add_row(str(label), escape(name), *(f"{split['per_class'][label]:,}" for split in splits.values()), bar)
+        samples = (f"{split['per_class'][label]:,}" for split in splits.values())
+        classes.add_row(str(label), _name(name), *samples, bar)
     console.print(classes)
     hidden = len(found["classes"]) - CLASSES_SHOWN
     if hidden > 0:
         low, high = (pick(range(len(first)), key=first.__getitem__) for pick in (min, max))
         console.print(f"and {hidden:,} more classes; --json lists them all", markup=False)
-        words = (f"{found['classes'][label]} ({first[label]:,})" for label in (low, high))
-        console.print("samples of a class: from {} to {}".format(*words), markup=False)
+        words = (f"{_name(found['classes'][label])} ({first[label]:,})" for label in (low, high))
+        console.print("samples of a class: from {} to {}".format(*words))
+
+
+def _name(name: str) -> str:
+    """A name out of a data set, as Rich prints it without a meaning of its own."""
+    return escape(shown(printable(name)))
 
 
 def _span(numbers: list[float]) -> str:

@@ -96,12 +96,12 @@ def plan(
 
 def _closed(plan: "Plan") -> "Plan":
     """The plan itself. Raises StrategyError where it has an open degree."""
-    from vitpar.errors import StrategyError
+    from vitpar.errors import StrategyError, shown
 
     roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
     if plan.pp is None or roles:
         role = "pp" if plan.pp is None else roles[0]
-        raise StrategyError(f"the degree of '{role}' in '{plan}' is open: give it a number, or --world-size N")
+        raise StrategyError(f"the degree of '{role}' in '{shown(plan)}' is open: give it a number, or --world-size N")
     return plan
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vitpar.strategy import parse
+from vitpar.strategy.layer import refuse_many_ranks
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.profile_view import show_hardware, show_model
@@ -112,6 +113,7 @@ def model(
     kind = choose_device(device)
     refuse_attention(merged.train.attention, kind)
     largest = ranks or ranks_available(kind) or cpu_cores()
+    refuse_many_ranks(largest, "the world")
     config = merged.config(num_classes)
     refuse_unwritable(out)
     world = enter(largest if kind == "cpu" else 1, kind)

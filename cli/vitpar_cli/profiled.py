@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitpar.errors import PlannerError
+from vitpar.errors import ModelError, PlannerError, shown
+from vitpar.limits import MAX_AMOUNT
 from vitpar_cli import recipe_options as o
 
 if TYPE_CHECKING:
@@ -57,18 +58,24 @@ def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None,
 
 def parse_size(text: str, option: str = "--memory") -> float:
     """Bytes of `24GB`, `1.5GiB`, `500MB`. Raises PlannerError."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", text.strip())
+    match = re.fullmatch(r"([0-9]{0,15}\.?[0-9]{1,15})\s*([A-Za-z]{1,3})", text.strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise PlannerError(f"{option} {text} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
-    return float(match[1]) * UNITS[match[2].upper()]
+        raise PlannerError(f"{option} {shown(text)} is no size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if size > MAX_AMOUNT:
+        raise PlannerError(f"{option} {text} is more than anything has: use at most {MAX_AMOUNT:,}B")
+    return size
 
 
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Of `256,512`. Raises PlannerError."""
+def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
+    """Of `256,512`, each at most `most`. Raises PlannerError."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise PlannerError(f"{option} {text} is no number: use 256, or several as in 256,512,1024")
-    return tuple(int(part) for part in parts)
+    if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
+        raise PlannerError(f"{option} {shown(text)} is no number: use 256, or several as in 256,512,1024")
+    found = tuple(map(int, parts))
+    if wrong := [number for number in found if not 1 <= number <= most]:
+        raise PlannerError(f"{option} has {wrong[0]}: use 1 to {most:,}")
+    return found
 
 
 def planned_recipe(recipe: Path | None, model: str | None, assignments: list[str] | None, **options: Any) -> Recipe:
@@ -102,7 +109,7 @@ def usual_budget(costs: LayerCosts) -> float:
 def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: Recipe) -> LayerCosts:
     """The costs of the recipe's model on the profiled machine. Raises PlannerError where profiles and recipe are not of
     the same model, precision and kind of device."""
-    from vitpar.models import ViTConfig
+    from vitpar.models.config import config_from_json
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.profile.hardware import read_hardware
     from vitpar.planner.profile.model import read_model_profile
@@ -110,7 +117,10 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
     hardware = read_hardware(hardware_file or Path("hardware.json"))
     path = model_file or Path("model.json")
     profile = read_model_profile(path)
-    config = ViTConfig(**profile.model)
+    try:
+        config = config_from_json(profile.model)
+    except ModelError as error:
+        raise PlannerError(f"{path} is of no model: {error}: profile the model again") from None
     wanted = asdict(recipe.config(config.num_classes))
     for field, value in asdict(config).items():
         if field != "name" and value != wanted[field]:

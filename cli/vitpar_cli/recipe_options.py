@@ -1,12 +1,13 @@
 """Options that several commands share, and the recipe they make together."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vitpar.errors import RecipeError
+from vitpar.errors import RecipeError, shown
 from vitpar.strategy import SCHEDULES
 from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_file import DEFAULT_RECIPE, read_recipe
@@ -71,8 +72,8 @@ Assignments = Annotated[
 
 def parse_split(text: str | None) -> str | list[int] | None:
     """``5,7`` as numbers; names as they are."""
-    if text is not None and text.replace(",", "").isdigit():
-        return [int(part) for part in text.split(",") if part]
+    if text is not None and re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
+        return [int(part) for part in text.split(",")]
     return text
 
 
@@ -88,7 +89,9 @@ def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]
         key = assignment.partition("=")[0].strip()
         # Weights change no shape, plan or time, so only a training has a use for them.
         if key == "model.weights" or (key not in used and f"{key.partition('.')[0]}.…" not in used):
-            raise RecipeError(f"--set {key} changes nothing in {doing}, which uses {', '.join(used)}: leave it out")
+            raise RecipeError(
+                f"--set {shown(key)} changes nothing in {doing}, which uses {', '.join(used)}: leave it out"
+            )
 
 
 def without_commands(recipe: Recipe, assignments: list[str] | None) -> Recipe:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitpar.errors import PlannerError
+from vitpar.limits import MAX_RANKS
 from vitpar.strategy.words import count
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
@@ -78,7 +79,7 @@ def scaling(
 
     whole = costs(None)
     most, notes = whole.hardware.ranks, provenance(whole.hardware, whole.model)
-    chosen = tuple(sorted(set(numbers(ranks, "--ranks")))) if ranks else _halves(most)
+    chosen = tuple(sorted(set(numbers(ranks, "--ranks", MAX_RANKS)))) if ranks else _halves(most)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size

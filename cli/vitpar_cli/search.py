@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import PlannerError
+from vitpar.limits import MAX_BATCH_SIZE
 from vitpar.strategy.words import count, size
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
@@ -72,7 +73,7 @@ def search(
     refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
     merged = planned_recipe(recipe, model, assignments, train__precision=precision)
-    sizes = numbers(batch_sizes, "--batch-size") if batch_sizes else (merged.train.batch_size,)
+    sizes = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else (merged.train.batch_size,)
     budget = None if memory is None else parse_size(memory)
 
     from vitpar.planner.report.data import findings

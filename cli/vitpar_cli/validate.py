@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitpar.errors import PlannerError
+from vitpar.errors import PlannerError, shown
 from vitpar.strategy.words import count
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
@@ -133,7 +133,7 @@ def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatc
     plan = plan.resolve(ranks) if plan.is_open else plan
     if plan.world_size != ranks:
         raise PlannerError(
-            f"'{plan}' takes {count(plan.world_size, 'rank')} but the hardware was profiled with {ranks}: "
+            f"'{shown(plan)}' takes {count(plan.world_size, 'rank')} but the hardware was profiled with {ranks}: "
             f"profile it with --ranks {plan.world_size}, or give plans of {count(ranks, 'rank')}"
         )
     return validated(plan, config, batch_size)

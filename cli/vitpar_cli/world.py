@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from vitpar.errors import LaunchError, StrategyError
+from vitpar.errors import LaunchError, StrategyError, shown
 from vitpar.strategy import Plan
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def resolve(plan: Plan, device: Device) -> Plan:
         return plan.resolve(cpu_cores())
     if ranks is not None and plan.world_size > ranks:
         raise StrategyError(
-            f"'{plan}' needs {plan.world_size} devices but this machine has {ranks}: "
+            f"'{shown(plan)}' needs {plan.world_size} devices but this machine has {ranks}: "
             f"use a smaller product of degrees, or --device cpu"
         )
     return plan

@@ -20,6 +20,7 @@ from bench.ours import vitpar_step
 from bench.resident import forget_most, most_resident, resident
 from bench.timing import take_turns
 from vitpar.launch import ALONE, find_world, join, reporting
+from vitpar.launch.world_group import all_gather_json
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel import parallelize
 from vitpar.parallel.bubble import idle_share
@@ -140,9 +141,7 @@ def memory(mesh: str, microbatches: int = 2) -> list[dict[str, Any]]:
     here = summarize(large, plan, batch, bytes_per_parameter=12).pipeline[place_of_rank(plan, dist.get_rank())[0]]
     row = {"mesh": mesh, "rank": dist.get_rank(), "rest": rest, "peak": peak, "state": here.state_bytes}
     row["most"] = _most(large, plan, [name for stage in here.layers for name in stage])
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, row)
-    return rows
+    return all_gather_json(row)
 
 
 def _most(config: ViTConfig, plan: Plan, names: list[str]) -> int:

@@ -23,7 +23,7 @@ from fuzzing import guard, oracle
 from fuzzing.target import Target, found
 from vitpar.errors import UserError
 
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 RETIRES_BYTES, RETIRES_FILES = 1 << 29, 200
 """A worker that has kept so much more after a case than at the beginning ends, so that the next case is not charged."""
 
@@ -116,15 +116,9 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _die_with_parent() -> None:
-    """Be killed when the parent ends, in whatever way, and whatever a case is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def main() -> None:
     """Obey orders until there are no more."""
-    _die_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent, also in the midst of a case
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what hangs is asked where, before it is ended
     descriptor, home = int(sys.argv[1]), Path(sys.argv[2])

@@ -50,10 +50,22 @@ class FaultError(RuntimeError):
     all there is to say; the exit code is 1."""
 
 
-def shown(text: object) -> str:
-    """Return `text` for an error message: if it is long, its first characters."""
+def shown(text: object, around: int = 0) -> str:
+    """Return `text` for an error message: if it is long, the part with the character number `around`, from 0."""
     words = str(text)
-    return words if len(words) <= MAX_QUOTED_CHARS else f"{words[: MAX_QUOTED_CHARS - 1]}…"
+    if len(words) <= MAX_QUOTED_CHARS:
+        return words
+    kept = MAX_QUOTED_CHARS - 2  # and a sign for each side that may be cut
+    start = max(0, min(around - kept // 2, len(words) - kept))
+    return f"{'…' * (start > 0)}{words[start : start + kept]}{'…' * (start + kept < len(words))}"
+
+
+def literal(value: object) -> str:
+    """Return `value` for an error message as Python writes it."""
+    try:
+        return shown(repr(value))
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def printable(text: str) -> str:

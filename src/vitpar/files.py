@@ -5,15 +5,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vitpar.limits import MAX_JSON_BYTES
+from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES, MAX_TOML_DOTS
 
 PathLike = str | os.PathLike[str]
+
+_TOML_TEXT = re.compile(
+    r"""
+    \"""(?: \\. | [^"\\] | "(?!"") )*+ "{0,5}      # of several lines
+    | \'\'\'(?: [^'] | '(?!'') )*+ '{0,5}
+    | "(?: \\. | [^"\\\n] )*+ "?
+    | '[^'\n]*+ '?
+    | \#[^\n]*+
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+"""Strings and comments of TOML, also those that do not end."""
 
 
 def open_regular(path: PathLike) -> BinaryIO:
@@ -21,17 +35,32 @@ def open_regular(path: PathLike) -> BinaryIO:
 
     Raises OSError, also for anything else: a FIFO would be waited for without end, and a device may have no end.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
+    except ValueError:
+        raise OSError(errno.EINVAL, "it is no name of a file") from None
     try:
         refuse_irregular(os.fstat(descriptor), path)
+        os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
+def stat_regular(path: PathLike) -> os.stat_result:
+    """Return what there is to know of a regular file. Raises OSError, also for anything else. For readers that open
+    `path` by themselves."""
+    try:
+        found = os.stat(path)
+    except ValueError:  # a name with a zero in it, or that cannot be encoded
+        raise OSError(errno.EINVAL, "it is no name of a file") from None
+    refuse_irregular(found, path)
+    return found
+
+
 def refuse_irregular(found: os.stat_result, path: PathLike) -> None:
-    """Raise OSError unless `found` describes a regular file. For readers that open `path` by themselves."""
+    """Raise OSError unless `found` describes a regular file."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
     if not stat.S_ISREG(found.st_mode):
@@ -70,12 +99,34 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
         raise ValueError("it is nested too deeply") from None
 
 
+def read_toml(path: PathLike) -> dict[str, Any]:
+    """Return what a regular file of TOML holds. Raises OSError, and ValueError as `parse_toml` does."""
+    return parse_toml(read_text(path, MAX_TOML_BYTES))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return what TOML `text` holds.
+
+    Raises ValueError for what is not TOML, also where it is nested too deeply to be read.
+    """
+    # Reading a key takes the square of its dots. Between two of these signs there is at most one key.
+    longest = max(piece.count(".") for piece in re.split(r"[\n=\[\]{},]", _TOML_TEXT.sub("", text)))
+    if longest > MAX_TOML_DOTS:
+        raise ValueError(f"a key has {longest:,} dots, and at most {MAX_TOML_DOTS} are read")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def write_text(path: PathLike, text: str) -> None:
     """Write `text` to `path` as UTF-8. A reader sees the old file or the whole new one. Raises OSError."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        with temporary.open("x", encoding="utf-8") as file:  # through no link that somebody put there
+            file.write(text)
         os.replace(temporary, target)
     finally:
         with suppress(OSError):  # already renamed, or never made

@@ -130,7 +130,7 @@ def test_verify_names_each_bad_sample(tmp_path):
     assert "cannot be decoded" in found[0].what and "are not those that were indexed" in found[1].what
     assert [problem.split for problem in verify(tmp_path / "packed", pixels=False)] == ["val"]
     shown = CliRunner().invoke(app, ["verify", str(tmp_path / "packed")])
-    assert shown.exit_code == 1 and "2 bad samples" in shown.output and "val 8 val-000001.tar/00000008" in shown.output
+    assert shown.exit_code == 1 and "2 problems in" in shown.output and "val 8 val-000001.tar/00000008" in shown.output
     shown = CliRunner().invoke(app, ["verify", str(tmp_path / "packed"), "--no-pixels", "--json"])
     assert len(json.loads(shown.stdout)["bad"]) == 1
 

@@ -4,13 +4,13 @@ import csv
 import io
 import json
 import pickle
-import struct
 import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import CLASSES, encoded, write_classes
 from vitpar.data import ShardSet, pack
 from vitpar.data.sources import open_source
@@ -23,47 +23,7 @@ def packed_images(folder, split):
     return sorted((shards.label(i), shards.read(i)) for i in range(len(shards)))
 
 
-# TFRecords, written by hand: a length, its checksum, the message, its checksum.
-
-
-def varint(value):
-    found = b""
-    while value > 0x7F:
-        found, value = found + bytes([value & 0x7F | 0x80]), value >> 7
-    return found + bytes([value])
-
-
-def field(number, data):
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def feature(name, number, content):
-    return field(1, field(1, name.encode()) + field(2, field(number, content)))
-
-
-def example(image, label, synset=None, packed=True):
-    number = field(1, varint(label)) if packed else varint(1 << 3) + varint(label)
-    features = feature("image/height", 3, field(1, varint(10))) + feature("image/encoded", 1, field(1, image))
-    features += feature("image/class/label", 3, number)
-    if synset:
-        features += feature("image/class/synset", 1, field(1, synset.encode()))
-    return field(1, features)
-
-
-def write_tfrecords(folder, first=1, packed=True, synsets=True):
-    folder.mkdir()
-    images = {
-        "train": [(i % 3, encoded(i, size=(30, 20))) for i in range(7)],
-        "val": [(i, encoded(90 + i)) for i in range(3)],
-    }
-    for split, word in (("train", "train"), ("val", "validation")):
-        for shard in range(2):
-            data = b""
-            for label, image in images[split][shard::2]:
-                message = example(image, label + first, CLASSES[label] if synsets else None, packed)
-                data += struct.pack("<Q", len(message)) + b"crcl" + message + b"crcd"
-            (folder / f"{word}-{shard:05d}-of-00002").write_bytes(data)
-    return {split: sorted(found) for split, found in images.items()}
+# TFRecords.
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -83,8 +43,9 @@ def test_tfrecord_classes_are_numbered_without_names(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data[:-3], "ends within a record, or is no TFRecord file"),
-        (lambda data: b"\xff" * 8 + data[8:], "ends within a record, or is no TFRecord file"),
+        (lambda data: data[:-3], "ends within the record at byte"),
+        (lambda data: b"\xff" * 8 + data[8:], "the record at byte 0 of .* is damaged, or it is no TFRecord file"),
+        (lambda data: data + b"\0", "the record at byte .* is damaged, or it is no TFRecord file"),
         (
             lambda data: data.replace(b"image/encoded", b"image/decoded"),
             "the record at byte 0 .* no feature 'image/encoded'",

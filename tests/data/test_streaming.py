@@ -285,10 +285,10 @@ def spoil(name: str, place: Path) -> tuple[str, str, int]:
             return pattern, f"shard '{shard}' cannot be read to its end: it is compressed; unpack it, as pipe:", -1
         case "empty":
             shard.write_bytes(b"")
-            return pattern, f"shard '{shard}' cannot be read to its end: empty file", 0
+            return pattern, f"shard '{shard}' cannot be read to its end: it ends too early", 0
         case "two in one":
             shard.write_bytes(shard.read_bytes() + (place / "train-0.tar").read_bytes())
-            return pattern, f"shard '{shard}' cannot be read to its end: it goes on behind its end", -1
+            return pattern, f"shard '{shard}' cannot be read to its end: something follows its end", -1
     raise AssertionError(name)
 
 

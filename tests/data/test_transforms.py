@@ -93,7 +93,7 @@ def test_damaged_exif_does_not_cost_the_image():
 
 def test_absurdly_large_images_are_refused_before_they_are_decoded(monkeypatch):
     data = encoded(0, "JPEG", size=(64, 48))
-    monkeypatch.setattr("vitpar.data.images.MOST_PIXELS", 1000)
+    monkeypatch.setattr("vitpar.data.images.MAX_PIXELS", 1000)
     with pytest.raises(BadImage, match="it has 64 x 48 pixels, more than 1,000"):
         decode(data)
 

@@ -19,6 +19,9 @@ OPENMPI = {
     **{"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
 }
 
+BOTH = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+ONE_HOST = {"SLURM_STEP_TASKS_PER_NODE": "11", "SLURM_STEP_NODELIST": "node07", "SLURM_LOCALID": "9"}
+
 
 def without(env: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
@@ -33,6 +36,8 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (SLURM, World(9, 11, 1, 3, "slurm", "node07", 20000 + (123456 + 2 * 1009) % 12000)),
         (SLURM | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(9, 11, 1, 3, "slurm", "ib7", 4000)),
         (OPENMPI | SLURM | {"MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
+        (OPENMPI | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
+        (SLURM | ONE_HOST | {"MASTER_ADDR": "ib7", "MASTER_PORT": "1"}, World(9, 11, 9, 11, "slurm", "127.0.0.1", 1)),
     ],
 )
 def test_world_of_each_launcher(env: dict[str, str], world: World) -> None:
@@ -64,7 +69,10 @@ def test_no_world(env: dict[str, str]) -> None:
         (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set although"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set although"),
         (without(TORCHRUN, "RANK"), "RANK is not set although"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number: unset it or correct it"),
+        (
+            TORCHRUN | {"RANK": "-1"},
+            "RANK is '-1', which is not a whole number of at most 20 digits: unset it or correct it",
+        ),
         (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
         (
             TORCHRUN | {"LOCAL_RANK": "4"},
@@ -80,6 +88,16 @@ def test_no_world(env: dict[str, str]) -> None:
         (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set although"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
         (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
+        (TORCHRUN | {"WORLD_SIZE": "65537"}, "torchrun gave a world of 65537 ranks: start at most 65536, or correct"),
+        (
+            OPENMPI | dict.fromkeys(BOTH, "9" * 20),
+            "openmpi gave a world of 9{20} ranks: start at most 65536, or correct",
+        ),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "65537"}, "slurm gave a world of 65537 ranks: start at most 65536, or corr"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9{199}…', which is not a whole number of at most 20 d"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x99999999)"}, r"'4\(x99999999\)' is not a count .* 65536 machines"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1," * 70000}, "'(1,){99}1…', where '1' is not a count .* 65536 machi"),
+        ({"WORLD_SIZE": "\x1b[2J" + "4" * 300}, r"WORLD_SIZE is \\x1b\[2J4{195}… but RANK is not set"),
     ],
 )
 def test_world_that_contradicts_itself(env: dict[str, str], message: str) -> None:
@@ -104,3 +122,30 @@ def test_slurm_node_lists(listing: str, hosts: list[str]) -> None:
 def test_malformed_slurm_node_lists(listing: str) -> None:
     with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0"):
         expand_hosts(listing)
+
+
+@pytest.mark.parametrize(
+    ("listing", "what"),
+    [
+        ("n[0-99999999999]", "names more than 65536 hosts"),
+        ("n[0-65536]", "names more than 65536 hosts"),
+        ("n[0-255][0-255][0-1]", "names more than 65536 hosts"),
+        ("n[" + ",".join(["0-9999"] * 7) + "]", "names more than 65536 hosts"),
+        ("n[0-9999]," * 7 + "m", "names more than 65536 hosts"),
+        ("a," * 70000 + "b", "names more than 65536 hosts"),
+        (f"n[{'0' * 100000}-{'0' * 100000}9]", "is not of the form"),
+        (f"{'n' * 100000}[0-65535]", "is not of the form"),
+        ("[0-65535]" + "[1]" * 30000, "is not of the form"),
+        ("n" * 50000 + "[", "is not of the form"),
+        ("[" * 50000, "is not of the form"),
+        ("," * 100000, "is not of the form"),
+    ],
+)
+def test_slurm_node_lists_that_would_take_long_or_much_memory(listing: str, what: str) -> None:
+    with pytest.raises(LaunchError, match=f"{what}.*: set MASTER_ADDR to the host of rank 0") as refused:
+        expand_hosts(listing)
+    assert len(str(refused.value)) < 400
+
+
+def test_the_longest_slurm_node_list() -> None:
+    assert len(expand_hosts("n[0-255]-[0-255]")) == 65536

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
+from vitpar.launch.reports_folder import PREFIX
 
 # What the ranks of the tests run. Only the ways that need torch.distributed import torch, which takes seconds.
 PROGRAM = '''
@@ -245,6 +247,48 @@ def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> 
     process.wait()  # not communicate(): an orphan would hold the pipe open
     wait_until(lambda: not any(alive(pid) for pid in pids))
     wait_until(lambda: not Path(reports).exists())
+
+
+def test_what_a_killed_launcher_left_is_removed_at_the_next_start(
+    program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, victim = tmp_path / "temporary", tmp_path / "victim"
+    temporary.mkdir()
+    victim.mkdir()
+    (victim / "lock").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    launchers = []
+    for name in ("killed", "living"):
+        (tmp_path / name).mkdir()
+        launchers.append(parent(2, *program, "stuck", str(tmp_path / name)))
+        stuck_pids(tmp_path / name, 2)
+    killed = launchers[0]
+    folders = set(temporary.iterdir())
+    assert len(folders) == 2 and all(path.name.startswith(PREFIX) for path in folders)
+    try:
+        # All at once: the launcher and, so that none of them can tidy up, its ranks before it.
+        for pid in [*stuck_pids(tmp_path / "killed", 2), killed.pid]:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in [*stuck_pids(tmp_path / "killed", 2), killed.pid]:
+            os.kill(pid, signal.SIGKILL)
+        killed.wait()
+        assert set(temporary.iterdir()) == folders
+        others = [temporary / f"{PREFIX}{name}" for name in ("link", "new", "file")]
+        others[0].symlink_to(victim)
+        others[1].mkdir()  # of a launcher that has not locked it yet
+        others[2].touch()
+        (linked := temporary / f"{PREFIX}linked").mkdir()
+        (linked / "lock").symlink_to(victim / "lock")
+        assert spawn(1, ["-c", "1"], device="cpu") == 0
+        assert (victim / "lock").exists() and all(os.path.lexists(path) for path in [*others, linked])
+        (left,) = [path for path in folders if path.exists()]
+        reports = f"VITPAR_REPORTS={left}\0".encode()
+        assert reports in Path(f"/proc/{stuck_pids(tmp_path / 'living', 2)[0]}/environ").read_bytes()
+    finally:
+        for process in launchers:
+            process.kill()
+            process.communicate()
 
 
 def test_nothing_is_reported_where_no_parent_listens() -> None:

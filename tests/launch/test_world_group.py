@@ -1,4 +1,4 @@
-"""CPU tensors and objects have a process group of their own where the default one takes CUDA tensors only."""
+"""CPU tensors and JSON have a process group of their own where the default one takes CUDA tensors only."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.command_line import clean_environment
 from helpers.small_data import pack_small
 from vitpar.launch import World, join, leave
-from vitpar.launch.world_group import all_gather_object, barrier, broadcast_object, cpu_group
+from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json, cpu_group
 
 CUDA_ONLY = """
 import sys
@@ -31,13 +31,13 @@ from pathlib import Path
 import torch
 from vitpar.checkpoint import Writer, load_tensors
 from vitpar.launch import find_world, join, leave
-from vitpar.launch.world_group import all_gather_object, barrier, broadcast_object
+from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json
 
 world = find_world()
 join(world, "cpu", timeout=60.0)
 barrier()
-assert all_gather_object({{"rank": world.rank}}) == [{{"rank": 0}}, {{"rank": 1}}]
-assert broadcast_object(("from", world.rank)) == ("from", 0)
+assert all_gather_json({{"rank": world.rank}}) == [{{"rank": 0}}, {{"rank": 1}}]
+assert broadcast_json(("from", world.rank)) == ["from", 0]
 place, tensors = Path(sys.argv[1], "step"), {{"all": torch.arange(4.0), f"of{{world.rank}}": torch.ones(3)}}
 writer = Writer()
 writer.begin(place, tensors, {{}})
@@ -96,11 +96,11 @@ def test_a_new_world_has_a_new_group(two_gpus: list[dict[str, Any]]) -> None:
     for _ in range(2):
         join(World(0, 2, 0, 2, "torchrun", "127.0.0.1", 29500), "cuda")
         barrier()
-        assert (all_gather_object(3), broadcast_object("a")) == ([3], "a")
+        assert (all_gather_json(3), broadcast_json("a")) == ([3], "a")
         leave()
 
 
-def test_objects_and_checkpoints_pass_a_default_group_that_takes_no_cpu_tensors(tmp_path: Path) -> None:
+def test_values_and_checkpoints_pass_a_default_group_that_takes_no_cpu_tensors(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

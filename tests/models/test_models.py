@@ -13,7 +13,7 @@ from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
-from vitpar.models.config import SHIPPED
+from vitpar.models.config import SHIPPED, config_from_json
 from vitpar.models.initial import initialise
 from vitpar.models.keyed_random import at_place, drop, keyed_uniform
 from vitpar.models.vit import Block, ViT, sincos_2d
@@ -308,3 +308,72 @@ def test_order_of_tokens(images: Tensor = torch.zeros(1, 3, 8, 8)) -> None:
         stem.pos_embed.zero_()
         stem.proj.bias.fill_(9)
     assert stem(images)[0, :, 0].tolist() == [1, 2, 3, 3, 9, 9, 9, 9]
+
+
+HUGE = 10**400
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({name: HUGE}, f"{name} of vit_custom is 10+…: it must be from 1 to")
+            for name in ("depth", "width", "heads")
+        ),
+        ({"depth": 1_025}, "depth of vit_custom is 1025: it must be from 1 to 1,024"),
+        ({"hidden": 131_073}, "hidden of vit_custom is 131073: it must be from 1 to 131,072"),
+        ({"num_classes": 10**9}, "num_classes of vit_custom is 1000000000: it must be from 1 to 1,000,000"),
+        ({"image_size": HUGE}, "image_size of vit_custom is 10+…: it must be from 1 to 16,384"),
+        ({"patch_size": 10**9}, "patch_size of vit_custom is 1000000000: it must be from 1 to 16,384"),
+        ({"channels": 10**9}, "channels of vit_custom is 1000000000: it must be from 1 to 1,024"),
+        (
+            {"representation_size": 10**9},
+            "representation_size of vit_custom is 1000000000: it must be from 1 to 131,072",
+        ),
+        ({"registers": HUGE}, "images of vit_custom have 10+… tokens, above 1,048,576: use larger patches"),
+        ({"image_size": 16_384, "patch_size": 8}, "images of vit_custom have 4194305 tokens, above 1,048,576"),
+        ({"drop_path": float("nan")}, "drop_path of vit_custom is nan"),
+        ({"pool": "x" * 10**6}, "unknown pool 'x{198}…' of vit_custom"),
+        ({"x" * 10**6: 1}, "unknown model option 'x{198}…'"),
+    ],
+)
+def test_sizes_that_no_model_has(options: dict[str, Any], message: str) -> None:
+    refused(message, **options)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_tiny_patch4_99999999999", "unknown model 'vit_tiny_patch4_99999999999'"),
+        ("vit_tiny_patch4_" + "9" * 5_000, "unknown model 'vit_tiny_patch4_9+…'"),
+        ("vit_tiny_patch4_²", "unknown model 'vit_tiny_patch4_²'"),
+        ("vit_tiny_patch٤_32", "unknown model 'vit_tiny_patch٤_32'"),
+        ("vit_tiny_patch0_32", "patch_size of vit_tiny_patch0_32 is 0"),
+        (
+            "vit_tiny_patch4_999999999",
+            "image_size of vit_tiny_patch4_999999999 is 999999999: it must be from 1 to 16,384",
+        ),
+        ("v" * 10**6, "unknown model 'v{198}…'"),
+    ],
+)
+def test_names_that_no_model_has(name: str, message: str) -> None:
+    refused(message, name)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"depth": "4"}, "depth: Input should be a valid integer"),
+        ({"depth": 4.5}, "depth: Input should be a valid integer"),
+        ({"depth": HUGE}, "depth of x is 10+…: it must be from 1 to 1,024"),
+        ({"x" * 10**6: 1}, "it says 'x{198}…', which no model has"),
+        ({"name": 3}, "name: Input should be a valid string"),
+    ],
+)
+def test_a_configuration_in_json(said: dict[str, Any], message: str) -> None:
+    whole = {"name": "x", "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "hidden": 96, "image_size": 8}
+    assert config_from_json(whole) == ViTConfig(**whole)
+    with pytest.raises(ModelError, match=message):
+        config_from_json(whole | said)

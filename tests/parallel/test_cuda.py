@@ -225,14 +225,14 @@ def test_no_attention_becomes_matrix_products_without_a_word(alone: None, attent
 WORLD = """
 import torch, torch.distributed as dist
 from vitpar.launch import ALONE, find_world, join, leave
-from vitpar.launch.world_group import all_gather_object, all_reduce_, barrier, broadcast_object
+from vitpar.launch.world_group import all_gather_json, all_reduce_, barrier, broadcast_json
 
 world = find_world() or ALONE
 device = join(world, "cuda")
 ranks = list(range(world.size))
 assert dist.get_backend() == ("gloo" if world.size == 1 else "nccl")
 barrier()
-assert all_gather_object(world.rank) == ranks and broadcast_object(world.rank) == 0
+assert all_gather_json(world.rank) == ranks and broadcast_json(world.rank) == 0
 x = torch.full((3,), float(world.rank), device=device)
 all_reduce_(x)
 dist.all_reduce(torch.ones(3, device=device))

@@ -101,7 +101,7 @@ def test_alone_there_are_no_links(alone: None) -> None:
     ("change", "sentence"),
     [
         ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
-        ({"speed": 1}, "speed: Extra inputs are not permitted"),
+        ({"speed": 1}, "unknown key 'speed'"),
         ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 1'"),
         ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
     ],
@@ -125,10 +125,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match=r"cannot read the hardware profile .*none.json: No such file"):
         read_hardware(tmp_path / "none.json")
     (tmp_path / "picture.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlannerError, match="it is not text"):
+    with pytest.raises(PlannerError, match="is not a hardware profile, Invalid JSON"):
         read_hardware(tmp_path / "picture.json")
     (tmp_path / "half.json").write_text('{"name": ')
-    with pytest.raises(PlannerError, match=r"half.json is not a hardware profile, the file: Invalid JSON"):
+    with pytest.raises(PlannerError, match=r"half.json is not a hardware profile, Invalid JSON"):
         read_hardware(tmp_path / "half.json")
 
 

@@ -12,8 +12,8 @@ from vitpar.errors import StrategyError
 from vitpar.strategy import parse
 from vitpar.strategy.galvatron import from_galvatron, read_galvatron, to_galvatron
 
-LIST = 'give whole numbers as text, one per block, as in "2,2,4"'
-COUNT = "give a whole number from 1 to a million"
+LIST = 'give at most 1,024 whole numbers as text, one per block, as in "2,2,4"'
+DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number from 1 to 16,777,216"
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ COUNT = "give a whole number from 1 to a million"
         ({"pp_size": 2}, "'pp_size' belongs to another kind of file: give one with pp_deg and tp_sizes_enc"),
         ({"use_sq": "0,0,0,0"}, r"unknown key 'use_sq' in the Galvatron plan: keys are .* \(did you mean 'use_sp'\?\)"),
         ({"embed_sdp": 0, "vocab_sdp": 1}, "embed_sdp is 0 but vocab_sdp, its other name, 1: leave out one of them"),
-        ({"pp_deg": "2"}, f"'pp_deg' in the Galvatron plan is \"2\": {COUNT}"),
-        ({"pp_deg": True}, f"'pp_deg' in the Galvatron plan is true: {COUNT}"),
-        ({"pp_deg": 0}, f"'pp_deg' in the Galvatron plan is 0: {COUNT}"),
+        ({"pp_deg": "2"}, f"'pp_deg' in the Galvatron plan is \"2\": {DEGREE}"),
+        ({"pp_deg": True}, f"'pp_deg' in the Galvatron plan is true: {DEGREE}"),
+        ({"pp_deg": 0}, f"'pp_deg' in the Galvatron plan is 0: {DEGREE}"),
         ({"global_bsz": 16.0}, f"'global_bsz' in the Galvatron plan is 16.0: {COUNT}"),
         ({"global_bsz": 10**9}, f"'global_bsz' in the Galvatron plan is 1000000000: {COUNT}"),
         ({"chunks": 0}, f"'chunks' in the Galvatron plan is 0: {COUNT}, or -1"),
@@ -48,7 +48,7 @@ COUNT = "give a whole number from 1 to a million"
         ({"dp_types_enc": "0,None,0,0"}, f"'dp_types_enc' in the Galvatron plan is \"0,None,0,0\": {LIST}"),
         (
             {"pp_division": [2, 2]},
-            r"'pp_division' .* is \[2, 2\]: give whole numbers as text, one per stage, as in \"6,6\"",
+            r"'pp_division' .* is \[2, 2\]: give at most 1,024 whole numbers as text, one per stage, as in \"6,6\"",
         ),
         ({"use_sp": "0,0,0"}, "use_sp has 3 values but tp_sizes_enc 4: give one for each block"),
         ({"tp_sizes_enc": "2"}, "tp_consecutive_flags has 4 values but tp_sizes_enc 1: give one for each block"),

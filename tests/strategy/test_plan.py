@@ -95,7 +95,7 @@ def test_open_degree_has_no_size() -> None:
     ("build", "message"),
     [
         (lambda: Axis("fsd", 2), "unknown role 'fsd': roles are pp, dp, fsdp, tp (did you mean 'fsdp'?)"),  # type: ignore[arg-type]
-        (lambda: Axis("dp", 0), "the degree of 'dp' is 0: use 1 or more"),
+        (lambda: Axis("dp", 0), "the degree of 'dp' is 0: use 1 to 65,536"),
         (
             lambda: Strategy((Axis("pp", 2),)),
             "'pp2' stands in a layer's strategy: give the pipeline degree as the plan's pp",
@@ -123,11 +123,11 @@ def test_open_degree_has_no_size() -> None:
             lambda: Plan(layers=(("0", Strategy()), ("*", Strategy((Axis("dp", 2),))))),
             "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies of as many ranks",
         ),
-        (lambda: Plan(pp=0), "the degree of 'pp' is 0: use 1 or more"),
+        (lambda: Plan(pp=0), "the degree of 'pp' is 0: use 1 to 65,536"),
         (lambda: Plan(pp_index=1), "pp_index is 1 but pp has 0 axes to stand behind: use 0 to 0"),
-        (lambda: Plan(virtual_stages=0), "virtual_stages is 0: use 1 or more"),
-        (lambda: Plan(microbatches=0), "microbatches is 0: use 1 or more"),
-        (lambda: Plan(microbatch_size=-1), "microbatch_size is -1: use 1 or more"),
+        (lambda: Plan(virtual_stages=0), "virtual_stages is 0: use 1 to 1,024"),
+        (lambda: Plan(microbatches=0), "microbatches is 0: use 1 to 16,777,216"),
+        (lambda: Plan(microbatch_size=-1), "microbatch_size is -1: use 1 to 16,777,216"),
         (
             lambda: Plan(schedule="1f1bb"),
             "unknown schedule '1f1bb': schedules are 1f1b, gpipe, interleaved1f1b, interleavedzerobubble, "

@@ -193,7 +193,7 @@ def test_plans_that_do_not_fit(plan: Plan, shape: Shape, message: str, batch_siz
 @pytest.mark.parametrize(
     ("plan", "batch_size", "message"),
     [
-        (parse("dp2"), 0, "the batch size is 0: use 1 or more"),
+        (parse("dp2"), 0, "the batch size is 0: use 1 to 16,777,216"),
         (
             parse("dp4xfsdp2"),
             100,

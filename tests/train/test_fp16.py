@@ -20,6 +20,8 @@ from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_file import read_recipe
 
 CPU = torch.device("cpu")
+FP16_LOSS = 2e-3
+"""Relative difference of losses after some steps in fp16, which has 11 bits (5e-4); seen: 4e-4 to 1.1e-3, by CPU."""
 
 # training
 
@@ -151,8 +153,8 @@ def test_training_in_fp16_goes_as_in_fp32(data: Path, tmp_path: Path, ranks: Cal
         assert all(error is None for _, error in ranks(2).run(watched, recipe, tmp_path / name))
         runs[name] = rows_of(tmp_path / name)
     losses = {name: [row["loss"] for row in rows] for name, rows in runs.items()}
-    assert losses["half"] == pytest.approx(losses["single"], rel=1e-3)
-    assert losses["other"] != pytest.approx(losses["single"], rel=1e-3), "the steps hardly change the losses"
+    assert losses["half"] == pytest.approx(losses["single"], rel=FP16_LOSS)
+    assert losses["other"] != pytest.approx(losses["single"], rel=FP16_LOSS), "the steps hardly change the losses"
     norms = [[row["grad_norm"] for row in runs[name]] for name in ("half", "single")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
     assert not any(key in row for row in runs["single"] for key in ("loss_scale", "skipped"))

@@ -1,16 +1,19 @@
 """Runs that hang: noticed by every rank that can, ended with one sentence, and what each rank was doing on the disk."""
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.command_line import run, started
+from helpers.command_line import clean_environment, run, started
 from helpers.killed_runs import alive, lines, ranks_of, wait_for
 from helpers.small_data import pack_small
 from vitpar.train.hang import Answer, behind, sentence
@@ -144,6 +147,40 @@ def test_a_run_alone_is_ended_too(place: Path) -> None:
     )
 
 
+ALONE_AND_STUCK = """
+import sys, time
+from pathlib import Path
+from vitpar.launch import ALONE, join
+from vitpar.train.watchdog import Watchdog
+join(ALONE, "cpu")
+with Watchdog(0.005) as watchdog:
+    watchdog.settled = True
+    watchdog.folder = Path(sys.argv[1]) if sys.argv[1:] else None
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_stacks_are_not_written_through_links(known: bool, tmp_path: Path) -> None:
+    """Nor to a name that somebody else could have taken before."""
+    folder, victim = tmp_path / ("hang" if known else "vitpar-hang"), tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("mine")
+    (folder / "rank0.txt").symlink_to(victim)
+    words = [sys.executable, "-c", ALONE_AND_STUCK, *([str(folder)] if known else [])]
+    env = clean_environment() | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    found = re.search(r"; stacks are in '(.+)'\n$", done.stderr)
+    assert found and victim.read_text() == "mine", done.stderr
+    dump = Path(found[1]) / "rank0.txt"
+    assert dump.is_file() and not dump.is_symlink() and "thread MainThread:" in dump.read_text()
+    if known:
+        assert dump.parent == folder
+    else:
+        assert dump.parent.name.startswith("vitpar-hang-") and dump.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_slow_steps_are_no_hang_and_0_is_for_ever() -> None:
     """Beats keep it quiet, whatever time passes in all; the first step has more; without minutes there is no thread."""
     with Watchdog(0) as off:
@@ -160,7 +197,7 @@ def test_slow_steps_are_no_hang_and_0_is_for_ever() -> None:
 def answer(
     rank: int, number: int, phase: str = COMPUTING, step: int = 7, group: tuple[int, ...] = (0, 1, 2, 3)
 ) -> Answer:
-    return Answer(rank, phase, step, {"0": (number, list(group))})
+    return Answer(rank, phase, step, {"0": (number, list(group))}, folder="run/hang")
 
 
 def test_who_is_behind() -> None:
@@ -175,16 +212,22 @@ def test_who_is_behind() -> None:
 
 def test_the_sentence() -> None:
     answers = {rank: answer(rank, 5) for rank in range(4)}
-    said = sentence(answers, 4, 10, "x")
-    assert "10 minutes; ranks 0-3 were computing step 7, which one holds up the others cannot be told; stacks" in said
+    said = sentence(answers, 4, 10)
+    assert "10 minutes; ranks 0-3 were computing step 7, which one holds up the others cannot be told; " in said
+    assert said.endswith("; stacks are in 'run/hang'")
     answers[2] = answer(2, 4, WAITING)
-    said = sentence(answers, 4, 10, "x")
+    said = sentence(answers, 4, 10)
     assert (
         "rank 2 had not come to a collective that ranks 0, 1 and 3 had called, ranks 0, 1 and 3 were computing" in said
     )
     assert "rank 2 was waiting for the data of step 7" in said
-    del answers[2], answers[0]
-    assert "; ranks 0 and 2 gave no sign, ranks 1 and 3 were computing step 7; stacks" in sentence(answers, 4, 10, "x")
+    for rank in range(4):
+        answers[rank] = replace(answers[rank], folder=f"/tmp/{rank}")
+    assert sentence(answers, 4, 10).endswith("; stacks are in '/tmp/0' and '/tmp/1' and '/tmp/2' and '/tmp/3'")
+    answers[4] = replace(answers[3], rank=4, folder="/tmp/4")
+    assert sentence(answers, 5, 10).endswith(" and '/tmp/3' and 1 more")
+    del answers[2], answers[0], answers[4]
+    assert "; ranks 0 and 2 gave no sign, ranks 1 and 3 were computing step 7; stacks" in sentence(answers, 4, 10)
     assert Answer.read(answers[1].text()).place == "computing step 7"
 
 

@@ -176,7 +176,7 @@ def test_wrong_settings_get_a_sentence(file: Path, assignments: list[str], messa
 def test_a_section_that_is_no_section(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="recipe key 'train' is 3"):
         read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'))
-    with pytest.raises(RecipeError, match=r"'train\.seed' names no setting"):
+    with pytest.raises(RecipeError, match=r"recipe key 'train' is 3: write a table"):
         read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'), {"train.seed": 1})
 
 
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_recipe(written(tmp_path, "[train\nseed = 1"))
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="is not valid TOML"):
         read_recipe(binary)
 
 

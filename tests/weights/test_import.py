@@ -179,7 +179,7 @@ def test_heads_are_not_guessed(tmp_path: Path) -> None:
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"model_type": "dinov2"}, "model_type 'dinov2'"),
         ({"num_attention_heads": 5}, "5 heads do not divide the width 24"),
-        ({"num_attention_heads": 10**12}, "heads do not divide the width 24"),
+        ({"num_attention_heads": 10**12}, "heads of vit_custom is 1000000000000: it must be from 1 to 131,072"),
     ],
 )
 def test_a_config_of_another_model_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:

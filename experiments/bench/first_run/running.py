@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,11 @@ def last_json(lines: list[str]) -> Any:
     return None
 
 
+@cache
 def _writable_home() -> dict[str, str]:
-    """Triton and pip-installed packages keep caches in HOME, which a machine may not let them write."""
+    """Triton and pip-installed packages keep caches in HOME, which a machine may not let them write.
+
+    Nobody else can have put anything into the folder that stands in for it: what is in a cache is run.
+    """
     home = os.environ.get("HOME", "")
-    return {} if home and os.access(home, os.W_OK) else {"HOME": tempfile.gettempdir()}
+    return {} if home and os.access(home, os.W_OK) else {"HOME": tempfile.mkdtemp(prefix="vitpar-home-")}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitpar.launch.world_group import all_gather_object
+from vitpar.launch.world_group import all_gather_json
 
 STEPS = 3  # recorded, after one that is not
 MOST = 100  # of a rank that are compared with those of others
@@ -94,7 +94,7 @@ def _kernel_flops(profiler: Any) -> Counter[str]:
 def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> tuple[Kernel, ...]:
     """Of all ranks, of one step."""
     world = dist.get_world_size()
-    every: list[Any] = all_gather_object((mine, seconds, matmul_rate))
+    every = all_gather_json((mine, seconds, matmul_rate))
     step, rate = (sum(rank[place] for rank in every) / world for place in (1, 2))
     kernels = []
     for name in dict.fromkeys(name for rows, *_ in every for name in rows):

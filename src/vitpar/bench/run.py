@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from vitpar.bench.kernels import record
 from vitpar.bench.limits import Limits, measure_limits
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated
 from vitpar.bench.runner import Phased, Runner, Told
-from vitpar.launch.world_group import all_gather_object
+from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ViTConfig
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
@@ -120,7 +120,8 @@ def _over_ranks(
 ) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
     """Phases, whole steps and rates of all ranks together. Collective."""
     world = dist.get_world_size()
-    every = all_gather_object((phased, limits))
+    told = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
+    every = [([Phased(**run) for run in runs], Limits(**found)) for runs, found in told]
     names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
 
     def mean(values: Iterable[float]) -> float:

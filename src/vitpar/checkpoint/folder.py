@@ -17,9 +17,11 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 
 from vitpar.checkpoint.atomic import remove
-from vitpar.checkpoint.index import INDEX, Index, damage, damaged_sizes, read_index
+from vitpar.checkpoint.index import INDEX, Index, damage, damaged_sizes, first_line, read_index
 from vitpar.errors import CheckpointError
-from vitpar.launch.world_group import all_gather_object
+from vitpar.files import read_bytes
+from vitpar.launch.world_group import all_gather_json
+from vitpar.limits import MAX_JSON_BYTES
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
@@ -70,10 +72,11 @@ class Checkpoint:
         """Raises CheckpointError where `path` is none."""
         index = read_index(path)
         try:
-            facts = Facts.model_validate_json((path / STATE).read_bytes())
+            facts = Facts.model_validate_json(read_bytes(path / STATE, MAX_JSON_BYTES))
         except (OSError, ValidationError) as error:
-            first = str(error).splitlines()[0]
-            raise CheckpointError(f"{STATE} of '{path}' cannot be read: {first}: use another checkpoint") from None
+            raise CheckpointError(
+                f"{STATE} of '{path}' cannot be read: {first_line(error)}: use another checkpoint"
+            ) from None
         return cls(path, index, facts)
 
     @classmethod
@@ -89,7 +92,7 @@ class Checkpoint:
             wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
         except CheckpointError as error:
             wrong = str(error)
-        if first := next(filter(None, all_gather_object(wrong)), None):
+        if first := next(filter(None, all_gather_json(wrong)), None):
             raise CheckpointError(first)
         assert found is not None
         return found

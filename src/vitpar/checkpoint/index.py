@@ -8,28 +8,32 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
-from vitpar.errors import CheckpointError
+from vitpar.errors import CheckpointError, shown
+from vitpar.files import open_regular, read_json, refuse_irregular
+from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_TENSOR_DIMS, MAX_TENSOR_PARTS
+from vitpar.records import Record, first_wrong, table_of
 
 INDEX = "index.json"
 _CHUNK = 1 << 24
 
 
 _WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
-Box = tuple[int, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
+Size = Annotated[int, Field(ge=0, le=MAX_INT64)]
+Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_TENSOR_DIMS), FailFast()]
+Box = tuple[Size, Shape, Shape]
 """A part of a tensor: the number of the shard that has it under the tensor's name, where it begins, and its shape."""
 
 
-class StoredTensor(BaseModel):
+class StoredTensor(Record):
     """dtype: as torch names it. parts: boxes that fill it."""
 
-    model_config = ConfigDict(extra="forbid")
     dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
-    shape: tuple[NonNegativeInt, ...]
-    parts: list[Box]
+    shape: Shape
+    parts: Annotated[list[Box], Field(max_length=MAX_TENSOR_PARTS), FailFast()]
 
     @property
     def width(self) -> int:
@@ -47,31 +51,29 @@ class StoredTensor(BaseModel):
             return False
         # Boxes cover an odd number of times all of the tensor and nothing else if and only if the corners that an odd
         # number of them have are those of the tensor; with as many elements as it has, they cover it once.
+        cut = [dim for dim, end in enumerate(self.shape) if any(sizes[dim] != end for _, _, sizes in self.parts)]
         odd = set[tuple[int, ...]]()
         whole = (0, tuple(0 for _ in self.shape), self.shape)
         for _, offsets, sizes in (*self.parts, whole):
             if math.prod(sizes):
-                ends = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
-                odd ^= set(itertools.product(*ends))
+                odd ^= set(itertools.product(*((offsets[dim], offsets[dim] + sizes[dim]) for dim in cut)))
         return not odd
 
 
-class StoredFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    bytes: int
-    crc32: int
+class StoredFile(Record):
+    bytes: Size
+    crc32: Size
 
 
-class Index(BaseModel):
+class Index(Record):
     """What is in a folder. shards: the files of tensors. files: these and those of text, by name. crc32: of all the
     rest."""
 
-    model_config = ConfigDict(extra="forbid")
     version: Literal[1] = 1
-    shards: list[str]
-    tensors: dict[str, StoredTensor]
-    files: dict[str, StoredFile]
-    crc32: int = 0
+    shards: Annotated[list[str], FailFast()]
+    tensors: Annotated[dict[str, StoredTensor], table_of(StoredTensor.model_validate)]
+    files: Annotated[dict[str, StoredFile], table_of(StoredFile.model_validate)]
+    crc32: Size = 0
 
     @property
     def checksum(self) -> int:
@@ -82,19 +84,25 @@ class Index(BaseModel):
 def read_index(folder: Path) -> Index:
     """Raises CheckpointError where there is none, or one that names files outside the folder or says nonsense."""
     try:
-        index = Index.model_validate_json((folder / INDEX).read_bytes())
+        index = Index.model_validate(read_json(folder / INDEX, MAX_INDEX_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"'{folder}' is no checkpoint ({INDEX} is missing): name a folder that has it") from None
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{INDEX} of '{folder}' cannot be read: {first_line(error)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{INDEX} of '{folder}' cannot be read: {first_line(error)}: use another checkpoint"
+        ) from None
     if index.crc32 != index.checksum:
         raise CheckpointError(f"{INDEX} of '{folder}' is not what was written: use another checkpoint")
     for name in {*index.files, *index.shards}:
         if Path(name).name != name or name in ("", "..") or "\0" in name or name not in index.files:
-            raise CheckpointError(f"{INDEX} of '{folder}' names {name!r}, which cannot be in it: do not use it")
+            raise CheckpointError(
+                f"{INDEX} of '{folder}' names {shown(repr(name))}, which cannot be in it: do not use it"
+            )
     for name, tensor in index.tensors.items():
         if not tensor.is_filled(len(index.shards)):
-            raise CheckpointError(f"{INDEX} of '{folder}' has parts of {name} that do not make it up: do not use it")
+            raise CheckpointError(
+                f"{INDEX} of '{folder}' has parts of {shown(name)} that do not make it up: do not use it"
+            )
     if len(set(index.shards)) < len(index.shards):
         raise CheckpointError(f"{INDEX} of '{folder}' names a file twice: do not use it")
     needed = Counter[str]()
@@ -104,7 +112,8 @@ def read_index(folder: Path) -> Index:
     for name, size in needed.items():
         if size > (has := index.files[name].bytes):
             raise CheckpointError(
-                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {name}, which has {has:,}: do not use it"
+                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {shown(name)}, which has {has:,}: do not use "
+                "it"
             )
     return index
 
@@ -120,10 +129,13 @@ def damaged_sizes(folder: Path, index: Index) -> str | None:
 def other_size(path: Path, known: StoredFile) -> str | None:
     """What is wrong with the size of a file, None if nothing is."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        refuse_irregular(found, path)
     except OSError as error:
-        return f"{path.name}: {error.strerror}"
-    return f"{path.name} has {size:,} bytes where {known.bytes:,} were written" if size != known.bytes else None
+        return f"{shown(path.name)}: {error.strerror}"
+    if found.st_size == known.bytes:
+        return None
+    return f"{shown(path.name)} has {found.st_size:,} bytes where {known.bytes:,} were written"
 
 
 def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
@@ -133,16 +145,16 @@ def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
             return wrong
         try:
             if crc32(folder / name) != known.crc32:
-                return f"{name} is not what was written"
+                return f"{shown(name)} is not what was written"
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{shown(name)}: {error.strerror}"
     return None
 
 
 def crc32(path: Path) -> int:
     """Of a file."""
     crc = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc
@@ -150,4 +162,6 @@ def crc32(path: Path) -> int:
 
 def first_line(error: Exception) -> str:
     """Of what it says."""
-    return str(error).splitlines()[0]
+    if isinstance(error, ValidationError):
+        return first_wrong(error)
+    return shown((getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0])

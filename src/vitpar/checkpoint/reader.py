@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from vitpar.checkpoint.index import Index, first_line, read_index
-from vitpar.errors import CheckpointError
+from vitpar.errors import CheckpointError, shown
+from vitpar.files import stat_regular
 
 
 @torch.no_grad()
@@ -102,13 +103,20 @@ class _Reader(StorageReader):
             by_file[self._held[item.storage_index]].append(item)
         for name, items in by_file.items():
             try:
+                stat_regular(self._folder / name)
                 with safe_open(self._folder / name, framework="pt") as file:
                     for item in items:
                         begins = zip(item.storage_offsets, item.lengths, strict=True)
                         box = tuple(slice(begin, begin + length) for begin, length in begins)
                         stored = file.get_slice(item.storage_index.fqn)
                         target = planner.resolve_tensor(item)
-                        target.copy_(stored[box] if box else file.get_tensor(item.storage_index.fqn))
+                        part = stored[box] if box else file.get_tensor(item.storage_index.fqn)
+                        if part.shape != target.shape:
+                            raise CheckpointError(
+                                f"{shown(item.storage_index.fqn)} in '{self._folder / name}' is not what was written: "
+                                "use another checkpoint"
+                            )
+                        target.copy_(part)
                         planner.commit_tensor(item, target)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"'{self._folder / name}' cannot be read: {first_line(error)}") from None

@@ -33,7 +33,7 @@ from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, othe
 from vitpar.checkpoint.reader import part
 from vitpar.checkpoint.sharing import agreed, shard_name
 from vitpar.errors import CheckpointError
-from vitpar.launch.world_group import all_gather_object, broadcast_object
+from vitpar.launch.world_group import all_gather_json, broadcast_json
 
 T = TypeVar("T")
 DONE, BUSY, FAILED = 0.0, 1.0, 2.0
@@ -101,16 +101,16 @@ class Writer:
                 wrong = _cause(error)
         here = {name: tensor for name, tensor in tensors.items() if part(tensor).numel()}
         layout = {name: (tensor.dtype, part(tensor).shape) for name, tensor in here.items()}
-        answers = all_gather_object((wrong, layout != self._layout))
+        answers = all_gather_json((wrong, layout != self._layout))
         _raise_first(folder, [wrong for wrong, _ in answers])
         if any(changed for _, changed in answers):
-            names, self._tensors = agreed(here)
+            names, self._tensors = agreed(here, dist.get_rank())
             try:
                 self._image = None  # before there is room for the next
                 self._image = FileImage.of(here, names)
             except RuntimeError as error:  # what torch makes of too little memory
                 wrong = _cause(error)
-            _raise_first(folder, all_gather_object(wrong))
+            _raise_first(folder, all_gather_json(wrong))
             self._layout = layout
         self._stage(here)
         self._flight = _Flight(folder, texts, published, begun)
@@ -152,7 +152,7 @@ class Writer:
         if flight.stage == "writing":
             self._collect()
         self._flight = None
-        wrong, told = broadcast_object(_outcome(flight.work))
+        wrong, told = broadcast_json(_outcome(flight.work))
         _raise_first(flight.folder, [wrong])
         assert told is not None, "rank 0 has published it"
         seconds, size = told
@@ -187,7 +187,8 @@ class Writer:
         """When this rank has written its file: gather what the files are, and let rank 0 make a checkpoint of them."""
         flight = self._flight
         assert flight is not None
-        answers = all_gather_object(_outcome(flight.work))
+        wrong, stored = _outcome(flight.work)
+        answers = all_gather_json((wrong, stored.model_dump() if stored else None))
         try:
             _raise_first(flight.folder, [wrong for wrong, _ in answers])
         except CheckpointError:
@@ -196,7 +197,11 @@ class Writer:
         flight.stage = "publishing"
         flight.work = None
         if dist.get_rank() == 0:
-            files = {shard_name(rank, len(answers)): stored for rank, (_, stored) in enumerate(answers) if stored}
+            files = {
+                shard_name(rank, len(answers)): StoredFile(**stored)
+                for rank, (_, stored) in enumerate(answers)
+                if stored
+            }
             flight.work = _in_background(self._publish, flight, files)
 
     def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:

@@ -28,13 +28,15 @@ _NAMED = 3  # bad samples that are named; the others are only counted
 
 
 class Encoded(Protocol):
-    """Where the bytes of samples are, by number."""
+    """Encoded images by number. checked: whether `read` compares them with a checksum."""
+
+    checked: bool
 
     def read(self, i: int) -> bytes:
-        """The encoded image of sample `i`. Raises DataError."""
+        """Return the encoded image of sample `i`. Raises DataError, and BadImage where that sample is damaged."""
 
-    def complaint(self, i: int, data: bytes, error: BadImage) -> str:
-        """Which sample `i` is, and why `data`, its bytes, cannot be decoded."""
+    def complaint(self, i: int, error: BadImage) -> str:
+        """Name sample `i`, with what is wrong with it."""
 
 
 @dataclass
@@ -144,11 +146,11 @@ class Decoder:
             sample = int(job.samples[row])
             if sample == IGNORED:
                 continue
-            data = job.source.read(sample)
             try:
-                pixels[place] = self.apply(decode(data), int(job.keys[row])).numpy()
+                image = decode(job.source.read(sample), strict=not job.source.checked)
+                pixels[place] = self.apply(image, int(job.keys[row])).numpy()
             except BadImage as error:
-                problem = job.source.complaint(sample, data, error)
+                problem = job.source.complaint(sample, error)
                 if self.bad_sample == "fail":
                     raise DataError(f"{problem}; replace it, or skip such with data.bad_sample") from error
                 job.labels[row] = IGNORED

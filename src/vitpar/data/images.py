@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.limits import MAX_DECODED_BYTES, MAX_PIXELS, MAX_SCANS
 
 try:
     import simplejpeg
@@ -24,16 +25,18 @@ _SIGNATURES = (
     (b"II*\0", "tif"),
     (b"MM\0*", "tif"),
 )
-IMAGE_TYPES = ("jpg", "png", "gif", "bmp", "tif", "webp")
+_DECODERS = {"jpg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "tif": "TIFF", "webp": "WEBP"}
+"""Pillow's decoder for each type. No other may run: that of EPS starts Ghostscript, which runs what it is given."""
+IMAGE_TYPES = tuple(_DECODERS)
 FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
-MOST_PIXELS = 1 << 27  # an image of some hundred bytes may claim gigabytes
 _ORIENTATION = 0x0112  # Exif's tag
 _HEADER = 1 << 16  # bytes within which Exif stands
 
 
 class BadImage(DataError):
-    """Bytes that cannot be decoded. The loader may skip such a sample; every other error of a data set ends the run."""
+    """A sample whose bytes are damaged or cannot be decoded. The loader may skip such a sample; every other error of a
+    data set ends the run."""
 
 
 def image_type(data: bytes) -> str | None:
@@ -45,39 +48,73 @@ def image_type(data: bytes) -> str | None:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels as stored, from the header alone. Raises BadImage, also for more than MOST_PIXELS."""
+    """(width, height) in pixels as stored, from the header alone.
+
+    Raises BadImage, also for a JPEG of more than MAX_PIXELS and for others that decode to more than MAX_DECODED_BYTES.
+    """
+    kind = _known_type(data)
+    if kind == "jpg" and data.count(b"\xff\xda") > MAX_SCANS:  # each takes as long as a whole image
+        raise BadImage(f"it has more than {MAX_SCANS} scans")
     try:
-        width, height = _size(data)
+        width, height = _size(data, kind)
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"its header cannot be read ({_reason(error)})") from error
-    if width * height > MOST_PIXELS:
-        raise BadImage(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+    most = MAX_PIXELS if kind == "jpg" else MAX_DECODED_BYTES // 3
+    if width * height > most:
+        raise BadImage(f"it has {width} x {height} pixels, more than {most:,}")
     return width, height
 
 
-def _size(data: bytes) -> tuple[int, int]:
-    if simplejpeg is not None and data[:2] == b"\xff\xd8":
+def _known_type(data: bytes) -> str:
+    if (kind := image_type(data)) is None:
+        raise BadImage("it is of no known image format")
+    return kind
+
+
+def _size(data: bytes, kind: str) -> tuple[int, int]:
+    if simplejpeg is not None and kind == "jpg":
         with suppress(ValueError, KeyError):  # Pillow knows more kinds
             height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
             return width, height
-    with Image.open(io.BytesIO(data)) as image:
+    with _opened(data, kind) as image:
         return image.size
 
 
-def decode(data: bytes) -> NDArray[np.uint8]:
-    """The pixels as writable RGB, uint8 [height, width, 3], the right side up; grey is repeated, alpha dropped. Raises
-    BadImage."""
-    image_size(data)
-    if simplejpeg is not None and data[:2] == b"\xff\xd8":
+def _opened(data: bytes, kind: str) -> Image.Image:
+    return Image.open(io.BytesIO(data), formats=(_DECODERS[kind],))
+
+
+def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
+    """Decode an image to writable RGB, uint8 [height, width, 3], the right side up; grey is repeated, alpha dropped.
+
+    A JPEG that would have more than MAX_DECODED_BYTES is decoded at half its width and height. strict: refuse a JPEG at
+    which libjpeg warns, as it does at most flipped bits, and at some harmless flaws of old encoders; for bytes that no
+    checksum vouches for. Raises BadImage.
+    """
+    width, height = image_size(data)
+    kind = _known_type(data)
+    halved = 3 * width * height > MAX_DECODED_BYTES
+    if simplejpeg is not None and kind == "jpg":
+        least = {"min_width": -(-width // 2), "min_height": -(-height // 2), "min_factor": 2} if halved else {}
         try:
-            return _upright(simplejpeg.decode_jpeg(data, strict=True), _orientation(data))
-        except ValueError:
-            pass  # strict also refuses harmless flaws; Pillow tells those from real damage
+            return _upright(simplejpeg.decode_jpeg(data, strict=True, **least), _orientation(data))
+        except ValueError as error:
+            if strict and _is_common(data):
+                raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            return _upright(_rgb(image), _orientation(data) if image.format == "JPEG" else _noted(image.getexif))
+        with _opened(data, kind) as image:
+            if halved:
+                image.draft(image.mode, (width // 2, height // 2))
+            return _upright(_rgb(image), _orientation(data) if kind == "jpg" else _noted(image.getexif))
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
+
+
+def _is_common(data: bytes) -> bool:
+    """Whether a JPEG is of a kind that libjpeg-turbo converts to RGB, so that its complaint is about the bytes."""
+    with suppress(ValueError, KeyError):
+        return simplejpeg.decode_jpeg_header(data, strict=False)[2] in ("YCbCr", "RGB", "Gray")
+    return False
 
 
 def _orientation(data: bytes) -> int:
@@ -115,7 +152,7 @@ def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 def _reason(error: Exception) -> str:
     # Pillow's own words name the buffer by its address, which would be another one every time.
-    return "of no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
+    return "of no known image format" if isinstance(error, UnidentifiedImageError) else shown(error)
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:

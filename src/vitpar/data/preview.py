@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vitpar.data.images import decode
+from vitpar.data.images import BadImage, decode
 from vitpar.data.order import Order
 from vitpar.data.randomness import Draws, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms import EvalTransform, Mix, TrainTransform
+from vitpar.errors import DataError
 
 ROWS, EPOCHS = 6, 7
 _GAP, _LINE, _LEAST = 4, 12, 64  # pixels
@@ -23,7 +25,7 @@ def contact_sheet(
     """The first samples of the run, a row each, with the name of the class: how it is evaluated, then what epoch after
     epoch makes of it. Mixed images are mixed with the next row. Raises DataError for a damaged image."""
     samples = order.samples(0, np.arange(min(ROWS, order.size)))
-    pixels = [decode(shards.read(int(sample))) for sample in samples]
+    pixels = [_pixels(shards, int(sample)) for sample in samples]
     columns = [torch.stack([evaluated(image) for image in pixels])]
     zeros = np.zeros_like(samples)
     for epoch in range(EPOCHS):
@@ -35,6 +37,13 @@ def contact_sheet(
         columns.append(images)
     names = [shards.classes[shards.label(int(sample))] for sample in samples]
     return _sheet(torch.stack(columns, 1), names, train.size)
+
+
+def _pixels(shards: ShardSet, i: int) -> NDArray[np.uint8]:
+    try:
+        return decode(shards.read(i))
+    except BadImage as error:
+        raise DataError(shards.complaint(i, error)) from None
 
 
 def _sheet(images: Tensor, names: Sequence[str], size: int) -> Image.Image:

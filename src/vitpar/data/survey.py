@@ -44,4 +44,4 @@ def _size(shards: ShardSet, i: int) -> tuple[int, int, int]:
         data = shards.read(i)
         return *image_size(data), len(data)
     except BadImage as error:
-        raise DataError(f"sample '{shards.name(i)}' of '{shards.folder}' is damaged: {error}") from None
+        raise DataError(shards.complaint(i, error)) from None

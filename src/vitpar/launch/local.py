@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,11 @@ from typing import Literal
 
 from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
+from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import PARENT_PIPE, Report
+from vitpar.launch.reports_folder import reports_folder
 from vitpar.launch.world import LOOPBACK, REPORTS
+from vitpar.limits import MAX_RANKS
 
 POLL = 0.02  # seconds between two looks at the workers
 CONFIRM = 0.1  # seconds after a failure in which an earlier one may still come to light
@@ -108,10 +110,10 @@ def run_world(
 ) -> Outcome:
     """As `spawn`, but returns the message instead of printing it."""
     _check_room(num_workers, device)
-    with tempfile.TemporaryDirectory(prefix="vitpar-") as folder, _StopSignals() as stop:
+    with reports_folder() as folder, _StopSignals() as stop:
         # We listen ourselves, on loopback only and on a port that is ours from now on; the store takes the socket over.
         listener = socket.create_server((LOOPBACK, 0))
-        with _Workers(num_workers, argv, listener.getsockname()[1], Path(folder), env or {}) as workers:
+        with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
             from torch.distributed import TCPStore  # takes seconds, while the workers do the same
 
             store = TCPStore(
@@ -129,6 +131,9 @@ def run_world(
 def _check_room(num_workers: int, device: Literal["cpu", "cuda"]) -> None:
     if num_workers < 1:
         raise LaunchError(f"{num_workers} workers were asked for: start at least 1")
+    if num_workers > MAX_RANKS:
+        raise LaunchError(f"{num_workers} workers were asked for: start at most {MAX_RANKS}")
+    allow_open_files(num_workers)
     if device == "cuda":
         from torch.cuda import device_count
 

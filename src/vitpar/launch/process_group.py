@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from vitpar.errors import LaunchError
 from vitpar.launch.cores import cpu_share
 from vitpar.launch.malloc import keep_freed_memory
+from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import watch_parent
+from vitpar.launch.store import loopback_store, meeting, meeting_place
 from vitpar.launch.world import World
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+
+__all__ = ["finish", "join", "leave", "meeting_place", "share_cores"]
 
 Device = Literal["cpu", "cuda"]
 LOOPBACK = "GLOO_SOCKET_IFNAME"
@@ -33,9 +37,10 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     threads (unless OMP_NUM_THREADS says it, or this rank is alone on its machine: torch then decides); on a CPU, lets
     freed memory be kept for what comes next. timeout: seconds to wait for other ranks, here and in every collective.
     store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds after another.
-    Raises LaunchError when this rank has no GPU or the ranks cannot meet.
+    Raises LaunchError when this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
     """
     watch_parent()
+    allow_open_files(world.size)
     share_cores(world)
 
     import torch.distributed as dist
@@ -60,37 +65,20 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     # In a world of one nothing is sent between GPUs, so NCCL need not start.
     nccl = device == "cuda" and world.size > 1
     limit = timedelta(seconds=timeout)
-    try:
+    with meeting(world):
+        # A world of one needs no network, so no port can be taken and no firewall be in the way.
+        store = dist.HashStore() if world.size == 1 else store or loopback_store(world, limit)
         dist.init_process_group(
             "nccl" if nccl else "gloo",
-            # A world of one needs no network, so no port can be taken and no firewall be in the way.
-            store=dist.HashStore() if world.size == 1 else store,
-            init_method=None if world.size == 1 or store is not None else "env://",
+            store=store,
+            init_method="env://" if store is None else None,
             rank=world.rank,
             world_size=world.size,
             timeout=limit,
             device_id=own_device if nccl else None,
         )
         cpu_group(limit)
-    except dist.DistError as error:
-        raise LaunchError(
-            f"rank {world.rank} of {world.size} could not meet the others at {world.master_addr}:{world.master_port} "
-            f"({str(error).splitlines()[0]}): check that all ranks started and reach that host, or set MASTER_ADDR and "
-            f"MASTER_PORT to another place"
-        ) from error
     return own_device
-
-
-def meeting_place(world: World) -> Store | None:
-    """A store that the processes of `world` share without being a process group; None in a world of one."""
-    watch_parent()
-    if world.size == 1:
-        return None
-    from torch.distributed import TCPStore
-
-    address = (world.master_addr, world.master_port)
-    ours = world.rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    return TCPStore(*address, world_size=world.size, is_master=ours, timeout=timedelta(minutes=10))
 
 
 def leave() -> None:

@@ -3,8 +3,10 @@
 | launcher | recognised by | where the ranks meet, unless MASTER_ADDR and MASTER_PORT say it |
 |---|---|---|
 | vitpar, torchrun | RANK, LOCAL_RANK | (they always say it) |
-| mpirun of OpenMPI | OMPI_COMM_WORLD_RANK | this machine (several: MASTER_ADDR needed), a port from the job's name |
+| mpirun of OpenMPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR is needed, a port from the job's name |
 | srun of SLURM | a step of two or more tasks | the first host of the step, a port from the job's number |
+
+Ranks that mpirun or srun started on one machine meet on its loopback, whatever MASTER_ADDR says.
 
 An MPI world may stand inside a SLURM job, and a torchrun world inside either, so they are tried from the innermost out.
 """
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from vitpar.errors import LaunchError
+from vitpar.errors import LaunchError, shown
+from vitpar.limits import MAX_RANKS
 
 Launcher = Literal["none", "vitpar", "torchrun", "openmpi", "slurm"]
 
@@ -29,6 +32,8 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 20000, 12000
 # SLURM numbers the batch script, the interactive shell and its other helpers from here up: they are not steps of srun.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_MOST_DIGITS = 20  # of a number
+_MOST_HOST_CHARS = 255  # of a host's name
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class World:
     """This process's place among all: `rank` of `size`, and `local_rank` of `local_size` on this machine.
 
     launcher: who started the processes. master_addr, master_port: where they meet (unused in a world of one).
-    Raises LaunchError when the numbers contradict each other.
+    Raises LaunchError when the numbers contradict each other, or for more than MAX_RANKS ranks.
     """
 
     rank: int
@@ -48,6 +53,11 @@ class World:
     master_port: int = 0
 
     def __post_init__(self) -> None:
+        if self.size > MAX_RANKS:
+            raise LaunchError(
+                f"{self.launcher} gave a world of {self.size} ranks: start at most {MAX_RANKS}, or correct its "
+                f"variables"
+            )
         if not 0 <= self.rank < self.size:
             raise LaunchError(
                 f"{self.launcher} gave rank {self.rank} in a world of {self.size}, where ranks go from 0 to "
@@ -65,6 +75,12 @@ class World:
     def single_machine(self) -> bool:
         """Whether every rank runs on this machine."""
         return self.local_size == self.size
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether rank 0 listens on loopback only. It does where it listens at all and all ranks are on its machine:
+        torchrun and vitpar itself listen for their ranks."""
+        return self.launcher in ("openmpi", "slurm") and self.size > 1 and self.single_machine
 
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
@@ -86,8 +102,8 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
         return _agreeing(_from_slurm(env), env)
     if "WORLD_SIZE" in env:
         raise LaunchError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']} but RANK is not set: start the ranks with torchrun, srun or mpirun, "
-            f"or unset WORLD_SIZE"
+            f"WORLD_SIZE is {shown(env['WORLD_SIZE'])} but RANK is not set: start the ranks with torchrun, srun or "
+            f"mpirun, or unset WORLD_SIZE"
         )
     return None
 
@@ -121,7 +137,7 @@ def _from_openmpi(env: Mapping[str, str]) -> World:
         local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_size=local_size,
         launcher="openmpi",
-        master_addr=env.get("MASTER_ADDR") or LOOPBACK,
+        master_addr=LOOPBACK if size == local_size else env["MASTER_ADDR"],
         master_port=_port(env, zlib.crc32((job or "").encode())),
     )
 
@@ -138,7 +154,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         local_rank=_integer(env, "SLURM_LOCALID"),
         local_size=local_size,
         launcher="slurm",
-        master_addr=env.get("MASTER_ADDR") or (LOOPBACK if local_size == size else hosts[0]),
+        master_addr=LOOPBACK if local_size == size else env.get("MASTER_ADDR") or hosts[0],
         master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run side by side
     )
 
@@ -164,17 +180,17 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
         return _integer(env, "SLURM_NTASKS_PER_NODE")
     tasks: list[int] = []
     for part in listing.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if match is None or len(tasks) + int(match[2] or 1) > MAX_RANKS:
             raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE is '{listing}', where '{part}' is not a count such as 4 or 4(x2): "
-                f"start the ranks with srun and leave its variables alone"
+                f"SLURM_STEP_TASKS_PER_NODE is '{shown(listing)}', where '{shown(part)}' is not a count such as 4 or "
+                f"4(x2) on at most {MAX_RANKS} machines: start the ranks with srun and leave its variables alone"
             )
         tasks += [int(match[1])] * int(match[2] or 1)
     node = _integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0
     if node >= len(tasks):
         raise LaunchError(
-            f"SLURM_NODEID is {node} but SLURM_STEP_TASKS_PER_NODE '{listing}' lists {len(tasks)} machines: "
+            f"SLURM_NODEID is {node} but SLURM_STEP_TASKS_PER_NODE '{shown(listing)}' lists {len(tasks)} machines: "
             f"start the ranks with srun and leave its variables alone"
         )
     return tasks[node]
@@ -183,29 +199,45 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
 def expand_hosts(listing: str) -> list[str]:
     """The hosts of a SLURM node list in order: `n[01-03,7],b2` -> n01, n02, n03, n7, b2.
 
-    Raises LaunchError when the list is malformed.
+    Raises LaunchError when the list is malformed, or names more than MAX_RANKS hosts.
     """
-    malformed = LaunchError(
-        f"the SLURM node list '{listing}' is not of the form a[1-3,7],b2: set MASTER_ADDR to the host of rank 0 instead"
-    )
+    instead = "set MASTER_ADDR to the host of rank 0 instead"
+    malformed = LaunchError(f"the SLURM node list '{shown(listing)}' is not of the form a[1-3,7],b2: {instead}")
+    many = LaunchError(f"the SLURM node list '{shown(listing)}' names more than {MAX_RANKS} hosts: {instead}")
     hosts: list[str] = []
-    for name in re.split(r",(?![^\[]*\])", listing):  # at the commas outside brackets
-        if not re.fullmatch(r"([^\[\],\s]+|\[[^\[\]\s]+\])+", name):
+    # No expression here can match a text in two ways, so none takes more than one look at it.
+    for name in re.sub(r"\[[^\[\]]*\]", lambda found: found[0].replace(",", "\n"), listing).split(","):
+        if not re.fullmatch(r"(?:[^\[\]\s]|\[[^\[\] ]+\])+", name):
             raise malformed
-        parts = re.findall(r"\[(.+?)\]|([^\[]+)", name)
-        choices = [_expand_numbers(numbers, malformed) if numbers else [text] for numbers, text in parts]
+        choices: list[list[str]] = []
+        number, chars = 1, 0
+        for numbers, text in re.findall(r"\[([^\]]+)\]|([^\[]+)", name):
+            choices.append(_expand_numbers(numbers.split("\n"), malformed, many) if numbers else [text])
+            number *= len(choices[-1])
+            chars += max(map(len, choices[-1]))
+            if number > MAX_RANKS:
+                raise many
+            if chars > _MOST_HOST_CHARS:
+                raise malformed
         hosts += ["".join(choice) for choice in product(*choices)]
+        if len(hosts) > MAX_RANKS:
+            raise many
     return hosts
 
 
-def _expand_numbers(listing: str, malformed: LaunchError) -> list[str]:
-    """`01-03,7` -> 01, 02, 03, 7: leading zeros are kept."""
+def _expand_numbers(parts: list[str], malformed: LaunchError, many: LaunchError) -> list[str]:
+    """`01-03`, `7` -> 01, 02, 03, 7: leading zeros are kept."""
     numbers: list[str] = []
-    for part in listing.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+    for part in parts:
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        if match is None or max(len(match[1]), len(match[2] or "")) > _MOST_DIGITS:
             raise malformed
-        numbers += [str(n).zfill(len(match[1])) for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise malformed
+        if len(numbers) + last - first >= MAX_RANKS:
+            raise many
+        numbers += [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
     return numbers
 
 
@@ -213,7 +245,8 @@ def _agreeing(world: World, env: Mapping[str, str]) -> World:
     """`world`, after a WORLD_SIZE that the user exported beside the launcher's variables was found to be the same."""
     if env.get("WORLD_SIZE", str(world.size)) != str(world.size):
         raise LaunchError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']} but {world.launcher} started {world.size} ranks: unset WORLD_SIZE"
+            f"WORLD_SIZE is {shown(env['WORLD_SIZE'])} but {world.launcher} started {world.size} ranks: "
+            f"unset WORLD_SIZE"
         )
     return world
 
@@ -234,6 +267,9 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 def _integer(env: Mapping[str, str], name: str) -> int:
     text = _text(env, name)
-    if not text.isascii() or not text.isdecimal():
-        raise LaunchError(f"{name} is '{text}', which is not a whole number: unset it or correct it")
+    if not text.isascii() or not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise LaunchError(
+            f"{name} is '{shown(text)}', which is not a whole number of at most {_MOST_DIGITS} digits: unset it or "
+            f"correct it"
+        )
     return int(text)

@@ -1,26 +1,35 @@
-"""Collectives over all ranks of the world: on tensors of the device, in place, and on Python objects of the host.
+"""Collectives over all ranks of the world: on tensors of the device, in place, and on JSON values of the host.
 
-On GPUs the default process group is NCCL's, which takes no CPU tensors. Objects and barriers therefore go through one
+Those of torch for Python objects unpickle what arrives, which runs code of whoever sent it. JSON runs nothing.
+
+On GPUs the default process group is NCCL's, which takes no CPU tensors. JSON and barriers therefore go through one
 gloo group of the same ranks. A group of both backends would not do: DeviceMesh splits its gloo part too
 (upstream: pytorch#162424, #182057).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
+from vitpar.errors import FaultError
+from vitpar.files import parse_json
+from vitpar.limits import MAX_JSON_BYTES
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+"""What JSON holds, NaN and the infinities too. Tuples arrive as lists, mappings as dicts."""
 _made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The gloo group of the current world, by its default group."""
 
 
 def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return the group of all ranks that takes CPU tensors and objects: the default group if it does, else one of gloo.
+    """Return the group of all ranks that takes CPU tensors: the default group if it does, else one of gloo.
 
     timeout: of the gloo group's collectives. Collective at the first call, which makes that group.
     """
@@ -43,18 +52,56 @@ def barrier() -> None:
     dist.barrier(cpu_group())
 
 
-def all_gather_object(mine: T) -> list[T]:
-    """Return what each rank gives, in the order of ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=cpu_group())
-    return everyone
+def all_gather_json(mine: Json) -> list[Any]:
+    """Return what each rank gives, in the order of ranks.
+
+    Raises FaultError, on all ranks, for a message that is no JSON or that has more than MAX_JSON_BYTES bytes.
+    """
+    data, world, group = _encoded(mine), dist.get_world_size(), cpu_group()
+    sizes = torch.empty(world, dtype=torch.int64)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=group)
+    _refuse_sizes(sizes)
+    received = torch.empty(world, int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(received.shape[1], dtype=torch.uint8)
+    padded[: len(data)] = data
+    dist.all_gather(list(received), padded, group=group)
+    return [_decoded(message[:size], rank) for rank, (message, size) in enumerate(zip(received, sizes, strict=True))]
 
 
-def broadcast_object(mine: T) -> T:
-    """Return what rank 0 gives, on every rank."""
-    objects = [mine]
-    dist.broadcast_object_list(objects, 0, group=cpu_group())
-    return objects[0]
+def broadcast_json(mine: Json) -> Any:
+    """Return what rank 0 gives, on every rank. What others give is not looked at. Raises FaultError as
+    `all_gather_json` does."""
+    group = cpu_group()
+    data = _encoded(mine) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0, group=group)
+    _refuse_sizes(size)
+    received = data if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(received, 0, group=group)
+    return _decoded(received, 0)
+
+
+def _encoded(value: Json) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")), "ascii"), dtype=torch.uint8)
+
+
+def _decoded(message: Tensor, rank: int) -> Any:
+    try:
+        return parse_json(message.numpy().tobytes())
+    except ValueError as error:
+        raise FaultError(
+            f"rank {rank} sent what is no JSON ({error}): run the same vitpar everywhere, on a network that is trusted"
+        ) from None
+
+
+def _refuse_sizes(sizes: Tensor) -> None:
+    """Refuse to take memory for a message of such a size in bytes."""
+    for rank, size in enumerate(sizes.tolist()):
+        if not 0 < size <= MAX_JSON_BYTES:
+            raise FaultError(
+                f"rank {rank} sent a message of {size:,} bytes, where 1 to {MAX_JSON_BYTES:,} are accepted: run the "
+                f"same vitpar everywhere, on a network that is trusted"
+            )
 
 
 def all_reduce_(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:

@@ -7,11 +7,26 @@ Names and sizes are timm's; the widths of giant, gigantic and 22B are those of "
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vitpar.errors import ModelError, nearest
+from vitpar.errors import ModelError, nearest, shown
+from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
 
+_LARGEST = {
+    "patch_size": MAX_IMAGE_SIZE,
+    "width": MAX_WIDTH,
+    "depth": MAX_BLOCKS,
+    "heads": MAX_WIDTH,
+    "hidden": MAX_WIDTH,
+    "image_size": MAX_IMAGE_SIZE,
+    "num_classes": MAX_CLASSES,
+    "channels": MAX_CHANNELS,
+    "representation_size": MAX_WIDTH,
+}
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
 
@@ -51,37 +66,39 @@ class ViTConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("patch_size", "width", "depth", "heads", "hidden", "image_size", "num_classes", "channels"):
-            if getattr(self, field) < 1:
-                raise ModelError(f"{field} of {self.name} is {getattr(self, field)}: it must be at least 1")
+        name = shown(self.name)
+        for field, most in _LARGEST.items():
+            if (number := getattr(self, field)) is not None and not 1 <= number <= most:
+                raise ModelError(f"{field} of {name} is {shown(number)}: it must be from 1 to {most:,}")
         if self.image_size % self.patch_size:
             near = max(1, round(self.image_size / self.patch_size)) * self.patch_size
             raise ModelError(
-                f"patches of {self.patch_size} pixels do not tile images of {self.image_size} for {self.name}: "
+                f"patches of {self.patch_size} pixels do not tile images of {self.image_size} for {name}: "
                 f"use an image size of {near} or another patch size"
             )
         for field, known in (("pool", ("cls", "avg")), ("position", ("learned", "sincos2d"))):
             if (value := getattr(self, field)) not in known:
                 raise ModelError(
-                    f"unknown {field} '{value}' of {self.name}{nearest(value, known)}: use {' or '.join(known)}"
+                    f"unknown {field} '{shown(value)}' of {name}{nearest(value, known)}: use {' or '.join(known)}"
                 )
         if self.width % self.heads:
             raise ModelError(
-                f"{self.heads} heads do not divide the width {self.width} of {self.name}: change one of the two"
+                f"{self.heads} heads do not divide the width {self.width} of {name}: change one of the two"
             )
         if self.position == "sincos2d" and self.width % 4:
-            raise ModelError(f"2-D sincos positions need a width that 4 divides, {self.name} has {self.width}")
+            raise ModelError(f"2-D sincos positions need a width that 4 divides, {name} has {self.width}: change it")
         if self.distillation and self.pool != "cls":
-            raise ModelError(f"the distillation token of {self.name} needs pool 'cls', not '{self.pool}'")
-        if self.representation_size is not None and self.representation_size < 1:
-            raise ModelError(
-                f"representation_size of {self.name} is {self.representation_size}: use 1 or more, or leave it out"
-            )
+            raise ModelError(f"the distillation token of {name} needs pool 'cls', not '{self.pool}'")
         if self.registers < 0:
-            raise ModelError(f"registers of {self.name} is {self.registers}: it must be 0 or more")
+            raise ModelError(f"registers of {name} is {shown(self.registers)}: it must be 0 or more")
+        if self.tokens > MAX_TOKENS:
+            raise ModelError(
+                f"images of {name} have {shown(self.tokens)} tokens, above {MAX_TOKENS:,}: use larger patches, smaller "
+                "images or fewer registers"
+            )
         for field in ("drop_path", "dropout"):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ModelError(f"{field} of {self.name} is {getattr(self, field)}: it must be at least 0 and below 1")
+            if not 0.0 <= (rate := getattr(self, field)) < 1.0:
+                raise ModelError(f"{field} of {name} is {shown(rate)}: it must be at least 0 and below 1")
 
     @property
     def patches(self) -> int:
@@ -134,6 +151,25 @@ class ViTConfig:
         return sum(self.layer_flops.values())
 
 
+FIELDS = frozenset(field.name for field in dataclasses.fields(ViTConfig))
+
+
+def config_from_json(said: Mapping[str, Any]) -> ViTConfig:
+    """Return the configuration whose fields are `said`. Raises ModelError for values that JSON has otherwise, too."""
+    from pydantic import TypeAdapter, ValidationError
+
+    if unknown := said.keys() - FIELDS:
+        raise ModelError(f"it says '{shown(min(unknown))}', which no model has")
+    try:
+        return TypeAdapter(ViTConfig).validate_json(json.dumps(said), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "value_error":  # a sentence of ours
+            raise ModelError(str(first["ctx"]["error"])) from None
+        place = ".".join(map(str, first["loc"]))
+        raise ModelError(f"{place}{': ' * bool(place)}{shown(first['msg'])}") from None
+
+
 def _sizes(width: int, depth: int, heads: int, hidden: int | None = None, **options: Any) -> dict[str, Any]:
     return {"width": width, "depth": depth, "heads": heads, "hidden": hidden or 4 * width, **options}
 
@@ -175,11 +211,12 @@ def model_config(name: str, **options: Any) -> ViTConfig:
 
     Raises ModelError for an unknown name or option, or options that contradict each other.
     """
-    known = {field.name for field in dataclasses.fields(ViTConfig)} - {"name"}
+    known = FIELDS - {"name"}
     for option in options:
         if option not in known:
             raise ModelError(
-                f"unknown model option '{option}'{nearest(option, known)}: options are {', '.join(sorted(known))}"
+                f"unknown model option '{shown(option)}'{nearest(option, known)}: options are "
+                f"{', '.join(sorted(known))}"
             )
     if name == "vit_custom":
         missing = {"patch_size", "width", "depth", "heads"} - set(options)
@@ -190,9 +227,10 @@ def model_config(name: str, **options: Any) -> ViTConfig:
         return ViTConfig(name=name, **{"hidden": 4 * options["width"], **options})
     family, _, sizes = name.partition("_patch")
     patch, _, image = sizes.partition("_")
-    if family not in FAMILIES or not (patch.isdigit() and image.isdigit()):
+    if family not in FAMILIES or not all(re.fullmatch("[0-9]{1,9}", size) for size in (patch, image)):
         raise ModelError(
-            f"unknown model '{name}'{nearest(name, SHIPPED)}: use a name such as vit_small_patch16_224, or vit_custom"
+            f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: use a name such as vit_small_patch16_224, or "
+            "vit_custom"
         )
     fields = {**FAMILIES[family], "patch_size": int(patch), "image_size": int(image), **options}
     if "width" in options and "hidden" not in options:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vitpar.errors import RecipeError, StrategyError
-from vitpar.launch.world_group import all_gather_object
+from vitpar.launch.world_group import all_gather_json
 from vitpar.strategy import Plan
 from vitpar.strategy.support import refuse_clashes
 
@@ -35,7 +35,7 @@ def choose_compiling(wanted: bool | None, plan: Plan, precision_name: str, devic
             refuse_clashes(plan, precision_name, compile_blocks=True)
         except StrategyError as clash:
             return Compiling(False, str(clash))
-    fault = next(filter(None, all_gather_object(compiler_fault(device))), None)
+    fault = next(filter(None, all_gather_json(compiler_fault(device))), None)
     if fault and wanted:
         raise RecipeError(f"train.compile is true, but {fault}: mend that, or leave train.compile out")
     return Compiling(fault is None, fault)

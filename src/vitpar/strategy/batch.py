@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
+from vitpar.limits import MAX_BATCH_SIZE
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import Part, row_parts
 from vitpar.strategy.plan import Plan
@@ -46,14 +47,14 @@ def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
     """
     refuse_both_ways(plan)
     parts = plan.data_parallel
-    if batch_size < 1:
-        raise StrategyError(f"the batch size is {batch_size}: use 1 or more")
+    if not 1 <= batch_size <= MAX_BATCH_SIZE:
+        raise StrategyError(f"the batch size is {shown(batch_size)}: use 1 to {MAX_BATCH_SIZE:,}")
     local, rest = divmod(batch_size, parts)
     if rest:
         working = [n * parts for n in (local, local + 1) if n]
         raise StrategyError(
             f"a batch of {count(batch_size, 'image')} does not divide into the {parts} data-parallel parts "
-            f"of '{plan}': use {either(working)}"
+            f"of '{shown(plan)}': use {either(working)}"
         )
     microbatches = _microbatches(plan, batch_size, local)
     return BatchArithmetic(batch_size, parts, local, microbatches, local // microbatches)
@@ -105,7 +106,7 @@ def refuse_both_ways(plan: Plan) -> None:
 def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
     """The number of micro-batches for `local` images per data-parallel part."""
     unit = smallest_microbatch(plan)
-    part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{plan}')"
+    part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{shown(plan)}')"
     if local % unit:
         raise StrategyError(
             f"the {part} cannot be cut into {unit}, as '{_most_cut(plan)}' cuts a micro-batch over tp: "

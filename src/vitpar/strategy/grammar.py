@@ -20,7 +20,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.errors import StrategyError, nearest
+from vitpar.errors import StrategyError, nearest, shown
+from vitpar.limits import MAX_RANKS, MAX_STRATEGY_CHARS
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.selectors import blocks_of
@@ -49,7 +50,7 @@ class _Span:
 
     @property
     def place(self) -> str:
-        return f"at position {self.start + 1} of '{self.text}'"
+        return f"at position {self.start + 1} of '{shown(self.text, self.start)}'"
 
     @property
     def stripped(self) -> _Span:
@@ -80,8 +81,14 @@ def parse(text: str) -> Plan:
     whole = _Span(text, 0, len(text))
     if not text:
         raise StrategyError("the strategy is empty: write roles and degrees, as in dp2xtp2")
+    if len(text) > MAX_STRATEGY_CHARS:
+        raise StrategyError(
+            f"the strategy '{shown(text)}' has {len(text):,} characters: write at most {MAX_STRATEGY_CHARS:,}"
+        )
     if not text.isprintable():
-        raise StrategyError(f"the strategy {text!r} is no line of text: write roles and degrees, as in dp2xtp2")
+        raise StrategyError(
+            f"the strategy {shown(repr(text))} is no line of text: write roles and degrees, as in dp2xtp2"
+        )
     if match := _LAYERED.match(whole.word):
         pipeline = _parse_axis(whole.part(*match.span(1)))
         groups = [_parse_group(piece) for piece in whole.part(match.end(), len(text)).split(",")]
@@ -113,7 +120,9 @@ def _parse_group(span: _Span) -> tuple[str, Strategy]:
     selector, *rest = span.split("=")
     selector = selector.stripped
     if len(rest) != 1:
-        raise StrategyError(f"cannot read '{span.word}' {span.place}: a group is layers=strategy, as in 0-11=dp2")
+        raise StrategyError(
+            f"cannot read '{shown(span.word)}' {span.place}: a group is layers=strategy, as in 0-11=dp2"
+        )
     try:
         blocks_of(selector.word)
     except StrategyError as error:
@@ -173,13 +182,16 @@ def _parse_axis(span: _Span) -> Axis:
     match = _AXIS.fullmatch(word)
     if not match:
         raise StrategyError(
-            f"cannot read '{word}' {span.place}: an axis is a role and a degree, as in dp2, and axes are joined by 'x'"
+            f"cannot read '{shown(word)}' {span.place}: an axis is a role and a degree, as in dp2, and axes are "
+            "joined by 'x'"
         )
     role, degree = match.groups()
     if role not in _ROLE_NAMED:
-        raise StrategyError(f"unknown role '{role}' {span.place}: roles are {', '.join(ROLES)}{nearest(role, ROLES)}")
-    if degree is not None and int(degree) < 1:
-        raise StrategyError(f"the degree of '{role}' {span.place} is {int(degree)}: use 1 or more")
+        raise StrategyError(
+            f"unknown role '{shown(role)}' {span.place}: roles are {', '.join(ROLES)}{nearest(role, ROLES)}"
+        )
+    if degree is not None and not 1 <= int(degree) <= MAX_RANKS:
+        raise StrategyError(f"the degree of '{role}' {span.place} is {int(degree)}: use 1 to {MAX_RANKS:,}")
     return Axis(_ROLE_NAMED[role], None if degree is None else int(degree))
 
 
@@ -210,10 +222,10 @@ def _parse_flag(span: _Span) -> tuple[str, dict[str, Any]]:
         return span.word, {"tensor_mode": span.word}
     name, dot, policy = span.word.partition(".")
     if name not in FLAGS or (dot and name != "ckpt"):
-        raise StrategyError(f"unknown flag '{span.word}' {span.place}: {_about_flags(span.word)}")
+        raise StrategyError(f"unknown flag '{shown(span.word)}' {span.place}: {_about_flags(span.word)}")
     if dot and policy not in CHECKPOINT_POLICIES:
         raise StrategyError(
-            f"unknown checkpoint policy '{policy}' {span.place}: policies are {', '.join(CHECKPOINT_POLICIES)}"
+            f"unknown checkpoint policy '{shown(policy)}' {span.place}: policies are {', '.join(CHECKPOINT_POLICIES)}"
             f"{nearest(policy, CHECKPOINT_POLICIES)}"
         )
     match name:

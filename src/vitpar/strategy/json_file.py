@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from vitpar import files
-from vitpar.errors import StrategyError, nearest
+from vitpar.errors import StrategyError, nearest, shown
+from vitpar.limits import MAX_PLAN_BYTES, MAX_QUOTED_CHARS
 
 Fits = Callable[[object], bool]
 Keys = dict[str, tuple[Fits, str]]
@@ -19,13 +19,13 @@ Keys = dict[str, tuple[Fits, str]]
 def read_json(path: str | os.PathLike[str]) -> Any:
     """What the file `path` holds. Raises StrategyError, naming the file, when it cannot be read or is not JSON."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        return files.parse_json(files.read_bytes(path, MAX_PLAN_BYTES), _unique_keys)
     except StrategyError as error:
-        raise StrategyError(f"{path}: {error}") from None
+        raise StrategyError(f"{shown(path)}: {error}") from None
     except OSError as error:
-        raise StrategyError(f"cannot read the plan {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
-        raise StrategyError(f"{path} is not JSON: {error}") from None
+        raise StrategyError(f"cannot read the plan {shown(path)}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise StrategyError(f"{shown(path)} is not JSON: {shown(error)}") from None
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -36,7 +36,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         files.write_text(path, text)
     except OSError as error:
-        raise StrategyError(f"cannot write the plan {path}: {error.strerror}") from None
+        raise StrategyError(f"cannot write the plan {shown(path)}: {error.strerror}") from None
 
 
 def check_record(record: object, keys: Keys, required: Iterable[str], where: str) -> None:
@@ -45,7 +45,9 @@ def check_record(record: object, keys: Keys, required: Iterable[str], where: str
         raise StrategyError(f"{where} is {_shown(record)}: give an object with the keys {', '.join(keys)}")
     for key, value in record.items():
         if key not in keys:
-            raise StrategyError(f"unknown key '{key}' in {where}: keys are {', '.join(keys)}{nearest(str(key), keys)}")
+            raise StrategyError(
+                f"unknown key '{shown(key)}' in {where}: keys are {', '.join(keys)}{nearest(str(key), keys)}"
+            )
         fits, words = keys[key]
         if not fits(value):
             raise StrategyError(f"'{key}' in {where} is {_shown(value)}: give {words}")
@@ -55,16 +57,20 @@ def check_record(record: object, keys: Keys, required: Iterable[str], where: str
 
 
 def _shown(value: object) -> str:
-    """The value as JSON, cut short."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """The value as JSON, as far as a message quotes it."""
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(value):  # no more of it than that is made
+        text += piece
+        if len(text) > MAX_QUOTED_CHARS:
+            break
+    return shown(text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict; refuses a key that stands twice, where json would keep the last."""
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise StrategyError(f"key '{twice}' stands twice: give it once")
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise StrategyError(f"key '{shown(key)}' stands twice: give it once")
+        record[key] = value
     return record

@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from vitpar.errors import StrategyError, nearest
-from vitpar.strategy.words import either
+from vitpar.errors import StrategyError, nearest, shown
+from vitpar.limits import MAX_RANKS
+from vitpar.strategy.words import divisors, either
 
 Role = Literal["pp", "dp", "fsdp", "tp"]
 ROLES: tuple[Role, ...] = ("pp", "dp", "fsdp", "tp")
@@ -29,9 +30,11 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise StrategyError(f"unknown role '{self.role}': roles are {', '.join(ROLES)}{nearest(self.role, ROLES)}")
-        if self.degree is not None and self.degree < 1:
-            raise StrategyError(f"the degree of '{self.role}' is {self.degree}: use 1 or more")
+            raise StrategyError(
+                f"unknown role '{shown(self.role)}': roles are {', '.join(ROLES)}{nearest(self.role, ROLES)}"
+            )
+        if self.degree is not None and not 1 <= self.degree <= MAX_RANKS:
+            raise StrategyError(f"the degree of '{self.role}' is {shown(self.degree)}: use 1 to {MAX_RANKS:,}")
 
     @property
     def size(self) -> int:
@@ -66,6 +69,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self._check_axes()
+        refuse_many_ranks(self.known_size, self)
         self._check_choices()
         self._check_tensor_mode()
         if self.zero and not self.has("dp"):
@@ -92,9 +96,11 @@ class Strategy:
         ):
             if value not in known:
                 plural = {"tensor mode": "tensor modes", "checkpoint policy": "policies"}[what]
-                raise StrategyError(f"unknown {what} '{value}': {plural} are {', '.join(known)}{nearest(value, known)}")
+                raise StrategyError(
+                    f"unknown {what} '{shown(value)}': {plural} are {', '.join(known)}{nearest(value, known)}"
+                )
         if self.zero not in (0, 1, 2):
-            raise StrategyError(f"zero is {self.zero}: use 0, 1 or 2, or the role fsdp for ZeRO-3")
+            raise StrategyError(f"zero is {shown(self.zero)}: use 0, 1 or 2, or the role fsdp for ZeRO-3")
 
     def _check_tensor_mode(self) -> None:
         flag = self.tensor_flag
@@ -106,7 +112,7 @@ class Strategy:
                 "activations everywhere already"
             )
         if self.depth is not None and self.tensor_mode != "2.5d":
-            raise StrategyError(f"depth {self.depth} is given beside +{self.tensor_mode}: only 2.5d has a depth")
+            raise StrategyError(f"depth {shown(self.depth)} is given beside +{self.tensor_mode}: only 2.5d has a depth")
         if self.tensor_mode != "1d" and self.degree_or_open("tp") is not None:
             _ = self.tensor_shape
 
@@ -158,12 +164,12 @@ class Strategy:
                 raise StrategyError(f"+2d needs tp to be a square, not {tp}: use {_either_power(tp, 2)}")
             return (("i", q), ("j", q))
         if self.tensor_mode == "2.5d":
-            depths = [d for d in range(1, tp + 1) if tp % d == 0 and _root(tp // d, 2)]
+            depths = [d for d in divisors(tp) if _root(tp // d, 2)]
             if not depths:
                 raise StrategyError(f"+2.5d needs tp to be a depth times a square, not {tp}: use tp8 or tp4")
             if self.depth is not None and self.depth not in depths:
-                fix = f"use a depth of {either(depths)}"
-                raise StrategyError(f"+2.5d@{self.depth} needs tp to be {self.depth} times a square, not {tp}: {fix}")
+                depth, fix = shown(self.depth), f"use a depth of {either(depths)}"
+                raise StrategyError(f"+2.5d@{depth} needs tp to be {depth} times a square, not {tp}: {fix}")
             d = self.depth or next((d for d in depths if d > 1), 1)
             q = _root(tp // d, 2) or 1
             return (("d", d), ("i", q), ("j", q))
@@ -185,6 +191,12 @@ class Strategy:
         from vitpar.strategy.grammar import format_strategy
 
         return format_strategy(self)
+
+
+def refuse_many_ranks(number: int, what: object) -> None:
+    """Raise StrategyError unless there can be so many ranks. what: takes them."""
+    if number > MAX_RANKS:
+        raise StrategyError(f"{shown(what)} takes {shown(f'{number:,}')} ranks: use at most {MAX_RANKS:,}")
 
 
 def _root(number: int, power: int) -> int | None:

@@ -129,14 +129,10 @@ def copies(layout: Layout, stage_rank: int) -> list[int]:
     return [rank for rank, part in enumerate(layout) if part == layout[stage_rank]]
 
 
-def row_parts(strategy: Strategy) -> int:
-    """Into how many parts the batch is split where it is split most."""
-    return token_layout(strategy)[0].rows
-
-
 @cache
-def row_unit(strategy: Strategy) -> int:
-    """The number of images that divides every micro-batch the layer can cut among the ranks of its stage."""
+def row_parts(strategy: Strategy) -> int:
+    """Into how many parts the batch is split where it is split most: that many images divide every micro-batch which
+    the layer can cut among the ranks of its stage."""
     sizes = dict(mesh_axes(strategy))
     return math.prod(sizes[name] for name in _token_rows(strategy))
 

@@ -13,13 +13,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vitpar.errors import StrategyError, nearest
-from vitpar.strategy.layer import Axis, Strategy
+from vitpar.errors import StrategyError, nearest, shown
+from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_LAYOUT_PARTS
+from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.selectors import Groups, blocks_of, canonical, strategies
 from vitpar.strategy.words import count
 
 SPLITS = ("even", "balanced")
+_COUNTS = {"virtual_stages": MAX_BLOCKS, "microbatches": MAX_BATCH_SIZE, "microbatch_size": MAX_BATCH_SIZE}
+"""The most that there can be of each."""
 
 
 @dataclass(frozen=True)
@@ -49,29 +52,32 @@ class Plan:
         object.__setattr__(self, "layers", canonical(self.layers))
         self._check_layers()
         Axis("pp", self.pp)
+        refuse_many_ranks((self.pp or 1) * max(strategy.known_size for strategy in self.kinds), self)
         outermost = len(self.strategy.axes) if self.is_uniform and self.pp != 1 else 0
         if not 0 <= self.pp_index <= outermost:
             raise StrategyError(
-                f"pp_index is {self.pp_index} but pp has {outermost} axes to stand behind: use 0 to {outermost}"
+                f"pp_index is {shown(self.pp_index)} but pp has {outermost} axes to stand behind: use 0 to {outermost}"
             )
-        for name in ("virtual_stages", "microbatches", "microbatch_size"):
+        for name, most in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise StrategyError(f"{name} is {value}: use 1 or more")
+            if value is not None and not 1 <= value <= most:
+                raise StrategyError(f"{name} is {shown(value)}: use 1 to {most:,}")
         if self.schedule not in SCHEDULES:
             raise StrategyError(
-                f"unknown schedule '{self.schedule}': schedules are {', '.join(SCHEDULES)}"
+                f"unknown schedule '{shown(self.schedule)}': schedules are {', '.join(SCHEDULES)}"
                 f"{nearest(self.schedule, SCHEDULES)}"
             )
         if isinstance(self.split, str) and self.split not in SPLITS:
             raise StrategyError(
-                f"unknown split '{self.split}': use {', '.join(SPLITS)} or the blocks of each stage"
+                f"unknown split '{shown(self.split)}': use {', '.join(SPLITS)} or the blocks of each stage"
                 f"{nearest(self.split, SPLITS)}"
             )
+        if not isinstance(self.split, str) and len(self.split) > MAX_BLOCKS:
+            raise StrategyError(f"split is for {len(self.split):,} stages: give the blocks of at most {MAX_BLOCKS:,}")
 
     def _check_layers(self) -> None:
         if not any(selector == "*" or blocks_of(selector) for selector, _ in self.layers):
-            named = ", ".join(selector for selector, _ in self.layers) or "none"
+            named = shown(", ".join(selector for selector, _ in self.layers)) or "none"
             raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")
         if self.is_uniform:
             return
@@ -83,6 +89,13 @@ class Plan:
             raise StrategyError(
                 f"'{one}' takes {count(first, 'rank')} of a stage but '{other}' takes {second}: "
                 "give all layers strategies of as many ranks"
+            )
+        ranks, kinds = max(sizes, default=1), len(self.kinds)
+        if ranks * kinds > MAX_LAYOUT_PARTS:
+            raise StrategyError(
+                f"stages of {ranks} ranks have {kinds} different strategies: use at most {MAX_LAYOUT_PARTS // ranks} "
+                "for "
+                "so many ranks"
             )
 
     @property
@@ -165,10 +178,11 @@ class Plan:
         Raises StrategyError when the product of the degrees does not match `world_size`.
         """
         assert world_size >= 1, f"a world has at least one rank, not {world_size}"
+        refuse_many_ranks(world_size, "the world")
         if not self.is_open:
             if self.world_size != world_size:
                 raise StrategyError(
-                    f"'{self}' needs {count(self.world_size, 'rank')} but the world has {world_size}: "
+                    f"'{shown(self)}' needs {count(self.world_size, 'rank')} but the world has {world_size}: "
                     f"start {self.world_size}, or leave one degree open{self._opened()}"
                 )
             return self
@@ -190,7 +204,7 @@ class Plan:
         left, rest = divmod(ranks, known)
         if rest:
             raise StrategyError(
-                f"the degrees given in '{self}' multiply to {known}, which does not divide "
+                f"the degrees given in '{shown(self)}' multiply to {known}, which does not divide "
                 f"{count(ranks, 'rank')}: choose degrees whose product divides {ranks}"
             )
         return left

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
+from vitpar.limits import MAX_BLOCKS
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.words import count
 
@@ -19,10 +20,14 @@ def blocks_of(selector: str) -> range | None:
         return None
     match = _BLOCKS.fullmatch(selector)
     if not match:
-        raise StrategyError(f"'{selector}' names no layers: use stem, head, a block as in 3, blocks as in 0-11, or *")
+        raise StrategyError(
+            f"'{shown(selector)}' names no layers: use stem, head, a block as in 3, blocks as in 0-11, or *"
+        )
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise StrategyError(f"blocks '{selector}' run backwards: write {last}-{first}")
+    if last >= MAX_BLOCKS:
+        raise StrategyError(f"'{selector}' names block {last}: models have at most {MAX_BLOCKS:,} blocks, from 0 on")
     return range(first, last + 1)
 
 

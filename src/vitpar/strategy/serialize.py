@@ -29,11 +29,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
+from vitpar.limits import MAX_BLOCKS
 from vitpar.strategy.json_file import Fits, Keys, check_record, read_json, write_text
-from vitpar.strategy.layer import Axis, Strategy
+from vitpar.strategy.layer import ROLES, Axis, Strategy
 from vitpar.strategy.plan import Plan
 
 FORMAT = 1
@@ -67,7 +69,9 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
         raise StrategyError("this is a strategy of Galvatron's: turn it into a plan with 'vitpar galvatron import'")
     check_record(data, _PLAN_KEYS, required=("vitpar_plan", "layers"), where="the plan")
     if data["vitpar_plan"] != FORMAT:
-        raise StrategyError(f"'vitpar_plan' is {data['vitpar_plan']}: this vitpar reads plans of format {FORMAT}")
+        raise StrategyError(
+            f"'vitpar_plan' is {shown(data['vitpar_plan'])}: this vitpar reads plans of format {FORMAT}"
+        )
     fields = {key: value for key, value in data.items() if key not in ("vitpar_plan", "layers")}
     if isinstance(fields.get("split"), list):
         fields["split"] = tuple(fields["split"])
@@ -81,7 +85,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     try:
         return plan_from_json(data)
     except StrategyError as error:
-        raise StrategyError(f"{path}: {error}") from None
+        raise StrategyError(f"{shown(path)}: {error}") from None
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
@@ -120,15 +124,19 @@ def _or_null(fits: Fits) -> Fits:
     return lambda value: value is None or fits(value)
 
 
-def _list_of(fits: Fits) -> Fits:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
+def _list_of(fits: Fits, most: int = sys.maxsize) -> Fits:
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
 
 
+_GROUPS = MAX_BLOCKS + len(("stem", "head", "*"))
 _PLAN_KEYS: Keys = {
     "vitpar_plan": (_is_int, "a whole number"),
     "pp": (_or_null(_is_int), "a whole number or null"),
     "pp_index": (_is_int, "a whole number"),
-    "layers": (_list_of(lambda record: isinstance(record, dict)), "a list of objects"),
+    "layers": (
+        _list_of(lambda record: isinstance(record, dict), most=_GROUPS),
+        f"a list of at most {_GROUPS:,} objects",
+    ),
     "schedule": (_is_text, "text"),
     "virtual_stages": (_is_int, "a whole number"),
     "microbatches": (_or_null(_is_int), "a whole number or null"),
@@ -137,7 +145,7 @@ _PLAN_KEYS: Keys = {
 }
 _LAYER_KEYS: Keys = {
     "layers": (_is_text, "text"),
-    "axes": (_list_of(_is_axis), 'a list of [role, degree] pairs, as in [["tp", 2]]'),
+    "axes": (_list_of(_is_axis, most=len(ROLES)), 'a list of [role, degree] pairs, as in [["tp", 2]]'),
 }
 _FLAG_KEYS: Keys = {
     "tensor_mode": (_is_text, "text"),

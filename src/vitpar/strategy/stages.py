@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from vitpar.errors import StrategyError, nearest
+from vitpar.errors import StrategyError, nearest, shown
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.words import count
@@ -39,7 +39,7 @@ def split_blocks(
         sizes = _balanced_sizes(num_blocks, num_stages, _checked_costs(costs, num_blocks))
     elif isinstance(how, str):
         raise StrategyError(
-            f"unknown split '{how}': use {', '.join(SPLITS)} or the blocks of each stage{nearest(how, SPLITS)}"
+            f"unknown split '{shown(how)}': use {', '.join(SPLITS)} or the blocks of each stage{nearest(how, SPLITS)}"
         )
     else:
         sizes = _checked_sizes(how, num_blocks, num_stages)
@@ -60,15 +60,15 @@ def stages_of_rank(pp_rank: int, plan: Plan) -> tuple[int, ...]:
 
 
 def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    shown = f"split {','.join(map(str, sizes)) or '()'}"
+    said = f"split {shown(','.join(map(str, sizes))) or '()'}"
     fix = f"give {count(num_stages, 'number')} with sum {num_blocks}"
     if len(sizes) != num_stages:
-        raise StrategyError(f"{shown} is for {count(len(sizes), 'stage')} but the plan has {num_stages}: {fix}")
+        raise StrategyError(f"{said} is for {count(len(sizes), 'stage')} but the plan has {num_stages}: {fix}")
     for stage, size in enumerate(sizes):
         if size < 1:
-            raise StrategyError(f"{shown} gives {size} blocks to stage {stage}: give every stage at least 1")
+            raise StrategyError(f"{said} gives {shown(size)} blocks to stage {stage}: give every stage at least 1")
     if sum(sizes) != num_blocks:
-        raise StrategyError(f"{shown} deals {count(sum(sizes), 'block')} but the model has {num_blocks}: {fix}")
+        raise StrategyError(f"{said} deals {shown(count(sum(sizes), 'block'))} but the model has {num_blocks}: {fix}")
     return sizes
 
 
@@ -93,29 +93,38 @@ def _balanced_sizes(num_blocks: int, num_stages: int, costs: Sequence[float]) ->
         """Cost of the stage with blocks start..end-1, with the stem or head where it holds them."""
         return upto[end] - upto[start] + (start == 0) * costs[0] + (end == num_blocks) * costs[-1]
 
-    worst, _ = _best_split(num_blocks, num_stages, lambda best, start, end: max(best, stage_cost(start, end)))
+    worst, _ = _best_split(num_blocks, num_stages, stage_cost, max)
 
-    def squares(best: float, start: int, end: int) -> float:
-        cost = stage_cost(start, end)
+    def squares(best: float, cost: float) -> float:
         return best + (cost / worst if worst else 0.0) ** 2 if cost <= worst else math.inf
 
-    return _best_split(num_blocks, num_stages, squares)[1]
+    return _best_split(num_blocks, num_stages, stage_cost, squares)[1]
 
 
-def _best_split(num_blocks: int, num_stages: int, fold: Callable[[float, int, int], float]) -> tuple[float, list[int]]:
+def _best_split(
+    num_blocks: int, num_stages: int, stage_cost: Callable[[int, int], float], fold: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
     """The smallest value over all splits, and the sizes of a split that has it.
 
-    fold(value, start, end): the value with one more stage, of the blocks start..end-1, given the value of the stages
-    before it. It grows with that value, so the best split is made of best splits.
+    stage_cost: of the stage with blocks start..end-1; it does not fall when blocks are added. fold(value, cost): the
+    value with one more stage of that cost, given the value of the stages before it. It falls with neither, so the best
+    split is made of best splits.
     """
     none: tuple[float, list[int]] = (math.inf, [])
     best = [(0.0, none[1])] + [none] * num_blocks
     for stage in range(1, num_stages + 1):
         longer = [none] * (num_blocks + 1)
         for end in range(stage, num_blocks + 1):
-            for start in range(stage - 1, end):
-                value = fold(best[start][0], start, end)
-                if value < longer[end][0]:
-                    longer[end] = (value, [*best[start][1], end - start])
+            found, place = math.inf, 0
+            for start in range(end - 1, stage - 2, -1):
+                cost = stage_cost(start, end)
+                least = fold(0.0, cost)
+                if least > found or least == math.inf:
+                    break  # so has every longer stage
+                value = fold(best[start][0], cost)
+                if value <= found:
+                    found, place = value, start
+            if found < math.inf:
+                longer[end] = (found, [*best[place][1], end - place])
         best = longer
     return best[num_blocks]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
@@ -97,7 +97,7 @@ def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
     for clash in CLASHES:
         if clash.first in present and clash.second in present:
             raise StrategyError(
-                f"{clash.first} clashes with {clash.second} in '{plan}', as {clash.because}: {clash.instead}"
+                f"{clash.first} clashes with {clash.second} in '{shown(plan)}', as {clash.because}: {clash.instead}"
             )
 
 
@@ -106,13 +106,14 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
     schedule."""
     if communication["reduce_every_microbatch"] and plan.splits_backward:
         raise StrategyError(
-            f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{plan}', as {APART}: "
+            f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{shown(plan)}', as {APART}: "
             "leave it out, or use schedule 1f1b or interleaved1f1b"
         )
     for name, (needs, _) in COMMUNICATION.items():
         if communication[name] is not None and not uses(plan, precision, name):
             raise StrategyError(
-                f"communication.{name} is {communication[name]}, which does nothing under '{plan}' in {precision}: "
+                f"communication.{name} is {communication[name]}, which does nothing under '{shown(plan)}' in "
+                f"{precision}: "
                 f"leave it out, it is for {needs}"
             )
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
@@ -95,7 +95,8 @@ def _check_schedule(plan: Plan) -> None:
     schedule = SCHEDULES[plan.schedule]
     if schedule.stages != "one" and plan.pp == 1:
         raise StrategyError(
-            f"schedule {plan.schedule} needs pp, which '{plan}' lacks: add an axis such as pp2, or use schedule 1f1b"
+            f"schedule {plan.schedule} needs pp, which '{shown(plan)}' lacks: add an axis such as pp2, or use "
+            "schedule 1f1b"
         )
     if schedule.stages == "several" and plan.virtual_stages == 1:
         raise StrategyError(
@@ -133,6 +134,6 @@ def _check_microbatches(plan: Plan) -> None:
     if plan.microbatches is None:
         return
     if objection := schedule_objection(plan, plan.microbatches):
-        nearby = range(1, plan.microbatches + plan.num_stages + 1)
+        nearby = range(max(1, plan.microbatches - 2 * plan.num_stages), plan.microbatches + plan.num_stages + 1)
         working = [n for n in nearby if not schedule_objection(plan, n)]
         raise StrategyError(f"{objection}: use {either(closest(working, plan.microbatches))}")

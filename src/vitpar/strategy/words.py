@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
@@ -45,4 +46,5 @@ def closest(values: Iterable[int], wanted: int, most: int = 3) -> list[int]:
 
 def divisors(number: int) -> list[int]:
     """Every divisor of `number` (1 or more), in ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

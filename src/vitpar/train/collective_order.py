@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitpar.errors import FaultError
-from vitpar.launch.world_group import broadcast_object
+from vitpar.launch.world_group import broadcast_json
 from vitpar.strategy.words import ranks
 
 WAIT_S = 120.0
@@ -41,7 +41,7 @@ class CollectiveOrder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        token = broadcast_object(uuid4().hex)  # another trainer of the same ranks has other keys
+        token = broadcast_json(uuid4().hex)  # another trainer of the same ranks has other keys
         self._store: Any = None
         if dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store().clone()

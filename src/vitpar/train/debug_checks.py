@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitpar.errors import FaultError
-from vitpar.launch.world_group import all_gather_object
+from vitpar.launch.world_group import all_gather_json
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import ranks
 from vitpar.train.collective_order import CollectiveOrder
@@ -59,7 +59,7 @@ class DebugChecks:
         missing = [name for name, p in parameters.items() if p.grad is None]
         there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         bad = not_finite(there) if self._finite else []
-        for rank, (absent, wrong) in enumerate(all_gather_object((missing[:1], bad[:1]))):
+        for rank, (absent, wrong) in enumerate(all_gather_json((missing[:1], bad[:1]))):
             if absent:
                 raise FaultError(f"after backward of step {step} {absent[0]} has no gradient on rank {rank}")
             if wrong:
@@ -70,14 +70,15 @@ class DebugChecks:
     def _kept(self, when: str) -> None:
         tensors = {name.removeprefix(PARAMETERS): tensor for name, tensor in self._state.tensors().items()}
         bad = not_finite(tensors)
-        answers = all_gather_object((bad[:1], checksums(tensors)))
+        sums = [(name, place, checksum) for (name, place), checksum in checksums(tensors).items()]
+        answers = all_gather_json((bad[:1], sums))
         for rank, (wrong, _) in enumerate(answers):
             if wrong:
                 raise FaultError(f"{when} {wrong[0]} on rank {rank} is not finite")
         holders: dict[Part, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, (_, sums) in enumerate(answers):
-            for part, checksum in sums.items():
-                holders[part][checksum].append(rank)
+            for name, place, checksum in sums:
+                holders[name, tuple(place)][checksum].append(rank)
         for (name, _), by_sum in holders.items():
             if len(by_sum) > 1:
                 # Those that fewer hold come last: they are likely wrong.

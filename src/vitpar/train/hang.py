@@ -10,12 +10,13 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
 
 import torch.distributed as dist
 
 from vitpar.strategy.words import ranks
 
+_MOST_FOLDERS = 4  # that the sentence names
 _POINT_TO_POINT = "mesh_pp"
 """Description of the groups in which stages send to each other: their members do not call the same operations."""
 
@@ -25,7 +26,7 @@ class Answer:
     """A rank of the run, where it is: `phase` and the `step` that belongs to it.
 
     issued: how many collectives it has called in each of its process groups, with the group's ranks, by the group's
-    name. doing: the collective it is at, where their order is watched.
+    name. doing: the collective it is at, where their order is watched. folder: where it writes its stacks, if it can.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Answer:
     step: int
     issued: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     doing: str = ""
+    folder: str = ""
 
     @property
     def place(self) -> str:
@@ -91,9 +93,19 @@ def behind(answers: Iterable[Answer]) -> tuple[list[int], list[int]]:
     return sorted(awaited - waiting), sorted(waiting)
 
 
-def sentence(answers: Mapping[int, Answer], world: int, minutes: float, place: Any) -> str:
-    """What to tell the user. answers: of the ranks of `world` that gave one. minutes: how long nothing came to an end.
-    place: where the dumps are."""
+def leave(folder: Path, rank: int, text: str) -> None:
+    """Write the dump of `rank` to a file in `folder`, in the place of an earlier one; follows no link. Raises
+    OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{rank}.txt"
+    path.unlink(missing_ok=True)
+    with path.open("x") as file:  # which a link would make fail, too
+        file.write(text)
+
+
+def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
+    """What to tell the user. answers: of the ranks of `world` that gave one. minutes: how long nothing came to an
+    end."""
     where: dict[str, list[int]] = defaultdict(list)
     for rank, answer in sorted(answers.items()):
         where[f"{answer.place}{f' (at {answer.doing})' if answer.doing else ''}"].append(rank)
@@ -109,4 +121,8 @@ def sentence(answers: Mapping[int, Answer], world: int, minutes: float, place: A
         parts.append("which one holds up the others cannot be told")
     if world == 1:
         parts = [f"it was {what}" for what in where]
-    return f"the run hangs: nothing came to an end in {minutes:g} minutes; {', '.join(parts)}; stacks are in '{place}'"
+    folders = sorted({answer.folder for answer in answers.values() if answer.folder})
+    said = " and ".join(f"'{folder}'" for folder in folders[:_MOST_FOLDERS])
+    more = f" and {len(folders) - _MOST_FOLDERS} more" if len(folders) > _MOST_FOLDERS else ""
+    stacks = f"; stacks are in {said}{more}" if folders else ""
+    return f"the run hangs: nothing came to an end in {minutes:g} minutes; {', '.join(parts)}{stacks}"

@@ -2,7 +2,7 @@
 the recipe says."""
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from vitpar.data import (
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
 from vitpar.launch.cores import cpu_share
-from vitpar.launch.world_group import all_gather_object, all_reduce_
+from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count
@@ -145,7 +145,8 @@ class Input:
         """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
-        return sum(all_gather_object(loader.skipped), Skipped())
+        everyone = all_gather_json(asdict(loader.skipped))
+        return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
 
     def warning(self, loader: TrainLoader | StreamLoader) -> str | None:
         """What to tell the user about what all ranks skipped together. Collective as `skipped` is."""

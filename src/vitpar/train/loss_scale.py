@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from vitpar.limits import MAX_COUNT
+
 _ONLY_DYNAMIC = ("min_scale", "max_scale", "growth_factor", "backoff_factor")
 
 
@@ -29,8 +31,8 @@ class LossScaleSection(BaseModel):
     max_scale: float = Field(2.0**24, gt=0)
     growth_factor: float = Field(2.0, gt=1)
     backoff_factor: float = Field(0.5, gt=0, lt=1)
-    growth_interval: int = Field(1000, ge=1)
-    hysteresis: int = Field(2, ge=1)
+    growth_interval: int = Field(1000, ge=1, le=MAX_COUNT)
+    hysteresis: int = Field(2, ge=1, le=MAX_COUNT)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.launch.world_group import all_gather_object, all_reduce_
+from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.words import count, ranks
 from vitpar.train.gradient_norm import ShardNorms
@@ -120,7 +120,7 @@ class NonFinite:
             return layer, next(number for number, parameter in enumerate(own) if name.endswith(parameter))
 
         first = min(bad, key=place, default=None)
-        everyone = all_gather_object((losses, first and (place(first), first)))
+        everyone = all_gather_json((losses, first and (place(first), first)))
         firsts = {rank: answer for rank, (_, answer) in enumerate(everyone) if answer}
         name = min(firsts.values())[1] if firsts else None
         holders = [rank for rank, (_, theirs) in firsts.items() if theirs == name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
 from vitpar.strategy import Plan
 
 
@@ -31,7 +31,7 @@ def first_that_fits(wanted: Sequence[Plan], fit: Callable[[Plan], Plan]) -> Chos
                 raise
             refusals.append(str(error))
             continue
-        because = f"the plan is '{fitting}', since {'; '.join(refusals)}" if refusals else None
+        because = f"the plan is '{shown(fitting)}', since {'; '.join(refusals)}" if refusals else None
         return Chosen(fitting, because)
-    reasons = "; ".join(f"{plan}: {why}" for plan, why in zip(wanted, refusals, strict=True))
+    reasons = "; ".join(f"{shown(plan)}: {why}" for plan, why in zip(wanted, refusals, strict=True))
     raise StrategyError(f"neither parallel.mesh nor any of parallel.otherwise fits: {reasons}")

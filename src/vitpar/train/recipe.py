@@ -13,7 +13,7 @@ from typing import Any, Self
 import tomli_w
 from pydantic import model_validator
 
-from vitpar.errors import RecipeError
+from vitpar.errors import RecipeError, shown
 from vitpar.models.config import ViTConfig, model_config
 from vitpar.strategy import Plan, parse, read_plan, validate
 from vitpar.strategy.support import refuse_clashes, refuse_unused
@@ -62,7 +62,7 @@ class Recipe(Section):
         if not self.stream:
             return self
         if self.data.path is not None:
-            raise ValueError(f"both data.path '{self.data.path}' and [stream] are given: keep one")
+            raise ValueError(f"both data.path '{shown(self.data.path)}' and [stream] are given: keep one")
         for name, value, plain in (
             ("augment.repeats", self.augment.repeats, 1),
             ("augment.mixup", self.augment.mixup, 0),
@@ -149,7 +149,7 @@ class Recipe(Section):
             return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in otherwise)]
         if not self.parallel.model_fields_set <= {"mesh", "otherwise"}:
             raise RecipeError(
-                f"'{mesh}' is a whole plan: leave out the other settings of [parallel], or change the file"
+                f"'{shown(mesh)}' is a whole plan: leave out the other settings of [parallel], or change the file"
             )
         return [read_plan(Path(mesh)), *map(parse, otherwise)]
 

@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vitpar.errors import RecipeError, nearest
+from vitpar.errors import RecipeError, literal, nearest, shown
+from vitpar.files import parse_toml, read_toml
 from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_sections import DataSection
 
@@ -43,13 +43,16 @@ def read_recipe(
     """
     values = _read_toml(path) if path is not None else {}
     values = {section: settings for section, settings in values.items() if section not in without}
+    _refuse_unknown(values)
     _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})
     given = {key: value for key, value in (options or {}).items() if value is not None}
     assigned = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
-            raise RecipeError(f"'{assignment}' sets nothing: write --set section.key=value, as in --set train.seed=1")
+            raise RecipeError(
+                f"'{shown(assignment)}' sets nothing: write --set section.key=value, as in --set train.seed=1"
+            )
         assigned[key.strip()] = _parse_value(text.strip())
     for source in (given, assigned):
         _check_alternatives(source)
@@ -57,8 +60,9 @@ def read_recipe(
     # First those that clear what only the file's model or precision uses.
     for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
         section, dot, name = key.partition(".")
-        if not dot or not isinstance(values.setdefault(section, {}), dict):
-            raise RecipeError(f"'{key}' names no setting: use section.key, as in train.seed")
+        if not dot:
+            raise RecipeError(f"'{shown(key)}' names no setting: use section.key, as in train.seed")
+        values.setdefault(section, {})
         for group, *ways in _ALTERNATIVES:
             if section == group and name in ways:
                 values[section] = {k: v for k, v in values[section].items() if k not in ways}
@@ -73,6 +77,7 @@ def read_recipe(
             values["train"].pop("reduce_dtype", None)
             values.pop("loss_scale", None)
         values[section][name] = value
+    _refuse_unknown(values)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
@@ -85,22 +90,39 @@ def read_recipe(
 def read_data_section(path: Path) -> DataSection:
     """How the recipe `path` prepares images, whatever else it says. Raises RecipeError."""
     try:
-        return DataSection.model_validate(_read_toml(path).get("data", {}))
+        section = _read_toml(path).get("data", {})
+        _refuse_unknown({"data": section})
+        return DataSection.model_validate(section)
     except ValidationError as error:
         raise RecipeError(_sentence(error)) from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return read_toml(path)
     except FileNotFoundError:
         raise RecipeError(
             f"there is no recipe '{path}': recipes are TOML files such as experiments/digits.toml"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe '{path}' cannot be read: {error}") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise RecipeError(f"the recipe '{path}' is not valid TOML: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"the recipe '{shown(path)}' cannot be read: {error.strerror}: name another") from None
+    except ValueError as error:
+        raise RecipeError(f"the recipe '{path}' is not valid TOML: {shown(error)}: correct it") from None
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    """Refuse the first section or setting that no recipe has."""
+    for section, settings in values.items():
+        field = Recipe.model_fields.get(section)
+        if field is None:
+            raise RecipeError(f"unknown recipe key '{shown(section)}'{_nearest_key(section)}")
+        if not isinstance(settings, dict):
+            raise RecipeError(f"recipe key '{section}' is {shown(repr(settings))}: write a table, [{section}]")
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        unknown = next((key for key in settings if key not in field.annotation.model_fields), None)
+        if unknown is not None:
+            key = f"{section}.{unknown}"
+            raise RecipeError(f"unknown recipe key '{shown(key)}'{_nearest_key(key)}")
 
 
 def _check_alternatives(keys: Collection[str]) -> None:
@@ -116,20 +138,19 @@ def _check_alternatives(keys: Collection[str]) -> None:
 def _parse_value(text: str) -> Any:
     """A TOML value where `text` is one, else the text itself."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
 def _sentence(error: ValidationError) -> str:
     """The first complaint of pydantic as one sentence with the key, the value and the fix."""
-    first = error.errors()[0]
+    first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":  # a sentence of ours
         return str(first["ctx"]["error"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown recipe key '{key}'{_nearest_key(key)}"
-    return f"recipe key '{key}' is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"
 
 
 def _nearest_key(key: str) -> str:

@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vitpar.limits import (
+    MAX_ALTERNATIVES,
+    MAX_BATCH_SIZE,
+    MAX_BLOCKS,
+    MAX_BUFFERED_SAMPLES,
+    MAX_CLASSES,
+    MAX_COUNT,
+    MAX_MINUTES,
+    MAX_SAMPLES,
+    MAX_WORKERS,
+)
 from vitpar.strategy import Plan
 from vitpar.strategy.support import NARROW, uses
 
@@ -61,9 +72,9 @@ class DataSection(Section):
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    shuffle_window: int = Field(0, ge=0)
-    shuffle_block: int = Field(256, ge=1)
-    workers: int | None = Field(None, ge=0)
+    shuffle_window: int = Field(0, ge=0, le=MAX_SAMPLES)
+    shuffle_block: int = Field(256, ge=1, le=MAX_SAMPLES)
+    workers: int | None = Field(None, ge=0, le=MAX_WORKERS)
     bad_sample: Literal["fail", "skip"] = "fail"
 
     @model_validator(mode="after")
@@ -87,11 +98,11 @@ class StreamSection(Section):
 
     train: str | tuple[str, ...] | None = None
     val: str | tuple[str, ...] | None = None
-    samples: int | None = Field(None, ge=1)
-    val_samples: int | None = Field(None, ge=1)
-    classes: int | None = Field(None, ge=1)
+    samples: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    val_samples: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    classes: int | None = Field(None, ge=1, le=MAX_CLASSES)
     label: str = "cls"
-    shuffle_buffer: int = Field(1000, ge=0)
+    shuffle_buffer: int = Field(1000, ge=0, le=MAX_BUFFERED_SAMPLES)
     allow_pipe: bool = False
 
     def __bool__(self) -> bool:
@@ -118,7 +129,7 @@ class AugmentSection(Section):
     policy: str | None = None
     color_jitter: float | tuple[float, float, float] = 0.0
     random_erasing: float = Field(0.0, ge=0, le=1)
-    repeats: int = Field(1, ge=1)
+    repeats: int = Field(1, ge=1, le=MAX_BATCH_SIZE)
     mixup: float = Field(0.0, ge=0)
     cutmix: float = Field(0.0, ge=0)
     mixup_prob: float = Field(1.0, ge=0, le=1)
@@ -128,8 +139,8 @@ class AugmentSection(Section):
 class LRScheduleSection(Section):
     """Linear warm-up from 0, then cosine to `min_lr`. Give the warm-up in steps or in epochs."""
 
-    warmup_steps: int | None = Field(None, ge=0)
-    warmup_epochs: float | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(None, ge=0, le=MAX_COUNT)
+    warmup_epochs: float | None = Field(None, ge=0, le=MAX_COUNT)
     min_lr: float = Field(0.0, ge=0)
 
 
@@ -143,9 +154,9 @@ class TrainSection(Section):
     of those tried when the run begins.
     """
 
-    batch_size: int = Field(128, ge=1)
-    epochs: float | None = Field(None, gt=0)
-    steps: int | None = Field(None, ge=1)
+    batch_size: int = Field(128, ge=1, le=MAX_BATCH_SIZE)
+    epochs: float | None = Field(None, gt=0, le=MAX_COUNT)
+    steps: int | None = Field(None, ge=1, le=MAX_COUNT)
     seed: int = Field(0, ge=0, lt=2**63)
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -155,8 +166,8 @@ class TrainSection(Section):
     compile: bool | None = None
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
-    eval_every: int | None = Field(None, ge=1)
-    log_every: int = Field(10, ge=1)
+    eval_every: int | None = Field(None, ge=1, le=MAX_COUNT)
+    log_every: int = Field(10, ge=1, le=MAX_COUNT)
 
     @model_validator(mode="after")
     def _budget_is_used(self) -> Self:
@@ -193,13 +204,13 @@ class CheckpointSection(Section):
     files are written, with a copy of each rank's state in host memory.
     """
 
-    every_steps: int | None = Field(None, ge=0)
-    every_epochs: float | None = Field(None, ge=0)
-    every_samples: int | None = Field(None, ge=0)
-    every_minutes: float | None = Field(None, ge=0)
+    every_steps: int | None = Field(None, ge=0, le=MAX_COUNT)
+    every_epochs: float | None = Field(None, ge=0, le=MAX_COUNT)
+    every_samples: int | None = Field(None, ge=0, le=MAX_COUNT)
+    every_minutes: float | None = Field(None, ge=0, le=MAX_MINUTES)
     first: bool = False
-    keep: int = Field(2, ge=0)
-    keep_every_steps: int | None = Field(None, ge=1)
+    keep: int = Field(2, ge=0, le=MAX_COUNT)
+    keep_every_steps: int | None = Field(None, ge=1, le=MAX_COUNT)
     keep_best: bool = False
     asynchronous: bool = True
 
@@ -236,8 +247,8 @@ class FaultsSection(Section):
     """
 
     non_finite: Literal["stop", "skip"] = "stop"
-    max_skipped: int = Field(10, ge=1)
-    hang_minutes: float = Field(10.0, ge=0)
+    max_skipped: int = Field(10, ge=1, le=MAX_COUNT)
+    hang_minutes: float = Field(10.0, ge=0, le=MAX_MINUTES)
     debug_checks: bool = False
 
     @model_validator(mode="after")
@@ -258,7 +269,7 @@ class ParallelSection(Section):
     """
 
     mesh: str = "dp1"
-    otherwise: tuple[str, ...] = ()
+    otherwise: tuple[str, ...] = Field((), max_length=MAX_ALTERNATIVES)
     schedule: str = "1f1b"
     virtual_stages: int = Field(1, ge=1)
     microbatches: int | None = Field(None, ge=1)
@@ -271,7 +282,7 @@ class CommunicationSection(Section):
     result."""
 
     bucket_cap_mb: float | None = Field(None, gt=0)
-    prefetch: int | None = Field(None, ge=0)
+    prefetch: int | None = Field(None, ge=0, le=MAX_BLOCKS)
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
 

@@ -12,7 +12,7 @@ from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX
 from vitpar.checkpoint.names import RECIPE
 from vitpar.errors import CheckpointError
-from vitpar.launch.world_group import broadcast_object
+from vitpar.launch.world_group import broadcast_json
 from vitpar.train.recipe import Recipe
 from vitpar.train.recipe_file import read_recipe
 
@@ -59,7 +59,7 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     if is_checkpoint(path):
         return Checkpoint.open_whole(path)
     there = Checkpoints(checkpoints_of(path))
-    steps = broadcast_object(there.steps() if dist.get_rank() == 0 else [])
+    steps = broadcast_json(there.steps() if dist.get_rank() == 0 else [])
     for step in reversed(steps):
         try:
             return Checkpoint.open_whole(there.path(step))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
-from vitpar.launch.world_group import broadcast_object
+from vitpar.launch.world_group import broadcast_json
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
 from vitpar.train.begin import begin
@@ -89,9 +89,9 @@ class Trainer:
         goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
         self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
         self.reporter = Logged(self.folder, reporter) if self.folder else reporter
-        path = broadcast_object(self.folder.path if self.folder else None)
+        path = broadcast_json(str(self.folder.path) if self.folder else None)
         assert path is not None, "rank 0 has a folder"
-        self.path = path
+        self.path = Path(path)
         self.watchdog.folder = self.path / "hang"
         self.saver = Saver(
             Checkpoints(checkpoints_of(self.path)),

@@ -1,8 +1,8 @@
 """Notices that a run hangs, has every rank write down what it is doing, and ends the run with one sentence.
 
     watchdog thread   counts the time since the last beat; at the end of its patience, or when called, it
-                      writes <run>/hang/rank3.txt, leaves its answer in the store, waits some seconds for the others',
-                      and ends this process
+                      writes <run>/hang/rank3.txt (before the run has a folder, into a temporary one of its own),
+                      leaves its answer in the store, waits some seconds for the others', and ends this process
     listening thread  looks every few seconds whether another rank calls
 
 Ranks talk through the store where they met, since collectives are what hangs. A rank that is stopped, or whose machine
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import mkdtemp
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from vitpar.errors import FaultError
 from vitpar.launch import report_failure
-from vitpar.train.hang import Answer, dump, issued, sentence
+from vitpar.train.hang import Answer, dump, issued, leave, sentence
 
 STARTING = "starting"
 WAITING = "waiting for the data of step"
@@ -126,19 +126,15 @@ class Watchdog:
         """End this process, in some seconds, whatever does not answer: the store or the disk may be what hangs."""
         phase, step = self._place
         called = _within(1.0, issued) or {}
-        answer = Answer(self._rank, phase, step, called, _within(1.0, self.doing) or "")
-        folder = self.folder or Path(gettempdir()) / "vitpar-hang"
-
-        def write() -> None:
-            with suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"rank{self._rank}.txt").write_text(dump(answer, seconds))
-
+        folder = self.folder or _within(1.0, lambda: Path(mkdtemp(prefix="vitpar-hang-")))
+        doing = _within(1.0, self.doing) or ""
+        answer = Answer(self._rank, phase, step, called, doing, str(folder or ""))
         minutes = self._minutes if self.settled else self._start_seconds / 60
-        _within(ANSWER_S / 2, write)
+        if folder:
+            _within(ANSWER_S / 2, lambda: leave(folder, self._rank, dump(answer, seconds)))
         patience = 2 * self._listen_every + ANSWER_S
-        told = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes, folder))
-        author, text = told or (self._rank, sentence({self._rank: answer}, self._world, minutes, folder))
+        told = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes))
+        author, text = told or (self._rank, sentence({self._rank: answer}, self._world, minutes))
 
         def tell() -> None:
             reported = report_failure(FaultError(text))
@@ -148,15 +144,16 @@ class Watchdog:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
         if author == self._rank and self.folder:
-            _within(1.0, lambda: _log(folder.parent / "log.txt", text))
+            log = self.folder.parent / "log.txt"
+            _within(1.0, lambda: _log(log, text))
         _within(1.0, tell)
         time.sleep(1.0 if self._rank == 0 else 0.5)  # all have read the sentence; rank 0 may hold the store
         os._exit(1)
 
-    def _agree(self, answer: Answer, patience: float, minutes: float, folder: Path) -> tuple[int, str]:
+    def _agree(self, answer: Answer, patience: float, minutes: float) -> tuple[int, str]:
         """The sentence of all, and the rank that made it."""
         if self._world == 1:
-            return 0, sentence({0: answer}, 1, minutes, folder)
+            return 0, sentence({0: answer}, 1, minutes)
         store = self._store
         store.set("call", "")
         store.set(f"answer/{answer.rank}", answer.text())
@@ -166,7 +163,7 @@ class Watchdog:
             time.sleep(0.1)
             missing = {rank for rank in missing if not store.check([f"answer/{rank}"])}
         answers = {rank: Answer.read(store.get(f"answer/{rank}")) for rank in range(self._world) if rank not in missing}
-        mine = json.dumps([answer.rank, sentence(answers, self._world, minutes, folder)])
+        mine = json.dumps([answer.rank, sentence(answers, self._world, minutes)])
         author, text = json.loads(store.compare_set("sentence", "", mine))
         return author, text
 

@@ -11,6 +11,8 @@ from vitpar.checkpoint import Checkpoint
 from vitpar.checkpoint.names import AVERAGES, CONFIG, PARAMETERS, RECIPE
 from vitpar.checkpoint.whole import read_whole
 from vitpar.errors import CheckpointError
+from vitpar.files import read_text
+from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.weights.folder import write_weights
 
 
@@ -40,8 +42,9 @@ def export(
         for name in names
     }
     try:
-        config, recipe = ((checkpoint.path / name).read_text() for name in (CONFIG, RECIPE))
-    except (OSError, UnicodeDecodeError) as error:
+        config = read_text(checkpoint.path / CONFIG, MAX_JSON_BYTES)
+        recipe = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"'{checkpoint.path}' cannot be read: {error}") from None
     return write_weights(
         folder,

@@ -6,7 +6,6 @@ are longer than 100 MB, and tensors that are not exactly the bytes that are ther
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import read_json, stat_regular
+from vitpar.limits import MAX_TENSOR_DIMS
 
-_LARGEST_JSON = 64 << 20
 _FLOATS = ("F64", "F32", "BF16", "F16")
 FEW = 3
 """Names that a refusal lists before it counts the rest."""
@@ -33,24 +33,24 @@ class Shards:
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in files:
-                if not (folder / file).is_file():  # a pipe would be waited for without end
-                    raise DataError(f"'{folder / file}' cannot be read: there is no such file")
+                stat_regular(folder / file)  # a pipe would be waited for without end
                 opened = safe_open(folder / file, framework="pt")
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if weight_map is not None and weight_map.get(name) != file:
                         continue
                     if name in self._held:
-                        raise DataError(f"'{folder}' holds {name} in two files: remove one of them")
+                        raise DataError(f"'{folder}' holds {shown(name)} in two files: remove one of them")
                     stored = opened.get_slice(name)
-                    if stored.get_dtype() not in _FLOATS:
-                        raise DataError(f"{name} in '{folder / file}' is {stored.get_dtype()}, which is no parameter")
-                    self._held[name], self.shapes[name] = opened, tuple(stored.get_shape())
+                    shape = tuple(stored.get_shape())
+                    if wrong := _no_parameter(name, shape, stored.get_dtype()):
+                        raise DataError(f"{shown(name)} in '{folder / file}' is {wrong}, which is no parameter")
+                    self._held[name], self.shapes[name] = opened, shape
         except (OSError, SafetensorError) as error:
-            raise DataError(f"'{folder / file}' cannot be read: {error}") from None
+            raise DataError(f"'{folder / file}' cannot be read: {_words(error)}") from None
         for name in weight_map or ():
             if name not in self._held:
                 assert weight_map is not None
-                raise DataError(f"'{folder / weight_map[name]}' lacks {name}, which its index promises")
+                raise DataError(f"'{folder / weight_map[name]}' lacks {shown(name)}, which its index promises")
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
@@ -63,33 +63,29 @@ class Shards:
         try:
             return self._held[name].get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise DataError(f"{name} in '{self._folder}' cannot be read: {error}") from None
+            raise DataError(f"{shown(name)} in '{self._folder}' cannot be read: {_words(error)}") from None
 
 
 def read_weight_map(folder: Path, index: str) -> dict[str, str]:
     """File by tensor, as the file `index` in `folder` lists them. Raises DataError, also for names of files elsewhere.
     (A file may be a link: in Hugging Face's cache all are.)"""
-    weight_map = read_json(folder / index).get("weight_map")
+    weight_map = read_object(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"'{folder / index}' cannot be read: it has no weight_map")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or "\0" in file:
-            raise DataError(f"'{folder / index}' names {file!r}, which cannot be in its folder: do not use it")
+            raise DataError(
+                f"'{folder / index}' names {shown(repr(file))}, which cannot be in its folder: do not use it"
+            )
     return weight_map
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises DataError for anything else, and for more than 64 MiB of it."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises DataError for anything else."""
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is no file")
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_JSON + 1)
-        if len(text) > _LARGEST_JSON:
-            raise ValueError(f"it has more than {_LARGEST_JSON:,} bytes")
-        value = json.loads(text.decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' cannot be read: {error}") from None
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"'{path}' cannot be read: {_words(error)}") from None
     if not isinstance(value, dict):
         raise DataError(f"'{path}' cannot be read: it holds no object")
     return value
@@ -101,7 +97,7 @@ def refuse_other_shapes(
     """Refuse tensors that are not those of a model. exactly: whether further ones are refused too. Raises DataError
     that names the first few."""
     wrong = [
-        f"{name} has shape {list(given[name])} where the model has {list(shape)}"
+        f"{shown(name)} has shape {list(given[name])} where the model has {list(shape)}"
         for name, shape in needed.items()
         if name in given and given[name] != shape
     ]
@@ -119,4 +115,16 @@ def refuse_other_shapes(
 def listed(names: list[str]) -> str:
     """The first few, and how many more."""
     more = len(names) - FEW
-    return ", ".join(names[:FEW]) + (f" and {more:,} more" if more > 0 else "")
+    return ", ".join(map(shown, names[:FEW])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _no_parameter(name: str, shape: tuple[int, ...], dtype: str) -> str | None:
+    """Return what a tensor is that no model can have, None for others."""
+    if len(shape) > MAX_TENSOR_DIMS:
+        return f"of {len(shape):,} dimensions, above {MAX_TENSOR_DIMS}"
+    return "without a name" if not name else dtype if dtype not in _FLOATS else None
+
+
+def _words(error: Exception) -> str:
+    """Return what `error` says, without the path that messages name anyway."""
+    return shown(getattr(error, "strerror", None) or error)

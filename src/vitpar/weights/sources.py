@@ -7,6 +7,7 @@ it read as one, else by torch's reader that makes tensors and plain containers a
 from __future__ import annotations
 
 import argparse
+import io
 import pickle
 import re
 import warnings
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor
 
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
-from vitpar.errors import DataError
-from vitpar.weights.shards import Shards, read_json, read_weight_map
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular
+from vitpar.limits import MAX_TENSOR_DIMS, MAX_ZIP_LISTING_BYTES
+from vitpar.weights.shards import Shards, read_object, read_weight_map
 
 _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
@@ -57,7 +60,7 @@ def open_source(path: Path, trust: bool = False) -> Source:
         return _from_pickles(path, [path], trust, {})
     if (path / CHECKPOINT_INDEX).exists():
         raise DataError(f"'{path}' is a checkpoint of a run: use `vitpar checkpoint export` instead")
-    configs = {name: read_json(path / name) for name in _CONFIGS if (path / name).exists()}
+    configs = {name: read_object(path / name) for name in _CONFIGS if (path / name).exists()}
     if (path / f"{_SAFETENSORS}.index.json").exists():
         return _from_shards(path, Shards.indexed(path, f"{_SAFETENSORS}.index.json"), configs)
     if (path / _SAFETENSORS).exists():
@@ -82,8 +85,6 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
-        if not file.is_file():
-            raise DataError(f"'{file}' cannot be read: there is no such file")
         found = _unpickled(file, trust)
         while isinstance(found, dict) and (keys := [key for key in _INSIDE if isinstance(found.get(key), dict)]):
             if len(keys) > 1:
@@ -102,7 +103,7 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
 def _unpickled(file: Path, trust: bool) -> Any:
     """What `torch.save` put into `file`. Raises DataError."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             zipped = opened.read(4) == b"PK\x03\x04"  # how torch tells its two formats apart
     except OSError as error:
         raise DataError(f"'{file}' cannot be read: {error.strerror}") from None
@@ -113,26 +114,51 @@ def _unpickled(file: Path, trust: bool) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the pickle's protocol
             # Mapped, a tensor cannot claim more memory than the file has.
-            return torch.load(file, map_location="cpu", weights_only=not trust, mmap=zipped)
+            if zipped:
+                return torch.load(file, map_location="cpu", weights_only=not trust, mmap=True)
+            with _Bounded(file) as bounded:
+                return torch.load(bounded, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a hostile file can make the reader stumble in any way
         said = " ".join(str(error).split())
         other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
         if isinstance(error, pickle.UnpicklingError) and not trust and other:
+            what = shown(other[1] or f"the instruction {other[2]}")
             raise DataError(
-                f"'{file}' holds more than tensors ({other[1] or f'the instruction {other[2]}'}), which could run code "
-                "when it is read: ask for safetensors, or say --trust if you trust whoever made it"
+                f"'{file}' holds more than tensors ({what}), which could run code when it is read: ask for "
+                "safetensors, or say --trust if you trust whoever made it"
             ) from None
-        sentence = said.partition("Trying to load")[0] if len(said) < 200 else said[:200] + "…"
+        sentence = shown(said.partition("Trying to load")[0])
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
+
+
+class _Listed(io.FileIO):
+    """A zip file of which only the listing is read, and no long one: each of its entries becomes a large object."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > MAX_ZIP_LISTING_BYTES:
+            raise OSError(f"its listing has more than {MAX_ZIP_LISTING_BYTES:,} bytes")
+        return super().read(size) or b""
+
+
+class _Bounded(io.BufferedReader):
+    """A file that makes room for what it has, where it is asked for more."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self._size = path.stat().st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 def _refuse_bombs(file: Path) -> None:
     """torch.save compresses nothing, so a file is at least as large as what is in it."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
             inside = archive.infolist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise DataError(f"'{file}' cannot be read: {error}") from None
+        raise DataError(f"'{file}' cannot be read: {shown(error)}") from None
     size = file.stat().st_size
     unpacked = sum(entry.file_size for entry in inside)
     if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in inside):
@@ -146,12 +172,15 @@ def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
     size, claimed = file.stat().st_size, 0
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise DataError(f"'{file}' has {name!r} among its tensors, which is none: give a plain state_dict")
+            said = shown(repr(name) if isinstance(name, str) else type(name).__name__)
+            raise DataError(f"'{file}' has {said} among its tensors, which is none: give a plain state_dict")
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
-            raise DataError(f"{name} in '{file}' is {tensor.dtype} ({tensor.layout}), which is no parameter")
+            raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}), which is no parameter")
+        if tensor.ndim > MAX_TENSOR_DIMS:
+            raise DataError(f"{shown(name)} in '{file}' is of {tensor.ndim} dimensions, which is no parameter")
         claimed += tensor.numel() * tensor.element_size()
         if tensor.device.type != "cpu" or claimed > size:
-            raise DataError(f"the tensors in '{file}' up to {name} are larger than the file: do not use it")
+            raise DataError(f"the tensors in '{file}' up to {shown(name)} are larger than the file: do not use it")
 
 
 def _around(names: Mapping[str, Any]) -> str:

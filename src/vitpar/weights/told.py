@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.errors import DataError, ModelError
+from vitpar.errors import DataError, ModelError, shown
+from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import FAMILIES, ViTConfig, model_config
 from vitpar.weights.formats import Renamed, Shapes
 
@@ -43,13 +44,13 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         return _transformers(config, configs.get("preprocessor_config.json", {}))
     if "architecture" in config:
         return _timm(config)
-    scale = config.get("layer_scale")
+    scale = _measure(config.get("layer_scale"))
     return Hints(
         _number(config, "heads"),
         _word(config, "pool"),
         _number(config, "image_size"),
         _number(config, "patch_size"),
-        float(scale) if isinstance(scale, int | float) else None,
+        scale,
     )
 
 
@@ -57,16 +58,19 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
     kind, activation = config["model_type"], config.get("hidden_act", "gelu")
     if kind not in ("vit", "deit"):
         raise DataError(
-            f"config.json says model_type {kind!r}, where vit and deit can be imported: it is another model"
+            f"config.json says model_type {shown(repr(kind))}, where vit and deit can be imported: it is another model"
         )
     if activation != "gelu":
-        raise DataError(f"config.json says hidden_act {activation!r}, where vitpar's ViT has gelu: it is another model")
+        raise DataError(
+            f"config.json says hidden_act {shown(repr(activation))}, where vitpar's ViT has gelu: it is another model"
+        )
     eps = config.get("layer_norm_eps", 1e-12)
-    notes = (f"its layer norms add {eps:g} to the variance, vitpar's 1e-06",) if eps != 1e-6 else ()
+    notes = (f"its layer norms add {shown(eps)} to the variance, vitpar's 1e-06",) if eps != 1e-6 else ()
     data = dict(IMAGENET if kind == "deit" else HALF) | _colours(images.get("image_mean"), images.get("image_std"))
     if images.get("do_normalize") is False:
         data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    if (resampling := _RESAMPLING.get(images.get("resample", 2 if kind == "vit" else 3))) is not None:
+    resample = images.get("resample", 2 if kind == "vit" else 3)
+    if isinstance(resample, int) and (resampling := _RESAMPLING.get(resample)) is not None:
         data["interpolation"] = resampling
     data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit") else 1.0
     heads, size = _number(config, "num_attention_heads"), _number(config, "image_size")
@@ -77,7 +81,7 @@ def _timm(config: Mapping[str, Any]) -> Hints:
     said = config.get("pretrained_cfg")
     said = {**config, **(said if isinstance(said, dict) else {})}
     data = dict(HALF) | _colours(said.get("mean"), said.get("std"))
-    if said.get("interpolation") in _RESAMPLING.values():
+    if said.get("interpolation") in tuple(_RESAMPLING.values()):
         data["interpolation"] = said["interpolation"]
     crop = said.get("crop_pct")
     if isinstance(crop, int | float) and 0 < crop <= 1:
@@ -90,16 +94,24 @@ def _timm(config: Mapping[str, Any]) -> Hints:
         heads = sizes["heads"]
     size = said.get("input_size")
     pool = {"token": "cls", "avg": "avg"}.get(str(said.get("global_pool")))
-    return Hints(heads, pool, size[-1] if isinstance(size, list) and size else None, data=data)
+    return Hints(
+        heads, pool, _number({"size": size[-1]}, "size") if isinstance(size, list) and size else None, data=data
+    )
 
 
 def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
     given = {"mean": mean, "std": std}
-    return {
-        name: tuple(map(float, value))
+    found = {
+        name: tuple(number for each in value if (number := _measure(each)) is not None)
         for name, value in given.items()
-        if isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)
+        if isinstance(value, list | tuple) and len(value) == 3
     }
+    return {name: numbers for name, numbers in found.items() if len(numbers) == 3}
+
+
+def _measure(value: Any) -> float | None:
+    """`value` if it is a number that a recipe may have."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_MEASURE else None
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:

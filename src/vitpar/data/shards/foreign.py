@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,10 @@ import numpy as np
 
 from vitpar.data.shards.manifest import MANIFEST, Manifest, ShardEntry, write_manifest, write_split
 from vitpar.data.shards.scan import Labels, Scan, scan
-from vitpar.data.sources.source import MOST_CLASSES
 from vitpar.data.split_names import split_of
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import read_json
+from vitpar.limits import MAX_CLASSES
 
 Progress = Callable[[str, int, int], None]
 """Called as (split, shards scanned, shards in all)."""
@@ -60,7 +60,7 @@ def index(
                 for path, table in zip(files[split], rows, strict=True)
             ]
             entries[split] = write_split(folder, split, shards, rows, len(names))
-        manifest = Manifest(classes=names, splits=entries)
+        manifest = Manifest(classes=names, labels=str(labels), splits=entries)
         write_manifest(folder, manifest)
     except OSError as error:
         raise DataError(
@@ -97,7 +97,7 @@ def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Pat
 def _known_classes(folder: Path) -> list[str] | None:
     """Those of a data set that is there already, of whatever version."""
     try:
-        names = json.loads((folder / MANIFEST).read_bytes())["classes"]
+        names = read_json(folder / MANIFEST)["classes"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
@@ -107,20 +107,26 @@ def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence
     named = [one.classes for one in scans if one.classes is not None]
     found = sorted({name for names in named for name in names})
     if given is None and found:
-        return found
+        return _few(found)
     most = max((int(one.rows["label"].max()) for one in scans if len(one.rows)), default=-1) + 1
     if given is None and known is not None and most <= len(known):
         return list(known)
     if given is None:
-        if most > MOST_CLASSES:
-            raise DataError(f"label {most - 1} of the shards is above {MOST_CLASSES - 1}: is --label the right one?")
+        if most > MAX_CLASSES:
+            raise DataError(f"label {most - 1} of the shards is above {MAX_CLASSES - 1}: is --label the right one?")
         return [str(label) for label in range(most)]
     unknown = next((name for name in found if name not in given), None)
     if unknown is not None:
-        raise DataError(f"class '{unknown}' of the shards is not among the {len(given)} that are named")
+        raise DataError(f"class '{shown(unknown)}' of the shards is not among the {len(given)} that are named")
     if not found and most > len(given):
         raise DataError(f"label {most - 1} of the shards is beyond the {len(given)} classes that are named")
-    return list(given)
+    return _few(list(given))
+
+
+def _few(classes: list[str]) -> list[str]:
+    if len(classes) > MAX_CLASSES:
+        raise DataError(f"there are {len(classes):,} classes: a data set can have {MAX_CLASSES:,}")
+    return classes
 
 
 def _numbered(scanned: Scan, classes: Sequence[str], path: Path) -> np.ndarray:

@@ -17,9 +17,11 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular, read_bytes, stat_regular
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_JSON_BYTES, MAX_SHARDS
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
 """crc: zlib's CRC-32 of the encoded image."""
@@ -32,15 +34,15 @@ class ShardEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     file: str
-    samples: NonNegativeInt
-    bytes: NonNegativeInt
+    samples: NonNegativeInt = Field(le=MAX_INT64)
+    bytes: NonNegativeInt = Field(le=MAX_INT64)
 
     @field_validator("file")
     @classmethod
     def _stays_inside(cls, file: str) -> str:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or not path.name:
-            raise ValueError(f"the shard '{file}' would be outside the folder")
+            raise ValueError(f"the shard '{shown(file)}' would be outside the folder")
         return file
 
 
@@ -48,18 +50,19 @@ class SplitEntry(BaseModel):
     """One split: its shards in index order, its sample counts, and the SHA-256 of its index file."""
 
     model_config = ConfigDict(extra="forbid")
-    shards: list[ShardEntry]
-    samples: NonNegativeInt
-    per_class: list[NonNegativeInt]
+    shards: list[ShardEntry] = Field(max_length=MAX_SHARDS)
+    samples: NonNegativeInt = Field(le=MAX_INT64)
+    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES)
     index_sha256: str
 
 
 class Manifest(BaseModel):
-    """What `dataset.json` holds."""
+    """What `dataset.json` holds. labels: where the shards hold them, as `vitpar data index --label` takes it."""
 
     model_config = ConfigDict(extra="forbid")
     vitpar_dataset: Literal[2] = 2
-    classes: list[str]
+    classes: list[str] = Field(max_length=MAX_CLASSES)
+    labels: str = "cls"
     splits: dict[str, SplitEntry]
 
     @field_validator("splits")
@@ -67,7 +70,7 @@ class Manifest(BaseModel):
     def _names_are_plain(cls, splits: dict[str, SplitEntry]) -> dict[str, SplitEntry]:
         for name in splits:
             if not name or PurePosixPath(name).name != name:
-                raise ValueError(f"the split '{name}' is no file name")
+                raise ValueError(f"the split '{shown(name)}' is no file name")
         return splits
 
 
@@ -75,7 +78,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """The manifest of a data set. Raises DataError when `folder` holds none, or a damaged one."""
     path = Path(folder) / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index shards that lie "
@@ -85,9 +88,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        where = shown(".".join(str(part) for part in first["loc"]) or "the file")
         raise DataError(
-            f"'{path}' is damaged or of another version ({where}: {first['msg']}): write it anew with "
+            f"'{path}' is damaged or of another version ({where}: {shown(first['msg'])}): write it anew with "
             f"`vitpar data index {folder}`"
         ) from None
 
@@ -126,21 +129,38 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     path = index_path(folder, split)
     again = f"write it anew with `vitpar data index {folder}`"
     try:
-        rows = np.load(path, mmap_mode="r")
-    except Exception as error:  # damaged headers make it raise nearly anything
-        raise DataError(f"index '{path}' cannot be read ({error}): {again}") from None
-    if not isinstance(rows, np.memmap) or rows.dtype != ROW or rows.shape != (entry.samples,):
+        size = stat_regular(path).st_size
+        offset = _header_bytes(path, entry.samples)
+    except OSError as error:
+        raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
+    if offset is None or size != offset + entry.samples * ROW.itemsize:
         raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
     digest = hashlib.sha256()
     try:
-        for start, chunk in _chunks(path, rows.offset, digest):
+        for start, chunk in _chunks(path, offset, digest):
             if not _fits(start, chunk, entry):
                 raise DataError(f"index '{path}' does not fit the shards in {MANIFEST}: {again}")
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
     if digest.hexdigest() != entry.index_sha256:
         raise DataError(f"index '{path}' is not the one that {MANIFEST} was written for: {again}")
+    if not entry.samples:
+        return np.empty(0, ROW)
+    rows = np.memmap(path, ROW, mode="r", offset=offset, shape=(entry.samples,))
     return rows.view(np.ndarray)  # a plain array: np.memmap's own indexing is slow
+
+
+def _header_bytes(path: Path, samples: int) -> int | None:
+    """Return where the rows of an index file begin; None where its header is not that of so many. Raises OSError."""
+    with open_regular(path) as file:
+        try:
+            np.lib.format.read_magic(file)
+            found = np.lib.format.read_array_header_1_0(file)
+        except OSError:
+            raise
+        except Exception:  # damaged headers make it raise nearly anything
+            return None
+        return file.tell() if found == ((samples,), False, ROW) else None
 
 
 def _chunks(path: Path, offset: int, digest: hashlib._Hash) -> Iterator[tuple[int, np.ndarray]]:
@@ -162,6 +182,7 @@ def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
     if not np.array_equal(rows["shard"], expected):
         return False
     sizes = np.array([shard.bytes for shard in entry.shards], np.int64)[expected]
-    inside = (rows["offset"] >= tarfile.BLOCKSIZE) & (rows["size"] > 0) & (rows["offset"] <= sizes - rows["size"])
+    inside = (rows["offset"] >= tarfile.BLOCKSIZE) & (rows["offset"] <= sizes - rows["size"])
+    inside &= (rows["size"] > 0) & (rows["size"] <= MAX_IMAGE_BYTES)
     known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
     return bool((inside & known).all())

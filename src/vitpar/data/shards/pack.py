@@ -30,7 +30,8 @@ from vitpar.data.shards.manifest import (
 )
 from vitpar.data.shards.scan import scan
 from vitpar.data.sources import Source, SourceSplit, open_source
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import read_json
 
 SHARD_SAMPLES = 5000  # half a gigabyte of ImageNet
 
@@ -123,8 +124,8 @@ def _check_destination(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise DataError(f"'{target}' holds a data set: choose another folder, or --overwrite to replace it")
     try:
-        ours = "vitpar_dataset" in json.loads((target / MANIFEST).read_bytes())
-    except (ValueError, TypeError):
+        ours = "vitpar_dataset" in read_json(target / MANIFEST)
+    except (OSError, ValueError, TypeError):
         ours = False
     if not ours:
         raise DataError(f"'{target / MANIFEST}' is not of vitpar: choose another folder")
@@ -261,13 +262,14 @@ class _Packing:
                 data = split.read(i)
                 if image_type(data) is None:
                     raise DataError(
-                        f"'{split.names[i]}' is not an image of a known type: remove it or convert it to JPEG or PNG"
+                        f"'{shown(split.names[i])}' is not an image of a known type: remove it, or convert it to JPEG "
+                        "or PNG"
                     )
                 try:
                     data = self.reencode(data) if self.reencode else data
                     image_size(data)
                 except BadImage as error:
-                    raise DataError(f"'{split.names[i]}' is damaged ({error}): replace or remove it") from None
+                    raise DataError(f"'{shown(split.names[i])}' is damaged ({error}): replace or remove it") from None
                 writer.write({"__key__": f"{i:08d}", "cls": b"%d" % split.labels[i], str(image_type(data)): data})
                 self._report(name, 1, len(split.labels))
 

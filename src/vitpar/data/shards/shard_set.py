@@ -1,4 +1,4 @@
-"""A split of a data set, any sample of which is read with one `pread`."""
+"""A split of a data set, any sample of which is read with one `pread` and compared with its checksum."""
 
 import os
 import tarfile
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
-from vitpar.errors import DataError, nearest
+from vitpar.errors import DataError, nearest, shown
+from vitpar.files import open_regular, stat_regular
 
 _OPEN_FILES = 256  # a data set may have more shards than a process may have open files
 
@@ -19,9 +20,11 @@ _OPEN_FILES = 256  # a data set may have more shards than a process may have ope
 class ShardSet:
     """One split of a data set, opened for reading samples by number, from any thread.
 
-    classes: class names, in label order. labels: int32 [samples], read-only. per_class: samples of each class. bytes:
-    of all shards. fingerprint: equal for equal samples in equal order, of which it is a checksum.
+    checked: `read` compares with a checksum. classes: class names, in label order. labels: int32 [samples], read-only.
+    per_class: samples of each class. bytes: of all shards. fingerprint: a checksum of the samples and their order.
     """
+
+    checked = True
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, rows: np.ndarray) -> None:
         entry = manifest.splits[split]
@@ -33,6 +36,7 @@ class ShardSet:
         self.bytes = sum(shard.bytes for shard in entry.shards)
         self.fingerprint = entry.index_sha256
         self.labels: NDArray[np.int32] = rows["label"]
+        self._rows = rows
         self._shard, self._offset, self._size, self._crc = (rows[name] for name in ("shard", "offset", "size", "crc"))
         self._stamps = {path: _checked(path, shard.bytes) for path, shard in zip(self.files, entry.shards, strict=True)}
         self._open_file = lru_cache(maxsize=_OPEN_FILES)(self._opened)
@@ -47,7 +51,7 @@ class ShardSet:
         folder = Path(folder)
         manifest = read_manifest(folder)
         if split not in manifest.splits:
-            known = ", ".join(manifest.splits) or "none"
+            known = shown(", ".join(manifest.splits) or "none")
             raise DataError(f"no split '{split}' in '{folder}'{nearest(split, manifest.splits)}: it has {known}")
         entry = manifest.splits[split]
         if not entry.samples:
@@ -73,8 +77,11 @@ class ShardSet:
         return str(self.folder)
 
     def read(self, i: int) -> bytes:
-        """The encoded image of sample `i`. Raises DataError when its shard is gone, too short, or another file than
-        when the data set was opened."""
+        """Return the encoded image of sample `i`.
+
+        Raises DataError when its shard is gone, too short, or another file than when the data set was opened, and
+        BadImage when its bytes are not those that were indexed.
+        """
         path, size = self.files[self._shard[i]], int(self._size[i])
         try:
             data = self._open_file(path).read(size, int(self._offset[i]))
@@ -82,16 +89,13 @@ class ShardSet:
             raise DataError(f"cannot read '{path}': {error.strerror}") from None
         if len(data) != size:
             raise DataError(f"'{path}' has shrunk since it was opened: restore it")
+        if zlib.crc32(data) != int(self._crc[i]):
+            raise BadImage("its bytes are not those that were indexed: restore the shard, or index it again")
         return data
 
-    def intact(self, i: int, data: bytes) -> bool:
-        """Whether `data` is what sample `i` was when it was indexed."""
-        return zlib.crc32(data) == int(self._crc[i])
-
-    def complaint(self, i: int, data: bytes, error: BadImage) -> str:
-        """Which sample `i` is, and why `data`, its bytes, cannot be decoded."""
-        changed = "" if self.intact(i, data) else ", and its bytes are not those that were indexed"
-        return f"sample '{self.name(i)}' of '{self.folder}': {error}{changed}"
+    def complaint(self, i: int, error: BadImage) -> str:
+        """Name sample `i`, with what is wrong with it."""
+        return f"sample '{shown(self.name(i))}' of '{self.folder}': {error}"
 
     def refuse_changed(self) -> None:
         """Raise DataError when a shard is not the file that it was when the data set was opened."""
@@ -101,6 +105,10 @@ class ShardSet:
             except OSError as error:
                 raise DataError(f"cannot read '{path}': {error.strerror}") from None
             _refuse_other(path, self._stamps[path], stamp)
+
+    def rows_of(self, number: int) -> np.ndarray:
+        """Return what the index has on the samples of a shard: `manifest.ROW` [samples], in their order."""
+        return self._rows[slice(*np.searchsorted(self._shard, [number, number + 1]))]
 
     def label(self, i: int) -> int:
         """The class number of sample `i`."""
@@ -130,15 +138,15 @@ class _OpenFile:
     """A file that is closed with the last reference to it, so that no thread loses one it is reading from."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
-        self.stamp = _stamp(os.fstat(self._descriptor))
+        self._file = open_regular(path)
+        self.stamp = _stamp(os.fstat(self._file.fileno()))
 
     def read(self, size: int, offset: int) -> bytes:
-        return os.pread(self._descriptor, size, offset)
+        return os.pread(self._file.fileno(), size, offset)
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+        if hasattr(self, "_file"):
+            self._file.close()
 
 
 def _stamp(found: os.stat_result) -> Stamp:
@@ -155,11 +163,11 @@ def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
 
 def _checked(path: Path, size: int) -> Stamp:
     try:
-        found = path.stat()
+        found = stat_regular(path)
     except FileNotFoundError:
-        raise DataError(f"shard '{path}' is missing: restore it or pack the data set again") from None
+        raise DataError(f"shard '{shown(path)}' is missing: restore it or pack the data set again") from None
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        raise DataError(f"cannot read '{shown(path)}': {error.strerror}") from None
     if found.st_size != size:
         raise DataError(
             f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or write the index anew "

@@ -8,23 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from vitpar.data.images import decode
 from vitpar.data.shards.manifest import read_manifest
+from vitpar.data.shards.scan import Labels, scan
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 
 _TASK, _ROUND = 64, 1 << 14  # samples a thread takes at a time, and that are handed out at a time
 
 Progress = Callable[[str, int, int], None]
-"""Called as (split, samples read, samples in all)."""
+"""Called as (split, samples read, samples in all), before that as (split and "shards", shards read, shards in all)."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a sample."""
+    """Something wrong with a sample, or with a shard as a tar file: then `sample` is None."""
 
     split: str
-    sample: int
+    sample: int | None
     name: str
     what: str
 
@@ -32,11 +35,24 @@ class Problem:
 def verify(
     folder: str | Path, *, pixels: bool = True, workers: int = 2, progress: Progress | None = None
 ) -> Iterator[Problem]:
-    """Every bad sample of every split: one whose bytes are not those that were indexed, or (`pixels`) which cannot be
-    decoded. workers: threads. Raises DataError where a data set cannot even be opened."""
-    for split in read_manifest(folder).splits:
+    """Yield every problem of every split.
+
+    A shard has one where any tar reader would stumble (a damaged header, a missing end, something behind the end), or
+    where its members or labels are not those of the index. A sample has one where its bytes are not those that were
+    indexed, or (`pixels`) where it cannot be decoded. workers: threads. Raises DataError where a data set cannot even
+    be opened.
+    """
+    manifest = read_manifest(folder)
+    labels = Labels.parse(manifest.labels)
+    for split in manifest.splits:
         shards = ShardSet.open(folder, split)
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-verify") as pool:
+            numbers = range(len(shards.files))
+            for number, problem in enumerate(pool.map(partial(_shard_problem, shards, labels=labels), numbers), 1):
+                if problem is not None:
+                    yield problem
+                if progress:
+                    progress(f"{split} shards", number, len(shards.files))
             for begin in range(0, len(shards), _ROUND):
                 end = min(begin + _ROUND, len(shards))
                 tasks = [range(start, min(start + _TASK, end)) for start in range(begin, end, _TASK)]
@@ -46,18 +62,31 @@ def verify(
                         progress(split, task.stop, len(shards))
 
 
+def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | None:
+    """What is wrong with a shard as a tar file, by its headers and labels."""
+    path, expected = shards.files[number], shards.rows_of(number)
+    try:
+        found = scan(path, labels, checksums=False)
+        rows = found.rows
+        if found.classes is not None:
+            place = {name: label for label, name in enumerate(shards.classes)}
+            rows["label"] = np.array([place.get(name, -1) for name in found.classes], np.int32)[rows["label"]]
+        same = len(rows) == len(expected) and all(
+            np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")
+        )
+        what = None if same else "its members or their labels are not those of the index: index it again"
+    except DataError as error:
+        what = str(error)
+    return None if what is None else Problem(shards.split, None, path.name, what)
+
+
 def _problems(shards: ShardSet, samples: range, pixels: bool) -> list[Problem]:
     found = []
     for i in samples:
-        what = None
         try:
             data = shards.read(i)
-            if not shards.intact(i, data):
-                what = "its bytes are not those that were indexed"
-            elif pixels:
+            if pixels:
                 decode(data)
         except DataError as error:  # BadImage is one
-            what = str(error)
-        if what:
-            found.append(Problem(shards.split, i, shards.name(i), what))
+            found.append(Problem(shards.split, i, shards.name(i), str(error)))
     return found

@@ -1,29 +1,43 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009) as published: the archive, or the folder it unpacks to, in its binary or its
 Python version. Pixels are kept as PNG.
 
-The Python version consists of pickles, which could run code: only arrays and plain values are read from them.
+The Python version consists of pickles, which could run code: only arrays of integers and plain values are read from
+them.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import tarfile
 import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 
-from vitpar.data.sources.source import Source, SourceSplit, read_file
-from vitpar.errors import DataError
+from vitpar.data.shards.tar import content, members
+from vitpar.data.sources.source import Source, SourceSplit
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular, read_bytes
+from vitpar.limits import MAX_RECORD_BYTES
 
 _PIXELS = 3 * 32 * 32
-_LARGEST = 1 << 30  # bytes of a member
+_CHUNK = 1 << 16
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_WHOLE = (
+    {"test_batch", *_BATCHES},
+    {"test_batch.bin"},
+    {"train", "test", "meta"},
+    {"train.bin", "test.bin"},
+)
+"""Files that tell CIFAR: of 10 or 100 classes, in Python's version and the binary one."""
+_NAMED = set().union(*_WHOLE, (f"{name}.bin" for name in _BATCHES))
+_NAMED |= {"batches.meta", "batches.meta.txt", "fine_label_names.txt"}
 Files = dict[str, Callable[[], bytes]]
 
 
@@ -31,18 +45,82 @@ def cifar_files(path: Path) -> Files | None:
     """What reads the files of CIFAR at `path`, by their names; None if it is something else."""
     files: Files
     if path.is_dir():
-        files = {entry.name: partial(read_file, entry) for entry in path.iterdir() if entry.is_file()}
+        names = [entry for entry in path.iterdir() if entry.is_file() and entry.name in _NAMED]
+        files = {entry.name: partial(_read, entry) for entry in names}
     elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
-        try:
-            with tarfile.open(path) as tar:
-                names = [member.name for member in tar if member.isreg() and member.size < _LARGEST]
-        except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-            raise DataError(f"'{path}' is not a whole tar file ({error}): fetch it again") from None
-        files = {PurePosixPath(name).name: partial(_member, path, name) for name in names}
+        files = {name: partial(bytes, data) for name, data in _unpacked(path).items()}
     else:
         return None
-    known = ({"test_batch", *_BATCHES}, {"test_batch.bin"}, {"train", "test", "meta"}, {"train.bin", "test.bin"})
-    return files if any(names <= set(files) for names in known) else None
+    return files if any(names <= set(files) for names in _WHOLE) else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, MAX_RECORD_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def _unpacked(path: Path) -> dict[str, bytes]:
+    """Return the files of an archive that CIFAR has, by name. Raises DataError."""
+    found: dict[str, bytes] = {}
+    try:
+        with open_regular(path) as packed:
+            file = _Unpacked(packed, compressed=not path.name.endswith(".tar"))
+            for member in members(file):
+                name = PurePosixPath(member.name).name
+                if member.isreg() and name in _NAMED:
+                    found[name] = content(file, member)
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise DataError(f"'{path}' is not a whole tar file ({shown(error)}): fetch it again") from None
+    return found
+
+
+class _Unpacked:
+    """The content of a file that may be compressed by gzip, read forwards.
+
+    Raises OSError behind MAX_RECORD_BYTES of it, EOFError where it is cut off and zlib.error where it is damaged. What
+    follows compressed content is not read: Python's gzip would skip zeros behind it one by one.
+    """
+
+    def __init__(self, file: BinaryIO, compressed: bool) -> None:
+        self._file = file
+        self._inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS) if compressed else None
+        self._place = 0
+
+    def read(self, size: int, /) -> bytes:
+        self._refuse(self._place + size)
+        pieces = []
+        while size and (piece := self._piece(size)):
+            pieces.append(piece)
+            size -= len(piece)
+            self._place += len(piece)
+        return b"".join(pieces)
+
+    def seek(self, place: int, /) -> int:
+        self._refuse(place)
+        while self._place < place and self.read(min(place - self._place, _CHUNK)):
+            pass
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def _piece(self, size: int) -> bytes:
+        """Return `size` bytes or fewer, none at the end."""
+        if self._inflate is None:
+            return self._file.read(size)
+        while not self._inflate.eof:
+            packed = self._inflate.unconsumed_tail or self._file.read(_CHUNK)
+            if not packed:
+                raise EOFError("it is cut off")
+            if piece := self._inflate.decompress(packed, size):
+                return piece
+        return b""
+
+    def _refuse(self, place: int) -> None:
+        if place > MAX_RECORD_BYTES:
+            raise OSError(f"it unpacks to more than {MAX_RECORD_BYTES:,} bytes")
 
 
 def cifar(files: Files) -> Source:
@@ -82,8 +160,12 @@ def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
     if name not in files:
         return [str(label) for label in range(100 if fine else 10)]
     if binary:
-        return files[name]().decode().split()
-    return [word.decode() for word in _loaded(files, name)[b"fine_label_names" if fine else b"label_names"]]
+        return files[name]().decode(errors="replace").split()
+    try:
+        names = _loaded(files, name)[b"fine_label_names" if fine else b"label_names"]
+        return [word.decode(errors="replace") for word in names]
+    except (KeyError, TypeError, AttributeError):
+        raise DataError(f"'{name}' of CIFAR does not name its classes: fetch it again") from None
 
 
 def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -98,10 +180,11 @@ def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray
 def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
     found = _loaded(files, name)
     try:
-        pixels, labels = found[b"data"], np.array(found[b"fine_labels" if fine else b"labels"], np.int64)
+        pixels = found[b"data"].value
+        labels = np.array(found[b"fine_labels" if fine else b"labels"], np.int64)
         if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
             raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise DataError(f"'{name}' of CIFAR does not hold images and labels: fetch it again") from None
     return pixels, labels
 
@@ -113,32 +196,67 @@ def _data(files: Files, name: str) -> bytes:
 
 
 def _loaded(files: Files, name: str) -> Any:
+    data = _data(files, name)
     try:
-        return _Plain(io.BytesIO(_data(files, name)), encoding="bytes").load()
+        _refuse_large_memo(data)
+        return _Plain(io.BytesIO(data), encoding="bytes").load()
     except DataError:
         raise
     except Exception as error:  # damaged pickles raise nearly anything
-        raise DataError(f"'{name}' of CIFAR cannot be read ({error}): fetch it again") from None
+        raise DataError(f"'{name}' of CIFAR cannot be read ({shown(error)}): fetch it again") from None
+
+
+def _refuse_large_memo(data: bytes) -> None:
+    """Refuse a pickle that numbers an object higher than it has instructions: Python would make room for all below."""
+    for count, (code, number, _) in enumerate(pickletools.genops(data)):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > count:
+            raise ValueError("an object has too high a number")
 
 
 class _Plain(pickle.Unpickler):
-    """Arrays, and what pickle makes without help."""
+    """Reads arrays of integers, and what pickle makes without help. No class or function of another module is given
+    out, and what is given out is made for one use, so that nothing is left of what a pickle does to it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np.ndarray.__reduce__(np.empty(0))[0]  # where numpy keeps it changes
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
-        if (module, name) == ("_codecs", "encode"):
-            return lambda text, encoding: text.encode("latin1")
-        raise DataError(f"it asks for {module}.{name}, which CIFAR's files have no need of")
+        """Return what stands for a name in a pickle of NumPy. Raises DataError for any other."""
+        match module, name:
+            case (("numpy.core.multiarray" | "numpy._core.multiarray"), "_reconstruct"):
+                return lambda *_: _Array()
+            case "numpy", "dtype":
+                return lambda code, *_: _Dtype(code)
+            case "numpy", "ndarray":
+                return object()
+            case "_codecs", "encode":
+                return lambda text, encoding: text.encode("latin1")
+        raise DataError(f"it asks for {shown(f'{module}.{name}')}, which CIFAR's files have no need of")
 
 
-def _member(path: Path, name: str) -> bytes:
-    try:
-        with tarfile.open(path) as tar:
-            file = tar.extractfile(name)
-            assert file is not None
-            return file.read()
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"cannot read '{name}' of '{path}': {error}") from None
+class _Dtype:
+    """The type of an array's numbers, as pickled. code: such as b"u1"."""
+
+    def __init__(self, code: object) -> None:
+        self.code = code.decode() if isinstance(code, bytes) else str(code)
+        self.order = "|"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        # A state may also describe fields, a shape and metadata, from which NumPy would make a type with pointers.
+        _, order, subtype, names, fields, *_ = state
+        if (subtype, names, fields) != (None, None, None):
+            raise ValueError("its numbers are of no plain type")
+        self.order = order.decode() if isinstance(order, bytes) else str(order)
+
+    @property
+    def value(self) -> np.dtype:
+        if self.code not in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8") or self.order not in "|<>=":
+            raise ValueError(f"its numbers are of type {shown(self.code)}")
+        return np.dtype(self.order + self.code)
+
+
+class _Array:
+    """An array of integers, as pickled. value: read-only."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        shape, dtype, fortran, data = state[-4:]
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+            raise ValueError("it has an array of something other than numbers")
+        self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C")

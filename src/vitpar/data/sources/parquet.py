@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -13,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import parse_json, stat_regular
+from vitpar.limits import MAX_IMAGE_BYTES, MAX_ROW_GROUP_BYTES, MAX_ROWS
 
+_IMAGES = ("image", "img")
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # groups of rows that are kept once they were read, at most
 
 
@@ -50,37 +52,44 @@ class _File:
     def __init__(self, path: Path, library: Any) -> None:
         self.path = path
         try:
-            self._file = library.ParquetFile(path)
-            schema = self._file.schema_arrow
-            self.image = next((f.name for f in schema if f.name in ("image", "img") and "bytes" in str(f.type)), None)
+            stat_regular(path)
+            schema = library.read_schema(path)
+            self.image = next((f.name for f in schema if f.name in _IMAGES and "bytes" in str(f.type)), None)
             label = next((f.name for f in schema if f.name in ("label", "labels", "fine_label")), None)
             if self.image is None or label is None:
                 raise DataError(
-                    f"'{path}' has the columns {', '.join(schema.names)}: it needs `image`, with bytes, and `label`"
+                    f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image`, with bytes, and "
+                    "`label`"
                 )
-            self.labels = np.asarray(self._file.read([label])[label].to_numpy(), dtype=np.int64)
-            self.classes = _classes(schema.metadata or {}, label)
+            # Images that repeat are kept once in memory, as in the file.
+            self._file = library.ParquetFile(path, read_dictionary=[f"{self.image}.bytes"])
             meta = self._file.metadata
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
+            if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_ROW_GROUP_BYTES:
+                raise DataError(
+                    f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a group of them: write "
+                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_ROW_GROUP_BYTES:,} bytes"
+                )
+            self.labels = np.asarray(self._file.read([label])[label].to_numpy(), dtype=np.int64)
+            self.classes = _classes(schema.metadata or {}, label)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
-        except (OSError, ValueError, TypeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"'{path}' cannot be read as Parquet ({error}): fetch it again") from None
+        except DataError:
+            raise
+        except Exception as error:  # damaged files make pyarrow raise nearly anything
+            raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None
 
-    def group(self, number: int) -> list[bytes | None]:
-        """The encoded images of a group of rows."""
+    def group(self, number: int) -> Any:
+        """Read the encoded images of a group of rows: a pyarrow.ChunkedArray of structures with `bytes`."""
         try:
-            column = self._file.read_row_group(number, columns=[self.image])[self.image]
-        except (OSError, ValueError) as error:
-            raise DataError(f"'{self.path}' cannot be read ({error}): fetch it again") from None
-        return [image and image["bytes"] for image in column.to_pylist()]
+            return self._file.read_row_group(number, columns=[f"{self.image}.bytes"])[self.image]
+        except Exception as error:  # damaged files make pyarrow raise nearly anything
+            raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
 
 
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
     try:
-        names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
+        names = parse_json(metadata[b"huggingface"])["info"]["features"][label]["names"]
     except (KeyError, ValueError, TypeError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
@@ -90,7 +99,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
     begins = [0, *accumulate(len(file.labels) for file in files)]
     largest = max(file.group_bytes for file in files)
     most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
-    kept: OrderedDict[tuple[int, int], list[bytes | None]] = OrderedDict()
+    kept: OrderedDict[tuple[int, int], Any] = OrderedDict()
     lock = threading.Lock()
 
     def read(i: int) -> bytes:
@@ -103,9 +112,14 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
                 if len(kept) > most:
                     kept.popitem(last=False)
             kept.move_to_end((number, group))
-            data = kept[number, group][row - file.starts[group]]
+            image = kept[number, group][row - file.starts[group]].as_py()
+        data = image and image["bytes"]
         if not data:
             raise DataError(f"row {row} of '{file.path}' holds no bytes of an image: only its path, or nothing")
+        if len(data) > MAX_IMAGE_BYTES:
+            raise DataError(
+                f"row {row} of '{file.path}' has {len(data):,} bytes: an image can have {MAX_IMAGE_BYTES:,}"
+            )
         return data
 
     names = [f"{file.path}/row {row}" for file in files for row in range(len(file.labels))]

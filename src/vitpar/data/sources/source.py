@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.split_names import split_of
-from vitpar.errors import DataError
-
-MOST_CLASSES = 1_000_000  # where labels alone say how many there are: a wrong one must not make billions
+from vitpar.errors import DataError, shown
+from vitpar.files import read_bytes
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,30 @@ class SourceSplit:
 
 @dataclass(frozen=True)
 class Source:
-    """Images to pack. classes: their names in label order. splits: by name."""
+    """Images to pack. classes: their names in label order. splits: by name. Raises DataError for too many classes."""
 
     classes: Sequence[str]
     splits: dict[str, SourceSplit]
 
+    def __post_init__(self) -> None:
+        if len(self.classes) > MAX_CLASSES:
+            raise DataError(f"there are {len(self.classes):,} classes: a data set can have {MAX_CLASSES:,}")
+
 
 def read_text(path: Path) -> str:
-    """A text file (DataError)."""
+    """Return the text in a file. Raises DataError."""
     try:
-        return path.read_text(encoding="utf-8-sig", errors="replace")
+        return read_bytes(path, MAX_TEXT_BYTES).decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
 
 
 def read_file(path: str | Path) -> bytes:
-    """A file (DataError)."""
+    """Return the encoded image in a file. Raises DataError."""
     try:
-        return Path(path).read_bytes()
+        return read_bytes(path, MAX_IMAGE_BYTES)
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        raise DataError(f"cannot read '{shown(path)}': {error.strerror}") from None
 
 
 def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
@@ -70,7 +74,7 @@ def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 def numbered(labels: Sequence[int]) -> list[str]:
     """Names of classes that have none (DataError for a label that cannot be one)."""
-    wrong = next((label for label in labels if not 0 <= label < MOST_CLASSES), None)
+    wrong = next((label for label in labels if not 0 <= label < MAX_CLASSES), None)
     if wrong is not None:
-        raise DataError(f"label {wrong} is outside 0 to {MOST_CLASSES - 1}: correct it")
+        raise DataError(f"label {shown(wrong)} is outside 0 to {MAX_CLASSES - 1}: correct it")
     return [str(label) for label in range(max(labels) + 1)]

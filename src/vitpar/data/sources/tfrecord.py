@@ -1,7 +1,8 @@
 """ImageNet as TFRecords: `train-00000-of-01024`, with `image/encoded` and `image/class/label` in every record.
 
 A record is a length, a checksum of it, a protocol buffer (tensorflow.Example) and its checksum. Of the buffer only what
-leads to the label and to the image's place is looked at, so opening does not read the images.
+leads to the label and to the image's place is looked at, so opening does not read the images. A record's checksum is
+compared when its image is read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular
+from vitpar.limits import MAX_MEMBERS, MAX_RECORD_BYTES
 
 NAME = re.compile(r".*-\d+-of-\d+(\.tfrecords?)?|.*\.tfrecords?")
 _HEADER, _FOOTER = 12, 4  # bytes around a record
@@ -26,14 +28,16 @@ _IMAGE, _LABEL, _NAME = b"image/encoded", b"image/class/label", b"image/class/sy
 
 @dataclass(frozen=True)
 class _Record:
-    offset: int  # of the image
-    size: int
+    begin: int  # of the protocol buffer in the file
+    length: int
+    image: slice  # within the protocol buffer
     label: int
     name: str | None  # of its class
 
 
 def tfrecords(folder: Path) -> Source:
     """The source in `folder`. Labels that begin at 1, as where 0 is for the background, are made to begin at 0."""
+    _masked_crc(b"")
     paths = by_split(path for path in folder.iterdir() if NAME.fullmatch(path.name))
     found = {split: [(path, record) for path in files for record in _records(path)] for split, files in paths.items()}
     empty = next((split for split, records in found.items() if not records), None)
@@ -53,21 +57,23 @@ def _split(records: list[tuple[Path, _Record]], first: int) -> SourceSplit:
     def read(i: int) -> bytes:
         path, record = records[i]
         try:
-            with path.open("rb") as file:
-                data = os.pread(file.fileno(), record.size, record.offset)
+            with open_regular(path) as file:
+                data = os.pread(file.fileno(), record.length + _FOOTER, record.begin)
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from None
-        if len(data) != record.size:
+        if len(data) != record.length + _FOOTER:
             raise DataError(f"'{path}' has shrunk since it was opened: fetch it again")
-        return data
+        if _masked_crc(data[:-_FOOTER]) != int.from_bytes(data[-_FOOTER:], "little"):
+            raise DataError(f"the record at byte {record.begin - _HEADER} of '{path}' is damaged: fetch it again")
+        return data[record.image]
 
-    names = [f"{path}/byte {record.offset}" for path, record in records]
+    names = [f"{path}/byte {record.begin - _HEADER}" for path, record in records]
     return SourceSplit(names, np.array([record.label - first for _, record in records], np.int32), read)
 
 
 def _records(path: Path) -> Iterator[_Record]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -77,17 +83,35 @@ def _records(path: Path) -> Iterator[_Record]:
 
 
 def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
-    begin = 0
+    begin = count = 0
     while begin < size:
-        length = struct.unpack_from("<Q", data, begin)[0] if begin + _HEADER <= size else size
+        header = data[begin : begin + _HEADER]
+        if len(header) < _HEADER or _masked_crc(header[:8]) != int.from_bytes(header[8:], "little"):
+            raise DataError(f"the record at byte {begin} of '{path}' is damaged, or it is no TFRecord file: fetch it")
+        length = int.from_bytes(header[:8], "little")
         end = begin + _HEADER + length
         if end + _FOOTER > size:
-            raise DataError(f"'{path}' ends within a record, or is no TFRecord file: fetch it again")
+            raise DataError(f"'{path}' ends within the record at byte {begin}: fetch it again")
+        count += 1
+        if length > MAX_RECORD_BYTES or count > MAX_MEMBERS:
+            raise DataError(
+                f"'{path}' has a record of more than {MAX_RECORD_BYTES:,} bytes, or more than {MAX_MEMBERS:,} records"
+            )
         try:
             yield _example(data, begin + _HEADER, end)
         except (ValueError, IndexError) as error:
-            raise DataError(f"the record at byte {begin} of '{path}' cannot be used: {error}") from None
+            raise DataError(f"the record at byte {begin} of '{path}' cannot be used: {shown(error)}") from None
         begin = end + _FOOTER
+
+
+def _masked_crc(data: bytes) -> int:
+    """Return the checksum of `data` as TFRecords keep it: CRC-32C, rotated and added to a constant."""
+    try:
+        import google_crc32c
+    except ImportError:
+        raise DataError("TFRecords need google-crc32c: pip install 'vitpar[tfrecord]'") from None
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
@@ -115,7 +139,8 @@ def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
             ),
             None,
         )
-    return _Record(image[0], image[1] - image[0], _integer(data, *found[_LABEL]), name)
+    inside = slice(image[0] - begin, image[1] - begin)
+    return _Record(begin, end - begin, inside, _integer(data, *found[_LABEL]), name)
 
 
 def _integer(data: mmap.mmap, begin: int, end: int) -> int:

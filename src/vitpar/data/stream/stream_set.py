@@ -18,8 +18,10 @@ from vitpar.data.images import BadImage
 from vitpar.data.order import shuffled
 from vitpar.data.randomness import hash_numbers, sample_keys
 from vitpar.data.shards.scan import EXTENSIONS, Labels, label_of
+from vitpar.data.shards.tar import content, members
 from vitpar.data.stream import urls
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES, MAX_RECORD_BYTES
 from vitpar.strategy.words import count
 
 _BUFFER = 0x57E4  # sets the buffer's shuffle apart from what else hashes seed and pass
@@ -66,7 +68,8 @@ class StreamSet:
     @property
     def place(self) -> str:
         """Where it is, for messages."""
-        return self.shards[0] if len(self.shards) == 1 else f"{self.shards[0]} … {self.shards[-1]}"
+        first, last = shown(self.shards[0]), shown(self.shards[-1])
+        return first if len(self.shards) == 1 else f"{first} … {last}"
 
     def refuse_few(self, parts: int) -> None:
         """Raise DataError for fewer shards than parts that train on them."""
@@ -88,7 +91,9 @@ class Sample:
 
 
 class Fetched:
-    """The samples of a batch, where a Decoder finds them."""
+    """The samples of a batch, where a Decoder finds them. checked: False, since a tar file has no checksums of data."""
+
+    checked = False
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -97,8 +102,8 @@ class Fetched:
         """The encoded image of sample `i`."""
         return self._samples[i].image
 
-    def complaint(self, i: int, data: bytes, error: BadImage) -> str:
-        """Which sample `i` is, and why it cannot be decoded."""
+    def complaint(self, i: int, error: BadImage) -> str:
+        """Name sample `i`, with what is wrong with it."""
         return f"{self._samples[i].name}: {error}"
 
 
@@ -149,43 +154,51 @@ class Reader:
             yield from self._shard(shard, number)
 
     def _shard(self, shard: int, number: int) -> Generator[Sample]:
-        from webdataset.tariterators import group_by_keys, tar_file_expander
+        from webdataset.tariterators import group_by_keys
 
         url = self.data.shards[shard]
 
-        def members(stream: urls.ShardStream) -> Generator[dict[str, Any]]:
-            source = [{"url": url, "stream": stream}]
-            yield from tar_file_expander(source, select_files=self._wanted, eof_value=None)
+        def found(stream: urls.ShardStream) -> Generator[dict[str, Any]]:
+            for member in members(stream):
+                most = self._most_bytes(member.name)
+                if member.size > (most or MAX_RECORD_BYTES):
+                    raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, which is too much")
+                if member.isreg() and most:
+                    yield {"fname": member.name, "data": content(stream, member), "__url__": url}
             stream.finish()  # before the last sample is made of what may be half of it
 
         try:
             stream = urls.ShardStream(url, self.stopping)
         except (OSError, ValueError) as error:
-            return self._bad(f"shard '{url}' cannot be opened: {urls.words(error)}", self.broken, "restore it")
+            return self._bad(f"shard '{shown(url)}' cannot be opened: {urls.words(error)}", self.broken, "restore it")
         with closing(stream):
             try:
-                for sample in group_by_keys(members(stream)):
+                for sample in group_by_keys(found(stream)):
                     if (made := self._sample(sample, shard, number)) is not None:
                         yield made
             except (DataError, urls.Stopped):
                 raise
             except Exception as error:  # whatever tarfile and webdataset make of half a file
-                self._bad(f"shard '{url}' cannot be read to its end: {stream.reason(error)}", self.broken, "restore it")
+                why = stream.reason(error)
+                self._bad(f"shard '{shown(url)}' cannot be read to its end: {why}", self.broken, "restore it")
 
-    def _wanted(self, name: str) -> bool:
+    def _most_bytes(self, name: str) -> int:
+        """How many bytes a member of this name can have; 0 if it is neither image nor label."""
         extension = name.rpartition("/")[2].partition(".")[2].lower()
-        return extension in EXTENSIONS or extension == self.data.labels.extension
+        if extension in EXTENSIONS:
+            return MAX_IMAGE_BYTES
+        return MAX_LABEL_BYTES if extension == self.data.labels.extension else 0
 
     def _sample(self, found: dict[str, Any], shard: int, number: int) -> Sample | None:
         url, key, extension = self.data.shards[shard], found["__key__"], self.data.labels.extension
-        name = f"sample '{key}' of '{url}'"
+        name = f"sample '{shown(key)}' of '{shown(url)}'"
         images = [found[kind] for kind in EXTENSIONS if kind in found]
         if extension not in found or len(images) != 1:
             has = f"no label (.{extension}) beside its image" if extension not in found else f"{len(images)} images"
             self._bad(f"{name} has {has}", self.skipped, "mend it")
             return None
         try:
-            label = label_of(found[extension], self.data.labels, f"'{key}.{extension}' of '{url}'")
+            label = label_of(found[extension], self.data.labels, f"'{shown(key)}.{extension}' of '{shown(url)}'")
         except DataError as error:
             self._bad(str(error), self.skipped, "mend it")
             return None
@@ -194,7 +207,9 @@ class Reader:
                 f"label {label} of {name} is beyond the {self.data.num_classes} classes that stream.classes says: "
                 f"raise that, or name another place with stream.label"
             )
-        code = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+        code = int.from_bytes(
+            hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little", signed=True
+        )
         random_key = sample_keys(self.seed, *(np.array([x], np.int64) for x in (number, shard, code)))
         return Sample(images[0], label, int(random_key[0]), name)
 

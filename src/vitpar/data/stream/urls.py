@@ -12,17 +12,21 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular
+from vitpar.limits import MAX_BRACE_DEPTH, MAX_SHARDS, MAX_URL_CHARS
 
 _COMMANDS = {"pipe": "a shell command", "s3": "the command `aws s3 cp`", "gs": "the command `gsutil cat`"}
 _PLAIN = ("", "file", "http", "https")
 _CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")
 _SILENT_S = 300.0  # without a byte, after which a source is taken for dead
 _SLICE_MS = 200  # between looks whether anyone still waits
+_NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
+_LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
 _CURL = {6: "the host is unknown", 7: "nobody answers there", 18: "the transfer broke off", 28: "no answer in time"}
 _CURL |= {22: "the server does not give it", 56: "the transfer broke off"}
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-_END = bytes(512)  # with a block of zeros, at least, ends a tar file
+_PIECE = 1 << 20  # bytes that are asked for at a time: memory is taken for what has come, not for what is claimed
 
 
 class Stopped(Exception):
@@ -30,18 +34,51 @@ class Stopped(Exception):
 
 
 def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    """The URLs that patterns with braces stand for, such as ``https://host/train-{000..127}.tar``. Raises DataError."""
+    """Return the URLs that patterns with braces stand for, such as ``https://host/train-{000..127}.tar``.
+
+    Raises DataError for braces that do not close and for more than MAX_SHARDS URLs.
+    """
     from braceexpand import braceexpand  # webdataset's own
 
     urls: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        try:
-            urls += braceexpand(pattern, escape=False)
-        except ValueError:
-            raise DataError(
-                f"the braces of '{pattern}' do not close: write them as in train-{{000..127}}.tar"
-            ) from None
+        # Counted first, since expanding holds all of a brace's choices in memory.
+        if len(urls) + _expansions(pattern) > MAX_SHARDS:
+            raise DataError(f"'{shown(pattern)}' stands for more than {MAX_SHARDS:,} shards: write fewer, larger ones")
+        urls += braceexpand(pattern, escape=False)
     return tuple(urls)
+
+
+def _expansions(pattern: str) -> int:
+    """Return how many strings a pattern stands for, or more. Raises DataError for one that cannot be expanded."""
+    if re.search(r"\d{19}", pattern):
+        raise DataError(f"'{shown(pattern)}' has a number of more than 18 digits: write fewer")
+    if len(pattern) > MAX_URL_CHARS:
+        raise DataError(f"'{shown(pattern)}' has {len(pattern):,} characters: a URL can have {MAX_URL_CHARS:,}")
+    # For each brace that is open: the choices before its last comma, and the product of what came since.
+    counts: list[list[int]] = [[0, 1]]
+    begin = 0
+    for place, char in enumerate(pattern):
+        if char == "{":
+            counts.append([0, 1])
+            begin = place + 1
+            if len(counts) > MAX_BRACE_DEPTH + 1:
+                raise DataError(f"'{shown(pattern)}' has braces within braces {MAX_BRACE_DEPTH + 1} deep: use fewer")
+        elif char == "," and len(counts) > 1:
+            counts[-1] = [sum(counts[-1]), 1]
+        elif char == "}":
+            choices = sum(counts.pop())
+            if not counts:
+                break
+            if numbers := _NUMBERS.fullmatch(pattern, begin, place):
+                begin_at, end_at, step = (int(text or 1) for text in numbers.groups())
+                choices = abs(end_at - begin_at) // max(1, step) + 1
+            elif _LETTERS.fullmatch(pattern, begin, place):
+                choices = 52
+            counts[-1][1] *= choices
+    if len(counts) != 1:
+        raise DataError(f"the braces of '{shown(pattern)}' do not close: write them as in train-{{000..127}}.tar")
+    return sum(counts[0])
 
 
 def check(urls: Sequence[str], allow_pipe: bool) -> None:
@@ -50,17 +87,18 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
         raise DataError("a stream has a shard without a name: give URLs such as https://host/train-{000..127}.tar")
     twice = next((url for url, after in zip(sorted(urls), sorted(urls)[1:], strict=False) if url == after), None)
     if twice is not None:
-        raise DataError(f"shard '{twice}' is in the stream twice: name every shard once")
+        raise DataError(f"shard '{shown(twice)}' is in the stream twice: name every shard once")
     for url in urls:
         scheme = _scheme(url)
         if scheme in _COMMANDS and not allow_pipe:
             raise DataError(
-                f"'{url}' runs {_COMMANDS[scheme]}, which is off: set stream.allow_pipe=true if you trust all of it"
+                f"'{shown(url)}' runs {_COMMANDS[scheme]}, which is off: set stream.allow_pipe=true if you trust all "
+                "of it"
             )
         if scheme not in _COMMANDS and scheme not in _PLAIN:
             raise DataError(
-                f"'{url}' cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND with a "
-                "command that writes the shard"
+                f"'{shown(url)}' cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND with "
+                "a command that writes the shard"
             )
     changed = next((name for name in _CHANGES if name in os.environ), None)
     if changed is not None:
@@ -73,7 +111,7 @@ def _scheme(url: str) -> str:
 
 
 def _opened(url: str) -> Any:
-    from webdataset.gopen import Pipe, gopen_curl, gopen_file, gopen_gsutil, gopen_pipe
+    from webdataset.gopen import Pipe, gopen_curl, gopen_gsutil, gopen_pipe
 
     match _scheme(url):
         case "http" | "https":
@@ -85,7 +123,7 @@ def _opened(url: str) -> Any:
         case "pipe":
             return gopen_pipe(url, bufsize=0)
         case _:
-            return gopen_file(url)
+            return open_regular(re.sub(r"^file:(//)?", "", url))
 
 
 def words(error: Exception) -> str:
@@ -93,11 +131,11 @@ def words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         program = error.filename if error.filename in ("aws", "curl", "gsutil") else None
         return f"{error.strerror}{f' ({program})' if program else ''}"
-    return " ".join(str(error.args[0] if error.args else error).split())
+    return shown(" ".join(str(error.args[0] if error.args else error).split()))
 
 
 class ShardStream:
-    """An open shard, read from its beginning to its end. Raises OSError where it cannot be opened.
+    """An open shard, which is read forwards. Raises OSError where it cannot be opened.
 
     url: has passed `check`. stopping: when set, a read that waits ends with Stopped.
     """
@@ -111,11 +149,33 @@ class ShardStream:
         self._poll = select.poll()
         if self._process:
             self._poll.register(self._file, select.POLLIN)
-        self._head = self._tail = b""
+        self._head = b""
+        self._place = 0
         self._ended = False
 
-    def read(self, size: int) -> bytes:
-        """`size` bytes or fewer, none at the end. Raises OSError for a source that is silent for too long, Stopped."""
+    def read(self, size: int, /) -> bytes:
+        """Return the next `size` bytes, or as many as there are before the end.
+
+        Raises OSError for a source that is silent for too long, and Stopped.
+        """
+        pieces = []
+        while size > 0 and (piece := self._piece(min(size, _PIECE))):
+            pieces.append(piece)
+            size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def seek(self, place: int, /) -> int:
+        """Read on until `place`, which is ahead, or the end."""
+        while self._place < place and self._piece(min(place - self._place, _PIECE)):
+            pass
+        return self._place
+
+    def tell(self) -> int:
+        """Return how many bytes have been read."""
+        return self._place
+
+    def _piece(self, size: int) -> bytes:
+        """Return `size` bytes or fewer, none at the end."""
         waited = 0
         while self._process and not self._poll.poll(_SLICE_MS):
             waited += _SLICE_MS
@@ -124,21 +184,16 @@ class ShardStream:
             if self._stopping.is_set():
                 raise Stopped
         data: bytes = self._file.read(size)
-        self._head = self._head or data[:8]
-        self._tail = (self._tail + data[-len(_END) :])[-len(_END) :]
+        if not self._place:
+            self._head = data[:8]
+        self._place += len(data)
         self._ended = not data
         return data
 
     def finish(self) -> None:
-        """Read what follows the last sample. Raises OSError unless that is the end of a whole tar file, and the command
-        ended well."""
-        while rest := self.read(1 << 16):
-            if rest.strip(b"\0"):
-                raise OSError("it goes on behind its end")
+        """Raise OSError unless the command, of which all has been read, ended well."""
         if reason := self._command_failed():
             raise OSError(reason)
-        if self._tail != _END:
-            raise OSError("it ends too early")
 
     def reason(self, error: Exception) -> str:
         """Why reading came to `error`, in a few words: what the command says, if it failed."""

@@ -13,7 +13,8 @@ from PIL import Image
 
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.operations import HIGHEST, OPERATIONS, Setting
-from vitpar.errors import RecipeError
+from vitpar.errors import RecipeError, shown
+from vitpar.limits import MAX_POLICY_OPERATIONS
 
 Fill = tuple[int, int, int]
 Policy = Callable[[Image.Image, Draws, Fill], Image.Image]
@@ -113,24 +114,27 @@ def parse_policy(text: str) -> Policy:
     kind, *parts = text.split("-")
     found: dict[str, float] = {}
     for part in parts:
-        match = re.fullmatch(r"([a-z]+)([0-9]+(?:\.[0-9]+)?)", part)
+        match = re.fullmatch(r"([a-z]{1,4})([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
         if match is None or match[1] not in _PARTS or _PARTS[match[1]] in found:
-            raise _unknown(text, f"it has '{part}'")
+            raise _unknown(text, f"it has '{shown(part)}'")
         found[_PARTS[match[1]]] = float(match[2])
     if kind != "rand":
-        raise _unknown(text, f"there is no '{kind}'")
+        raise _unknown(text, f"there is no '{shown(kind)}'")
     if found.get("magnitude", 0) > HIGHEST:
         raise _unknown(text, f"m is above {HIGHEST}")
     if found.get("probability", 0) > 1:
         raise _unknown(text, "p is above 1")
     if not found.get("operations", 2.0).is_integer() or found.get("increasing", 0.0) not in (0.0, 1.0):
         raise _unknown(text, "n takes a whole number and inc 0 or 1")
+    if found.get("operations", 0) > MAX_POLICY_OPERATIONS:
+        raise _unknown(text, f"n is above {MAX_POLICY_OPERATIONS}")
     operations, increasing = int(found.pop("operations", 2)), bool(found.pop("increasing", 0))
     return RandAugment(operations=operations, increasing=increasing, **found)
 
 
 def _unknown(text: str, why: str) -> RecipeError:
     return RecipeError(
-        f"unknown augmentation '{text}': {why}; use original, 3a, or rand with some of -m9 (level, 0 to {HIGHEST}), "
+        f"unknown augmentation '{shown(text)}': {why}; use original, 3a, or rand with some of -m9 (level, 0 to "
+        f"{HIGHEST}), "
         "-n2 (operations), -mstd0.5 (spread of levels), -p1 (probability of each) and -inc1 (levels that increase)"
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from vitpar.launch.malloc import freed_memory_given_back
 from vitpar.launch.process_group import join, leave, meeting_place
 from vitpar.launch.world import World
-from vitpar.launch.world_group import all_gather_object, barrier
+from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.models.config import ViTConfig
 from vitpar.planner.measure.apart import apart
 from vitpar.planner.measure.clock import Group
@@ -155,7 +155,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
         peak.forget()
         step()
         grown = peak.grown
-    return tuple(all_gather_object(grown))
+    return tuple(all_gather_json(grown))
 
 
 def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> Run:

@@ -6,18 +6,23 @@ before there is one. A measured profile is better: ``vitpar profile hardware`` t
 
 from __future__ import annotations
 
+import os
 import re
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
-from vitpar.errors import PlannerError, nearest
+from vitpar.errors import PlannerError, nearest, shown
+from vitpar.files import parse_toml, read_toml
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MIN_SUSTAINED
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import OPERATIONS, OPTIMIZER_BYTES, STEPS, Hardware, Host, Link, Matmul, Overlap
-from vitpar.planner.profile.record import Record
+from vitpar.planner.profile.record import Amount, Ranks, Rate, Record
+from vitpar.records import first_wrong
+from vitpar.strategy.layer import refuse_many_ranks
+from vitpar.strategy.words import divisors
 
 SIZES = (2**10, 2**20, 2**33)
 """Bytes. Seconds are straight lines over them."""
@@ -27,16 +32,16 @@ class Wire(Record):
     """A way from one device to others. bandwidth: bytes a second that a device sends, and receives at the same time.
     latency: seconds of a message."""
 
-    bandwidth: float = Field(gt=0)
-    latency: float = Field(ge=0)
+    bandwidth: Rate
+    latency: float = Field(ge=0, le=MAX_MEASURE / MAX_AMOUNT)  # so that many messages have a sum
 
 
 class HostMemory(Record):
     """The memory that +offload moves to. bandwidth: bytes a second from and to a device. memory_bandwidth: of the
     processors, for each device."""
 
-    bandwidth: float = Field(gt=0)
-    memory_bandwidth: float = Field(gt=0)
+    bandwidth: Rate
+    memory_bandwidth: Rate
 
 
 class Cluster(Record):
@@ -49,13 +54,13 @@ class Cluster(Record):
     """
 
     name: str
-    nodes: int = Field(ge=1)
-    devices_per_node: int = Field(ge=1)
+    nodes: Ranks
+    devices_per_node: Ranks
     device_name: str
-    memory_bytes: int = Field(ge=1)
-    matmul: dict[str, float] = Field(min_length=1)
-    memory_bandwidth: float = Field(gt=0)
-    sustained: float = Field(gt=0, le=1)
+    memory_bytes: Amount
+    matmul: dict[str, Rate] = Field(min_length=1)
+    memory_bandwidth: Rate
+    sustained: float = Field(ge=MIN_SUSTAINED, le=1)
     intra: Wire
     inter: Wire | None = None
     overlap: Overlap | None = None
@@ -66,10 +71,13 @@ class Cluster(Record):
         """Its profile, for `ranks` devices (all, if None). Raises PlannerError if there are not so many."""
         most = self.nodes * self.devices_per_node
         ranks = ranks or most
+        refuse_many_ranks(ranks, f"cluster {self.name}")
         if ranks > most:
-            raise PlannerError(f"{ranks} ranks do not fit the {most} devices of {self.name}: use at most {most}")
+            raise PlannerError(
+                f"{shown(ranks)} ranks do not fit the {most} devices of {shown(self.name)}: use at most {most}"
+            )
         if ranks > self.devices_per_node and self.inter is None:
-            raise PlannerError(f"cluster {self.name} has several nodes but no inter: say how they are connected")
+            raise PlannerError(f"cluster {shown(self.name)} has several nodes but no inter: say how they are connected")
         links = [
             self._link(operation, size, stride)
             for size, stride in _shapes(ranks)
@@ -124,22 +132,23 @@ def find_cluster(name: str) -> Cluster:
 
     Raises PlannerError for neither, and for a file that is no cluster.
     """
-    if name.endswith(".toml") or Path(name).is_file():
+    if name.endswith(".toml") or os.path.isfile(name):
         return _read(Path(name))
-    match = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,2})x([A-Za-z0-9-]+)", name)
+    match = re.fullmatch(r"(?:([0-9]{1,5})x)?([0-9]{1,2})x([A-Za-z0-9-]+)", name)
     shipped = {entry.name.removesuffix(".toml"): entry for entry in _folder().iterdir() if entry.name.endswith(".toml")}
     kind = match[3] if match else name
     found = next((entry for known, entry in shipped.items() if known.lower() == kind.lower()), None)
     if match is None or found is None:
         known = ", ".join(sorted(shipped))
         raise PlannerError(
-            f"unknown cluster '{name}'{nearest(kind, sorted(shipped))}: use a TOML file, or a number and one of "
+            f"unknown cluster '{shown(name)}'{nearest(kind, sorted(shipped))}: use a TOML file, or a number and one of "
             f"{known}, as in 8xH100 or 32x8xH200"
         )
-    device = tomllib.loads(found.read_text(encoding="utf-8"))
+    device = parse_toml(found.read_text(encoding="utf-8"))
     nodes, devices = int(match[1] or 1), int(match[2])
     if not nodes or not devices:
         raise PlannerError(f"cluster '{name}' has no devices: use numbers of 1 or more")
+    refuse_many_ranks(nodes * devices, f"cluster {name}")
     return Cluster.model_validate({**device, "name": name, "nodes": nodes, "devices_per_node": devices})
 
 
@@ -149,28 +158,18 @@ def _folder() -> Any:
 
 def _read(path: Path) -> Cluster:
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Cluster.model_validate({"name": path.stem, **read_toml(path)})
     except OSError as error:
-        raise PlannerError(f"cannot read the cluster {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlannerError(f"{path} is not a cluster: {error}") from None
-    try:
-        return Cluster.model_validate({"name": path.stem, **fields})
+        raise PlannerError(f"cannot read the cluster {shown(path)}: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise PlannerError(f"{path} is not a cluster, {place}: {first['msg']}") from None
+        raise PlannerError(f"{shown(path)} is not a cluster, {first_wrong(error)}: correct it") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise PlannerError(f"{shown(path)} is not a cluster: {shown(error)}: correct it") from None
 
 
 def _shapes(ranks: int) -> list[tuple[int, int]]:
     """(ranks, stride) of the groups of such a world."""
-    return [
-        (size, stride)
-        for size in range(2, ranks + 1)
-        if ranks % size == 0
-        for stride in range(1, ranks // size + 1)
-        if ranks % (size * stride) == 0
-    ]
+    return [(size, stride) for size in divisors(ranks)[1:] for stride in divisors(ranks // size)]
 
 
 def _line(latency: float, rate: float, sizes: tuple[int, ...]) -> tuple[Timing, ...]:

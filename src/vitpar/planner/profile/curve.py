@@ -10,7 +10,9 @@ from typing import Self
 
 from pydantic import Field, field_validator
 
-from vitpar.planner.profile.record import Record
+from vitpar.limits import MAX_AMOUNT
+from vitpar.planner.profile.record import Amount, Measure, Record, Seconds
+from vitpar.records import Many
 
 
 class Timing(Record):
@@ -21,12 +23,12 @@ class Timing(Record):
     scratch: bytes that it takes meanwhile, besides what it is given and gives.
     """
 
-    size: int = Field(ge=1)
-    seconds: float = Field(gt=0)
-    spread: float = Field(ge=0)
-    samples: int = Field(ge=1)
-    skew: float = Field(default=0.0, ge=0)
-    scratch: int = Field(default=0, ge=0)
+    size: Amount
+    seconds: Seconds
+    spread: Measure
+    samples: Amount
+    skew: Measure = 0.0
+    scratch: int = Field(default=0, ge=0, le=MAX_AMOUNT)
 
     def slower(self, factor: float) -> Self:
         """The same, with all seconds times `factor`."""
@@ -36,7 +38,7 @@ class Timing(Record):
 class Curve(Record):
     """Seconds over sizes: straight between the measured points, and never falling."""
 
-    timings: tuple[Timing, ...] = Field(min_length=1)
+    timings: Many[Timing] = Field(min_length=1)
 
     @field_validator("timings")
     @classmethod

@@ -25,7 +25,7 @@ from vitpar.planner.profile.model import (
     always_wrapped,
 )
 from vitpar.strategy import Strategy, parse
-from vitpar.strategy.layout import row_unit
+from vitpar.strategy.layout import row_parts
 
 LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
 """Seconds to start an operation."""
@@ -121,7 +121,7 @@ def _layer(
     again = {"none": 0.0, "full": 1.0, "selective": 0.3}[policy]
     forward, backward = [], []
     for rows in ROWS:
-        number = rows * row_unit(strategy)
+        number = rows * row_parts(strategy)
         once = seconds(number, 1)
         forward.append(Timing(size=number, seconds=once, spread=0, samples=1))
         backward.append(Timing(size=number, seconds=seconds(number, 2) + again * once, spread=0, samples=1))

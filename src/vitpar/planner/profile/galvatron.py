@@ -8,23 +8,28 @@ Source: https://github.com/PKU-DAIR/Hetu-Galvatron, its hardware and model profi
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitpar.errors import PlannerError
+from vitpar.errors import PlannerError, shown
+from vitpar.files import read_json
+from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.held import layer_elements
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import STEPS, Hardware, Link, Operation, Overlap
 from vitpar.planner.profile.model import Bytes, LayerKind, LayerProfile, ModelProfile, WeightProfile
-from vitpar.strategy import Strategy, parse
+from vitpar.strategy import parse, validate
+from vitpar.strategy.layer import refuse_many_ranks
 
 MB = 2**20
 SIZES = tuple(MB * n for n in (1, 64, 1024))
+LARGEST = math.sqrt(MAX_MEASURE)
+"""Number in a file, so that what follows from it is a measure."""
 NOTHING = 1e-12
 """Seconds of what was not measured."""
 UNMEASURED = "taken as nothing: optimizer, gathering and reducing besides sending, working space"
@@ -36,10 +41,11 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
     Raises PlannerError where they are missing or say something else.
     """
     ranks, suffix = nodes * devices_per_node, f"{nodes}nodes_{devices_per_node}gpus_per_node.json"
-    bandwidths = _numbers(_read(folder / f"allreduce_bandwidth_{suffix}"))
-    between = _numbers(_read(folder / f"p2p_bandwidth_{suffix}"))
+    refuse_many_ranks(ranks, "the hardware")
+    bandwidths = _numbers(_read(folder / f"allreduce_bandwidth_{suffix}"), folder)
+    between = _numbers(_read(folder / f"p2p_bandwidth_{suffix}"), folder)
     sized = folder / f"sp_time_{suffix}"
-    times = _numbers(_read(sized)) if sized.exists() else {}
+    times = _numbers(_read(sized), folder) if sized.exists() else {}
     collectives = list(_collectives(bandwidths, times, ranks, devices_per_node))
     if not collectives:
         raise PlannerError(
@@ -47,7 +53,7 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
             "Galvatron's hardware profiler wrote"
         )
     coefficient = folder / "overlap_coefficient.json"
-    slower = max(1.0, _numbers(_read(coefficient)).get("overlap_coe", 1.0)) if coefficient.exists() else None
+    slower = max(1.0, _numbers(_read(coefficient), folder).get("overlap_coe", 1.0)) if coefficient.exists() else None
     return Hardware(
         name=folder.resolve().name,
         device="cuda",
@@ -67,7 +73,7 @@ def _collectives(
     bandwidths: Mapping[str, float], times: Mapping[str, float], ranks: int, per_node: int
 ) -> Iterator[Link]:
     for key, bandwidth in bandwidths.items():
-        match = re.fullmatch(r"allreduce_size_(\d+)_consec_([01])", key)
+        match = re.fullmatch(r"allreduce_size_([0-9]{1,9})_consec_([01])", key)
         if not match or not 2 <= int(match[1]) <= ranks or not bandwidth:
             continue
         size = int(match[1])
@@ -87,7 +93,7 @@ def _collectives(
 
 def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterator[Link]:
     for key, bandwidth in bandwidths.items():
-        match = re.fullmatch(r"pp_size_(\d+)", key)
+        match = re.fullmatch(r"pp_size_([0-9]{1,9})", key)
         if match and int(match[1]) > 1 and ranks % int(match[1]) == 0 and bandwidth:
             stride = ranks // int(match[1])
             timings = _timings((n, n / _rate(bandwidth)) for n in SIZES)
@@ -97,7 +103,7 @@ def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterat
 def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfile:
     """The layers of `config`, from the computation and memory profiles in `folder`. Raises PlannerError where they are
     missing, ambiguous, or of another number of tokens."""
-    computed = _numbers(_read(_only(folder, "computation_profiling_*.json")))
+    computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
     block, ends = (_seconds(computed, name, config.tokens, folder) for name in ("0", "other"))
     layer = _section(memory, "layertype_0", config.tokens, folder)
@@ -109,8 +115,8 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     layers, weights = [], []
     for tp, kept in saved.items():
         tensor = f"tp{tp}"
-        strategy = parse(tensor).strategy if tp > 1 else Strategy()
-        again = {"none": kept, "full": _numbers(layer["tp_activation_per_bsz_dict"]).get("checkpoint")}
+        strategy = validate(parse(tensor), config, None).strategy  # refuses degrees that do not fit the model
+        again = {"none": kept, "full": _numbers(layer["tp_activation_per_bsz_dict"], folder).get("checkpoint")}
         for policy, size in again.items():
             if size is None:
                 continue
@@ -171,7 +177,7 @@ def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tupl
     """(bytes, seconds), from the file with times by size."""
     found = {}
     for key, milliseconds in times.items():
-        match = re.fullmatch(rf"{operation}_size_{ranks}_([1-9]\d*)MB_time", key)
+        match = re.fullmatch(rf"{operation}_size_{ranks}_([1-9][0-9]{{0,8}})MB_time", key)
         if match and milliseconds:
             found[int(match[1]) * MB] = milliseconds / 1e3
     return tuple(sorted(found.items()))
@@ -184,10 +190,10 @@ def _rate(bandwidth: float) -> float:
 
 def _seconds(computed: Mapping[str, float], name: str, tokens: int, folder: Path) -> float:
     """Of a forward of one image."""
-    of = [key for key in computed if re.fullmatch(rf"layertype_{name}_bsz\d+_seq\d+", key)]
+    of = [key for key in computed if re.fullmatch(rf"layertype_{name}_bsz[0-9]+_seq[0-9]+", key)]
     found = [key for key in of if key.endswith(f"_seq{tokens}")]
     if not found:
-        known = ", ".join(sorted({key.rpartition("_seq")[2] for key in of})) or "none"
+        known = shown(", ".join(sorted({key.rpartition("_seq")[2] for key in of}))) or "none"
         raise PlannerError(
             f"the computation profile in {folder} has no layertype_{name} of {tokens} tokens (it has {known}): name "
             "the model that was profiled by --model or --set model.…"
@@ -209,10 +215,11 @@ def _section(memory: Mapping[str, Any], name: str, tokens: int, folder: Path) ->
 def _activations(found: Any, folder: Path) -> dict[int, float]:
     """Megabytes an image, by tensor-parallel degree."""
     by_degree = found if isinstance(found, dict) else {}
-    known = {int(key): value for key, value in by_degree.items() if key.isdigit()}
+    known = {int(key): value for key, value in by_degree.items() if re.fullmatch("[0-9]{1,9}", key)}
     if 1 not in known or not all(isinstance(value, int | float) and value >= 0 for value in known.values()):
         raise PlannerError(f"the memory profile in {folder} lacks activations of degree 1: profile the model again")
-    return known
+    refuse_many_ranks(max(known), f"a tensor-parallel degree in the memory profile in {folder}")
+    return {degree: _number(str(degree), value, folder) for degree, value in known.items()}
 
 
 def _only(folder: Path, pattern: str) -> Path:
@@ -225,16 +232,26 @@ def _only(folder: Path, pattern: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, MAX_PROFILE_BYTES)
     except OSError as error:
         raise PlannerError(f"cannot read Galvatron's profile {path}: {error.strerror}") from None
     except ValueError as error:
-        raise PlannerError(f"{path} is no profile of Galvatron's: {error}") from None
+        raise PlannerError(f"{path} is no profile of Galvatron's: {shown(error)}") from None
     if not isinstance(found, dict):
         raise PlannerError(f"{path} is no profile of Galvatron's: it holds no object")
     return found
 
 
-def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(found: Mapping[str, Any], folder: Path) -> dict[str, float]:
     """What is a number above 0, and 0 itself for layers that take no time."""
-    return {key: float(value) for key, value in found.items() if isinstance(value, int | float) and value >= 0}
+    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    return {key: _number(key, value, folder) for key, value in numbers.items() if not value < 0}
+
+
+def _number(key: str, value: float, folder: Path) -> float:
+    """The value of `key` in a file in `folder`."""
+    if value and not 1 / LARGEST <= value <= LARGEST:  # refuses nan too
+        raise PlannerError(
+            f"{shown(key)} in {folder} is {shown(value)}: give 0, or a number from {1 / LARGEST:g} to {LARGEST:g}"
+        )
+    return float(value)

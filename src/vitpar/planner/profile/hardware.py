@@ -8,8 +8,19 @@ from typing import Literal
 
 from pydantic import Field
 
+from vitpar.limits import MAX_AMOUNT, MAX_RANKS
 from vitpar.planner.profile.curve import Curve
-from vitpar.planner.profile.record import Record, read_record, write_record
+from vitpar.planner.profile.record import (
+    Amount,
+    Factor,
+    Measure,
+    Notes,
+    Ranks,
+    Record,
+    read_record,
+    write_record,
+)
+from vitpar.records import Many
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -34,9 +45,9 @@ class Link(Curve):
     """
 
     operation: Operation
-    ranks: int = Field(ge=2)
-    stride: int = Field(ge=1)
-    nodes: int = Field(ge=1)
+    ranks: int = Field(ge=2, le=MAX_RANKS)
+    stride: Ranks
+    nodes: Ranks
 
 
 class Matmul(Curve):
@@ -51,8 +62,8 @@ class Overlap(Record):
     compute: matrix products during an all-reduce. communication: an all-reduce during matrix products.
     """
 
-    compute: float = Field(ge=1)
-    communication: float = Field(ge=1)
+    compute: Factor
+    communication: Factor
 
 
 class Host(Curve):
@@ -61,7 +72,7 @@ class Host(Curve):
     update: seconds of the optimizer for an element there.
     """
 
-    update: float = Field(ge=0)
+    update: Measure
 
 
 class Hardware(Record):
@@ -80,19 +91,19 @@ class Hardware(Record):
     device: Literal["cpu", "cuda"]
     device_name: str
     backend: str
-    ranks: int = Field(ge=1)
-    ranks_per_node: int = Field(ge=1)
-    threads: int = Field(ge=1)
-    memory_bytes: int = Field(ge=1)
-    matmuls: tuple[Matmul, ...] = ()
+    ranks: Ranks
+    ranks_per_node: Ranks
+    threads: Amount
+    memory_bytes: Amount
+    matmuls: Many[Matmul] = ()
     copy_: Curve | None = Field(default=None, alias="copy")
-    links: tuple[Link, ...] = ()
+    links: Many[Link] = ()
     overlap: Overlap | None = None
     host: Host | None = None
-    pipeline: float = Field(default=0.0, ge=0)
-    reserved_bytes: int = Field(default=0, ge=0)
-    pace: float = Field(default=0.0, ge=0)
-    measured: dict[str, str] = Field(default_factory=dict)
+    pipeline: Measure = 0.0
+    reserved_bytes: int = Field(default=0, ge=0, le=MAX_AMOUNT)
+    pace: Measure = 0.0
+    measured: Notes = Field(default_factory=dict)
 
     def slower(self, computing: float, sending: float) -> Hardware:
         """The same machine with the seconds of either kind times a factor."""

@@ -11,7 +11,8 @@ from pydantic import Field
 from vitpar.errors import StrategyError
 from vitpar.models.config import ViTConfig
 from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.record import Record, read_record, write_record
+from vitpar.planner.profile.record import Amount, Measure, Notes, Record, read_record, write_record
+from vitpar.records import Many
 from vitpar.strategy import parse, validate
 from vitpar.strategy.words import divisors
 
@@ -23,8 +24,8 @@ CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
 class Bytes(Record):
     """Memory that grows with the rows: `fixed` and `per_row` bytes."""
 
-    fixed: float = Field(ge=0)
-    per_row: float = Field(ge=0)
+    fixed: Measure
+    per_row: Measure
 
     def of(self, rows: float) -> float:
         """Bytes of `rows` rows."""
@@ -63,9 +64,9 @@ class WeightProfile(Record):
 
     layer: LayerKind
     tensor: str
-    elements: int = Field(ge=1)
+    elements: Amount
     gather: Timing
-    reduce: float = Field(ge=0)
+    reduce: Measure
 
     def slower(self, factor: float) -> WeightProfile:
         """The same, with all seconds times `factor`."""
@@ -86,15 +87,15 @@ class ModelProfile(Record):
     device_name: str
     precision: str
     compiled: bool
-    processes: int = Field(ge=1)
-    threads: int = Field(ge=1)
-    cores: int = Field(ge=1)
-    layers: tuple[LayerProfile, ...]
-    weights: tuple[WeightProfile, ...]
+    processes: Amount
+    threads: Amount
+    cores: Amount
+    layers: Many[LayerProfile]
+    weights: Many[WeightProfile]
     optimizer: Curve
-    microbatch: float = Field(ge=0)
-    pace: float = Field(default=0.0, ge=0)
-    measured: dict[str, str] = Field(default_factory=dict)
+    microbatch: Measure
+    pace: Measure = 0.0
+    measured: Notes = Field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[str, ...]:

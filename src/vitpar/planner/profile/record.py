@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
-from vitpar.errors import PlannerError
-from vitpar.files import write_text
+from vitpar import records
+from vitpar.errors import PlannerError, shown
+from vitpar.files import read_bytes, write_text
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE
+from vitpar.records import first_wrong, table_of, text
+
+Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
+"""Of what takes time."""
+Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
+"""Any other, or seconds of what may take none."""
+Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]
+Rate = Annotated[float, Field(ge=1, le=MAX_RATE)]
+"""Bytes or operations a second."""
+Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
+"""Bytes, elements or operations."""
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Notes = Annotated[dict[str, str], table_of(text)]
 
 
-class Record(BaseModel):
-    """Base of everything in a profile: unknown keys are errors, values never change."""
+class Record(records.Record):
+    """Base of everything in a profile: unknown keys are errors, numbers are finite, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 R = TypeVar("R", bound=Record)
@@ -25,7 +40,7 @@ def write_record(record: Record, path: Path, what: str) -> None:
     try:
         write_text(path, record.model_dump_json(indent=1, by_alias=True) + "\n")
     except OSError as error:
-        raise PlannerError(f"cannot write the {what} {path}: {error.strerror}") from None
+        raise PlannerError(f"cannot write the {what} {shown(path)}: {error.strerror}") from None
 
 
 def read_record(kind: type[R], path: Path, what: str, command: str) -> R:
@@ -34,13 +49,8 @@ def read_record(kind: type[R], path: Path, what: str, command: str) -> R:
     what: it is called. command: makes one.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlannerError(f"cannot read the {what} {path}: {why}") from None
-    try:
-        return kind.model_validate_json(text)
+        return kind.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
+    except OSError as error:
+        raise PlannerError(f"cannot read the {what} {shown(path)}: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise PlannerError(f"{path} is not a {what}, {place}: {first['msg']}: make one with {command}") from None
+        raise PlannerError(f"{shown(path)} is not a {what}, {first_wrong(error)}: make one with {command}") from None

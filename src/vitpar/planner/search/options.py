@@ -11,7 +11,7 @@ from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work
 from vitpar.planner.profile.model import LayerKind
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
-from vitpar.strategy.layout import row_unit, token_layout_key
+from vitpar.strategy.layout import row_parts, token_layout_key
 
 T = TypeVar("T")
 N = TypeVar("N")
@@ -156,7 +156,7 @@ class Options:
                 continue
             self.strategies += 1
             seat, layout = self._costs.seat(strategy, where), token_layout_key(strategy)
-            found = _Candidate(seat, layout, self._weight_number(seat, pp > 1), row_unit(strategy))
+            found = _Candidate(seat, layout, self._weight_number(seat, pp > 1), row_parts(strategy))
             alike[layout, seat.computes].append((found, found.keeps))
         self._light[key] = [
             found for same in alike.values() for found in _front(same, self._weights.total, self._weights.below)

@@ -33,6 +33,7 @@ import json
 import re
 from dataclasses import replace
 
+from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_RANKS
 from vitpar.strategy.batch import batch_arithmetic
 from vitpar.strategy.json_file import Fits, Keys
 from vitpar.strategy.plan import Plan
@@ -43,19 +44,19 @@ OUTSIDE_SHARDED = ("embed_sdp", "vocab_sdp")
 SCHEDULE_NAMES = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 1 <= value <= 10**6
+def _count(most: int) -> tuple[Fits, str]:
+    return lambda value: type(value) is int and 1 <= value <= most, f"a whole number from 1 to {most:,}"
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, str) and _NUMBERS.fullmatch(value) is not None
+    return isinstance(value, str) and value.count(",") < MAX_BLOCKS and _NUMBERS.fullmatch(value) is not None
 
 
 def _one_of(*values: int | str) -> tuple[Fits, str]:
     return lambda value: type(value) in (int, str) and value in values, either(map(json.dumps, values))
 
 
-_COUNT: tuple[Fits, str] = (_is_count, "a whole number from 1 to a million")
+_DEGREE, _IMAGES = _count(MAX_RANKS), _count(MAX_BATCH_SIZE)
 OF_BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent, values that are read, why no others
     "tp_sizes_enc": (1, (), ""),
     "tp_consecutive_flags": (1, (0, 1), ""),
@@ -68,14 +69,16 @@ OF_BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent
 }
 REQUIRED = ("pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "global_bsz", "chunks")
 KEYS: Keys = {
-    "pp_deg": _COUNT,
-    **dict.fromkeys(OF_BLOCKS, (_is_list, 'whole numbers as text, one per block, as in "2,2,4"')),
-    "global_bsz": _COUNT,
-    "chunks": (lambda value: _is_count(value) or _one_of(-1)[0](value), f"{_COUNT[1]}, or -1"),
-    "pp_division": (_is_list, 'whole numbers as text, one per stage, as in "6,6"'),
+    "pp_deg": _DEGREE,
+    **dict.fromkeys(
+        OF_BLOCKS, (_is_list, f'at most {MAX_BLOCKS:,} whole numbers as text, one per block, as in "2,2,4"')
+    ),
+    "global_bsz": _IMAGES,
+    "chunks": (lambda value: _IMAGES[0](value) or _one_of(-1)[0](value), f"{_IMAGES[1]}, or -1"),
+    "pp_division": (_is_list, f'at most {MAX_BLOCKS:,} whole numbers as text, one per stage, as in "6,6"'),
     "pipeline_type": _one_of(*SCHEDULE_NAMES),
     "default_dp_type": _one_of("ddp", "zero2", "zero3"),
-    "vtp": _COUNT,
+    "vtp": _DEGREE,
     "vsp": _one_of(0, 1),
     "embed_sdp": _one_of(0, 1),
     "vocab_sdp": _one_of(0, 1),

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
 from vitpar.strategy.galvatron.keys import KEYS, OF_BLOCKS, OUTSIDE_SHARDED, REQUIRED, SCHEDULE_NAMES, check_batch
 from vitpar.strategy.json_file import check_record, read_json
-from vitpar.strategy.layer import Axis, Strategy
+from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.selectors import Groups
 from vitpar.strategy.stages import split_blocks
@@ -37,6 +37,7 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
     run or read.
     """
     assert world_size >= 1, f"a world has at least one rank, not {world_size}"
+    refuse_many_ranks(world_size, "the world")
     _check_keys(data)
     pp = data["pp_deg"]
     if world_size % pp:
@@ -70,7 +71,7 @@ def read_galvatron(path: str | os.PathLike[str], world_size: int, num_blocks: in
     try:
         return from_galvatron(data, world_size, num_blocks)
     except StrategyError as error:
-        raise StrategyError(f"{path}: {error}") from None
+        raise StrategyError(f"{shown(path)}: {error}") from None
 
 
 def _check_keys(data: dict[str, Any]) -> None:

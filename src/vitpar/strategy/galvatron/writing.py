@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vitpar.errors import StrategyError
+from vitpar.errors import StrategyError, shown
 from vitpar.strategy.galvatron.keys import SCHEDULE_NAMES, check_batch
 from vitpar.strategy.json_file import write_text
 from vitpar.strategy.layer import Strategy
@@ -24,9 +24,11 @@ def to_galvatron(plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[f
     the field that Galvatron's file cannot say.
     """
     for what, fix in _beyond_plan(plan):
-        raise StrategyError(f"the plan ({plan}) has {what}, which Galvatron's file cannot say: {fix}")
+        raise StrategyError(f"the plan ({shown(plan)}) has {what}, which Galvatron's file cannot say: {fix}")
     if plan.microbatches is None:
-        raise StrategyError(f"the plan ({plan}) has no number of micro-batches, which Galvatron's file needs: give one")
+        raise StrategyError(
+            f"the plan ({shown(plan)}) has no number of micro-batches, which Galvatron's file needs: give one"
+        )
     names = ("stem", *(f"blocks.{index}" for index in range(num_blocks)), "head")
     layers = {name.replace("blocks.", "block "): layer for name, layer in plan.strategies(names).items()}
     _check_layers(layers)

@@ -1,0 +1,88 @@
+"""Walks the members of a tar file that somebody else may have made.
+
+Python's tarfile believes the sizes in a header before it has seen the bytes, stops without a word at a header that is
+damaged, and does not look behind the end. Here each of these is an error.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from typing import Protocol, Self
+
+from vitpar.limits import MAX_MEMBERS, MAX_TAR_NAME_BYTES, MAX_TAR_PADDING_BYTES
+
+_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_CHUNK = 1 << 16
+
+
+class Readable(Protocol):
+    """A file that is read forwards. `seek` is only asked for places ahead."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def seek(self, place: int, /) -> int: ...
+
+    def tell(self) -> int: ...
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header, checked before tarfile reads anything because of it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Return the header in a block of 512 bytes. Raises tarfile.ReadError, and EOFHeaderError for a block of
+        zeros."""
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
+            raise tarfile.ReadError("it ends too early") from None
+        except tarfile.HeaderError as error:  # at which tarfile would stop as if the archive ended here
+            raise tarfile.ReadError(str(error)) from None
+        if header.type in (*_NAMES, *_EXTENDED) and header.size > MAX_TAR_NAME_BYTES:
+            raise tarfile.ReadError(f"a name or extended header has {header.size:,} bytes")
+        if header.size < 0:
+            raise tarfile.ReadError(f"a member has {header.size:,} bytes")
+        if header.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError("it has a sparse member")
+        return header
+
+
+def members(file: Readable) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an uncompressed tar file that begins where `file` stands, which has to end with it.
+
+    When a member is given out, `file` stands at its data; reading them is optional. Raises tarfile.ReadError for a file
+    that is no tar file, is damaged, is cut off, or has anything but some zeros behind its end; OSError as `file` does.
+    """
+    count, place = 0, -1
+    try:
+        tar = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header)  # type: ignore[call-overload]  # noqa: SIM115
+        while member := tar.next():
+            tar.members.clear()  # it would keep all of them
+            count += 1
+            if member.size < 0 or member.issparse() or tar.offset <= place:  # an extended header may say so
+                raise tarfile.ReadError("the size of a member is wrong, or it is sparse")
+            if count > MAX_MEMBERS:
+                raise tarfile.ReadError(f"it has more than {MAX_MEMBERS:,} members")
+            place = tar.offset
+            yield member
+    except (ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise tarfile.ReadError(f"a header makes no sense ({type(error).__name__})") from None
+    zeros = 0
+    while chunk := file.read(_CHUNK):
+        zeros += len(chunk)
+        if chunk.strip(b"\0"):
+            raise tarfile.ReadError("something follows its end, such as another tar file")
+        if zeros > MAX_TAR_PADDING_BYTES:
+            raise tarfile.ReadError(f"more than {MAX_TAR_PADDING_BYTES:,} zeros follow its end")
+
+
+def content(file: Readable, member: tarfile.TarInfo) -> bytes:
+    """Return the data of the member that `members` has just given. Raises tarfile.ReadError where they end early."""
+    data = file.read(member.size)
+    if len(data) != member.size:
+        raise tarfile.ReadError("unexpected end of data")
+    return data

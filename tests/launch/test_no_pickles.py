@@ -1,0 +1,98 @@
+"""No message between ranks is a pickle, which could run code where it is read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from vitpar import parse
+from vitpar.errors import FaultError
+from vitpar.launch import world_group
+from vitpar.launch.world_group import all_gather_json, broadcast_json
+from vitpar.train.recipe_file import read_recipe
+
+VALUES = [None, True, 2**60, 1e-300, float("inf"), "é\ud800\n", [], {"a": [1, {"b": None}]}]
+
+
+def refused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a pickle is sent or read")
+
+
+def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[str]:
+    """Train two steps, with evaluation, checks, a checkpoint and going on from it, where torch cannot send an object.
+    Returns what was done."""
+    from vitpar.train.events import Silent
+    from vitpar.train.trainer import Trainer
+
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
+    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 8}
+    values |= {"train.steps": 2, "train.eval_every": 2, "train.ema_decay": 0.9, "checkpoint.every_steps": 1}
+    values |= {"faults.debug_checks": True, "faults.non_finite": "skip", "data.bad_sample": "skip"}
+    recipe = read_recipe(None, values)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_object_to_tensor", "_tensor_to_object"):
+            assert hasattr(dist.distributed_c10d, name)
+            patch.setattr(dist.distributed_c10d, name, refused)
+        for resume in (None, folder / "checkpoints" / "step_1"):
+            where = folder if resume is None else folder.with_name("on")
+            plan = recipe.plan(recipe.config(7))
+            Trainer(recipe, plan, device, reporter=Silent(), run_dir=where, resume=resume).run()
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("mesh", ["pp2xdp2", "fsdp2", "tp2"])
+def test_training_and_saving_send_no_pickles(mesh: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    told = ranks(parse(mesh).world_size).run(trained, pack_small(tmp_path), mesh, tmp_path / "run")
+    assert {"checkpoints", "weights"} <= set(told[0])
+
+
+def exchanged(device: torch.device) -> tuple[list[Any], Any]:
+    rank = dist.get_rank()
+    return all_gather_json([rank, VALUES * rank]), broadcast_json({"of": rank} if rank == 0 else object())
+
+
+def test_values_arrive_as_they_are(ranks: Callable[[int], RankPool]) -> None:
+    """Of different lengths. What a rank other than 0 gives to a broadcast is not looked at."""
+    for gathered, told in ranks(2).run(exchanged):
+        assert gathered == [[0, []], [1, VALUES]] and told == {"of": 0}
+        assert [type(value) for value in gathered[1][1]] == [type(value) for value in VALUES]
+
+
+def spoilt(device: torch.device, message: bytes) -> list[str]:
+    """Both collectives' errors, where rank 0 sends `message`."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0).byte()
+            patch.setattr(world_group, "_encoded", lambda value: tensor)
+        patch.setattr(world_group, "MAX_JSON_BYTES", 1000)
+        for collective in (all_gather_json, broadcast_json):
+            try:
+                collective("fine")
+            except FaultError as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (b"\x80\x04]q", "rank 0 sent what is no JSON"),
+        (b'"cut', "rank 0 sent what is no JSON"),
+        (b"[" * 999, "rank 0 sent what is no JSON"),
+        (b"", "rank 0 sent a message of 0 bytes"),
+        (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, where 1 to 1,000 are accepted"),
+    ],
+)
+def test_a_broken_message_is_one_sentence_on_every_rank(
+    message: bytes, sentence: str, ranks: Callable[[int], RankPool]
+) -> None:
+    for told in ranks(2).run(spoilt, message):
+        assert len(told) == 2 and all(line.startswith(sentence) and "\n" not in line for line in told), told

@@ -1,0 +1,218 @@
+"""Profiles and clusters of strangers: whatever they claim is refused at once, in a sentence that stays short."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.galvatron_2022 import vit_huge_32, write_profiles
+from helpers.command_line import refusal
+from vitpar.errors import PlannerError, StrategyError, UserError
+from vitpar.limits import MAX_PROFILE_BYTES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.galvatron import import_hardware, import_model
+from vitpar.planner.profile.hardware import read_hardware
+from vitpar.planner.profile.model import read_model_profile
+
+pytestmark = pytest.mark.timeout(30)
+HUGE = 10**400
+
+
+def refused(make: Callable[[], Any], message: str, kind: type[UserError] = PlannerError) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        make()
+    said = str(caught.value)
+    assert len(said) < 3 * MAX_QUOTED_CHARS + 400 and "\n" not in said
+
+
+# profiles
+
+HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias=True))
+
+
+def test_a_profile_that_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(HARDWARE))
+    assert read_hardware(path).ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 10**9}, "ranks: Input should be less than or equal to 65536"),
+        ({"ranks": HUGE}, "ranks: (Input should be|Unable to parse)"),
+        ({"memory_bytes": 10**30}, "memory_bytes: Input should be less than or equal to"),
+        ({"pipeline": float("nan")}, "pipeline: Input should be a finite number"),
+        ({"pace": float("inf")}, "pace: Input should be a finite number"),
+        ({"pipeline": -1.0}, "pipeline: Input should be greater than or equal to 0"),
+        ({"overlap": {"compute": 1e300, "communication": 1}}, "overlap.compute: Input should be less than"),
+        ({"copy": {"timings": [{"size": 1, "seconds": 1e-320, "spread": 0, "samples": 1}]}}, "copy.timings.0.seconds"),
+        ({"copy": {"timings": [{"size": 1, "seconds": 1e300, "spread": 0, "samples": 1}]}}, "copy.timings.0.seconds"),
+        ({"copy": {"timings": []}}, "copy.timings: Tuple should have at least 1 item"),
+        ({"copy": {"timings": [1] * 10**6}}, "copy.timings.0: Input should be"),
+        ({"measured": dict.fromkeys(map(str, range(10**5)), 1)}, "measured: 0: it is no text"),
+        ({"copy": {f"k{index}": 1 for index in range(10**5)}}, "copy: unknown key 'k0'"),
+        ({"links": [{}] * 10**6}, "links.0.timings: Field required"),
+        ({"name": 1}, "name: Input should be a valid string"),
+        ({"x" * 10**6: 1}, "unknown key 'x{198}…'"),
+    ],
+)
+def test_profiles_that_claim_too_much(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(HARDWARE | change))
+    refused(lambda: read_hardware(path), f"is not a hardware profile, {message}")
+
+
+@pytest.mark.parametrize("read", [read_hardware, read_model_profile], ids=["hardware", "model"])
+def test_files_that_are_no_profiles(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for content in (b"[" * 10**6, b"\xff" * 100, b"1" * 5_000, b"[1]", b'{"a": '):
+        path.write_bytes(content)
+        refused(lambda: read(path), "profile.json is not a (hardware|model) profile")
+    path.write_bytes(b" " * (MAX_PROFILE_BYTES + 1))
+    refused(lambda: read(path), "it has more than 8,388,608 bytes")
+    path.unlink()
+    os.mkfifo(path)
+    refused(lambda: read(path), "it is not a regular file")
+    refused(lambda: read(Path("/dev/zero")), "it is not a regular file")
+
+
+def test_a_profile_of_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hardware.json").write_text(json.dumps(HARDWARE))
+    write_profiles(tmp_path)
+    profile = json.loads(import_model(tmp_path, vit_huge_32(), "fp32").model_dump_json())
+    for change, message in (({"depth": 10**9}, "depth of .* is 1000000000: it must be"), ({"x": 1}, "it says 'x'")):
+        (tmp_path / "model.json").write_text(json.dumps(profile | {"model": profile["model"] | change}))
+        words = f"search --hardware {tmp_path}/hardware.json --model-profile {tmp_path}/model.json"
+        said = refusal(words.split(), monkeypatch, capsys)
+        assert re.search(f"is of no model: {message}", said), said
+
+
+# clusters
+
+CLUSTER = """
+nodes = 2
+devices_per_node = 4
+device_name = "mine"
+memory_bytes = 16_000_000_000
+memory_bandwidth = 1e12
+sustained = 0.5
+matmul = { fp32 = 1e13 }
+intra = { bandwidth = 1e11, latency = 1e-6 }
+inter = { bandwidth = 1e10, latency = 1e-5 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nodes = 2", "nodes = 999999999", "nodes: Input should be less than or equal to 65536"),
+        ("nodes = 2", f"nodes = {'9' * 5_000}", "is not a cluster: Exceeds the limit"),
+        ("memory_bandwidth = 1e12", "memory_bandwidth = nan", "memory_bandwidth: Input should be"),
+        ("memory_bandwidth = 1e12", "memory_bandwidth = inf", "memory_bandwidth: Input should be"),
+        ("memory_bandwidth = 1e12", "memory_bandwidth = 1e-300", "memory_bandwidth: Input should be"),
+        ("sustained = 0.5", "sustained = 1e-300", "sustained: Input should be"),
+        ("fp32 = 1e13", "fp32 = 1e300", "matmul.fp32: Input should be"),
+        ("latency = 1e-6", "latency = 1e300", "intra.latency: Input should be"),
+        ("nodes = 2", "nodes = 2\n" + "a." * 1_000 + "b = 1", "a key has 1,000 dots, and at most 8 are read"),
+        ("nodes = 2", "nodes = " + "[" * 100_000, "it is nested too deeply"),
+        ("nodes = 2", "nodes = 2\n" + "x" * 10**6 + " = 1", "it has more than 262,144 bytes"),
+    ],
+)
+def test_clusters_that_claim_too_much(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(CLUSTER)
+    assert find_cluster(str(path)).hardware().ranks == 8
+    path.write_text(CLUSTER.replace(old, new, 1))
+    refused(lambda: find_cluster(str(path)), message)
+
+
+def test_a_cluster_of_the_slowest_and_the_fastest_links_has_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    for rate, latency, sustained in (("1.0", "2e11", "0.001"), ("1e18", "0.0", "1.0")):
+        text = CLUSTER.replace("0.5", sustained)
+        for known in ("1e12", "1e13", "1e11", "1e10"):
+            text = text.replace(known, rate)
+        path.write_text(text.replace("1e-6", latency).replace("1e-5", latency))
+        assert find_cluster(str(path)).hardware().ranks == 8
+
+
+def test_more_devices_than_there_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(CLUSTER.replace("= 2", "= 65536").replace("= 4", "= 65536"))
+    refused(lambda: find_cluster(str(path)).hardware(), "4,294,967,296 ranks: use at most 65,536", StrategyError)
+    assert find_cluster(str(path)).hardware(16).ranks == 16
+    refused(lambda: find_cluster("99999x99xH100"), "9,899,901 ranks: use at most 65,536", StrategyError)
+    refused(lambda: find_cluster("٣xH100"), "unknown cluster '٣xH100'")
+    refused(lambda: find_cluster("8x" + "H" * 10**6), "unknown cluster '8xH+…'")
+
+
+def test_files_that_are_no_clusters(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("#" * (MAX_TOML_BYTES + 1))
+    refused(lambda: find_cluster(str(path)), "it has more than 262,144 bytes")
+    path.unlink()
+    os.mkfifo(path)
+    refused(lambda: find_cluster(str(path)), "it is not a regular file")
+
+
+# Galvatron's
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": float("inf")}, "pp_size_2 in .* is inf: give 0"),
+        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": float("nan")}, "pp_size_2 in .* is nan: give 0"),
+        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": HUGE}, "pp_size_2 in .* is 10+…: give 0"),
+        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": 1e-320}, "pp_size_2 in .* is .*: give 0"),
+        ("overlap_coefficient.json", {"overlap_coe": 1e300}, "overlap_coe in .* is 1e.300: give 0"),
+        ("overlap_coefficient.json", ["x"], "it holds no object"),
+        ("overlap_coefficient.json", "[" * 10**6, "it is nested too deeply|it holds no object"),
+    ],
+)
+def test_galvatrons_hardware_that_claims_too_much(file: str, content: Any, message: str, tmp_path: Path) -> None:
+    write_profiles(tmp_path)
+    (tmp_path / file).write_text(json.dumps(content))
+    refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), message)
+
+
+def test_galvatrons_files_that_cannot_be_read(tmp_path: Path) -> None:
+    write_profiles(tmp_path)
+    refused(lambda: import_hardware(tmp_path, 10**9, 8, 10**9, "x"), "8,000,000,000 ranks: use at most", StrategyError)
+    path = tmp_path / "overlap_coefficient.json"
+    for content, message in (
+        ("[" * 10**6, "no profile of Galvatron's: it is nested too deeply"),
+        ("9" * 5_000, "no profile of Galvatron's: Exceeds the limit"),
+        (" " * (MAX_PROFILE_BYTES + 1), "it has more than 8,388,608 bytes"),
+    ):
+        path.write_text(content)
+        refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), message)
+    path.unlink()
+    os.mkfifo(path)
+    refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), "it is not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"1": float("inf")}, "1 in .* is inf: give 0"),
+        ({"1": HUGE}, "1 in .* is 10+…: give 0"),
+        ({"1": 1.0, "999999999": 1.0}, "takes 999,999,999 ranks: use at most 65,536"),
+        ({"1": 1.0, "7": 1.0}, "tp7 does not divide"),
+        ({"²": 1.0}, "lacks activations of degree 1"),
+    ],
+)
+def test_galvatrons_memory_that_claims_too_much(degrees: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_profiles(tmp_path)
+    path = tmp_path / "memory_profiling_fp32_all.json"
+    found = json.loads(path.read_text())
+    found["layertype_0_sp"]["196"]["tp_activation_per_bsz_dict"] = degrees
+    path.write_text(json.dumps(found))
+    refused(lambda: import_model(tmp_path, vit_huge_32(), "fp32"), message, UserError)

@@ -1,0 +1,47 @@
+"""Limits, the readers that obey them, and messages that quote what strangers wrote."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.paths import ROOT
+from vitpar import files, limits
+from vitpar.errors import DataError, UserError, nearest, shown
+
+NAMES = [name for name in vars(limits) if name.startswith("MAX_")]
+
+
+def test_the_documentation_has_the_table() -> None:
+    table = limits.markdown()
+    assert table in (ROOT / "docs/security.md").read_text(), "put the output of `python -m vitpar.limits` there"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_limit_is_in_the_table_and_obeyed_by_a_reader(name: str) -> None:
+    assert getattr(limits, name) in {most for _, most, _ in limits.TABLE}
+    sources = [path for place in ("src", "cli") for path in (ROOT / place).rglob("*.py") if path.name != "limits.py"]
+    uses = [len(re.findall(rf"\b{name}\b", path.read_text())) for path in sources]
+    assert max(uses) >= 2, "imported and used"
+
+
+def test_long_and_hostile_words_are_cut_and_escaped() -> None:
+    assert len(shown("x" * 1_000_000)) == limits.MAX_QUOTED_CHARS - 1
+    assert shown("short") == "short"
+    said = str(DataError("sample '\x1b[31m\udcff\tü…\n' is bad"))
+    assert said == "sample '\\x1b[31m\\udcff\\tü…\n' is bad" and said.encode()
+    assert str(UserError()) == "" and nearest("x" * 10_000, ["y"]) == ""
+
+
+def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert files.read_bytes(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="it has more than 4 bytes"):
+        files.read_bytes(tmp_path / "file", 4)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match=r"it is (a folder|not a regular file)"):
+            files.open_regular(place)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        files.parse_json("[" * 1_000_000)

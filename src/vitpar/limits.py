@@ -4,7 +4,7 @@ Every reader of such input takes its numbers from here, so that a small file can
 `docs/security.md` has the table; ``python -m vitpar.limits`` prints it.
 """
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB = 1 << 10, 1 << 20
 
 # Plans, models and recipes.
 MAX_RANKS = 65_536
@@ -52,9 +52,8 @@ MAX_MEMBERS = 10_000_000
 MAX_TAR_NAME_BYTES = 8 * KIB
 MAX_TAR_PADDING_BYTES = MIB
 MAX_LABEL_BYTES = MIB
-MAX_RECORD_BYTES = GIB
+MAX_RECORD_BYTES = 512 * MIB
 MAX_ROWS = 1 << 21
-MAX_ROW_GROUP_BYTES = 512 * MIB
 
 # Images.
 MAX_IMAGE_BYTES = 256 * MIB
@@ -105,9 +104,8 @@ TABLE = (
     ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
     ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
     ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
-    ("record, or content of an archive of CIFAR", MAX_RECORD_BYTES, "bytes"),
+    ("record of a TFRecord file, group of rows of a Parquet file, content of an archive", MAX_RECORD_BYTES, "bytes"),
     ("rows of a Parquet file", MAX_ROWS, ""),
-    ("group of rows of a Parquet file", MAX_ROW_GROUP_BYTES, "bytes"),
     ("encoded image", MAX_IMAGE_BYTES, "bytes"),
     ("pixels of a JPEG as stored", MAX_PIXELS, ""),
     ("scans of a JPEG", MAX_SCANS, ""),

@@ -11,16 +11,18 @@ strategies, plans, profiles, archives, images and web servers.
 A reader has to accept a case or to refuse it with a sentence, within 5 s and 1 GiB; what it accepts has to be right,
 as far as that can be known; it starts no program (`fuzzing/oracle.py`, `fuzzing/guard.py`). Seeds and cases are made
 by drawing from fixed seeds, so a case has the same bytes wherever the libraries that write seeds are of the same
-versions. Exit code 1: something was found.
+versions. Exit code 1: something was found. Ctrl-C ends it with what was found until then.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -40,7 +42,8 @@ def main() -> int:
     if options.case is not None:
         return one(options, console)
     tallies = {name: Tally(name) for name in options.target or names()}
-    with Progress(console, tallies) as shown:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), Progress(console, tallies) as shown:
         hunt(
             tallies,
             parallel=options.parallel,

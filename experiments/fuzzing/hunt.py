@@ -70,6 +70,7 @@ class Slot:
         self._folder = tempfile.TemporaryDirectory(prefix="vitpar-fuzz-", ignore_cleanup_errors=True)
         self._home, self._changed, self._limit = Path(self._folder.name), changed, limit
         self._process: Process | None = None
+        self._stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +81,12 @@ class Slot:
         self._end()
         self._folder.cleanup()
 
+    def stop(self) -> None:
+        """Let `attack` return, from another thread."""
+        self._stopped = True
+        if process := self._process:
+            process.kill()
+
     @property
     def case(self) -> Path:
         """Where the files of the last case are."""
@@ -89,7 +96,12 @@ class Slot:
         """Run the cases `first` to `last` of a target, or as many as there is time for, whatever ends meanwhile."""
         end, faults = time.monotonic() + seconds, 0
         self._next, self._doubtful = first, -1
-        while (last is None or self._next <= last) and time.monotonic() < end and faults < MOST_FAULTS:
+        while (
+            (last is None or self._next <= last)
+            and time.monotonic() < end
+            and faults < MOST_FAULTS
+            and not self._stopped
+        ):
             self._process = self._process or Process(self._home)
             self._process.order(tally.name, self._next, last, end - time.monotonic())
             try:
@@ -99,6 +111,8 @@ class Slot:
                 words = f"takes more than {self._limit:g} s\n{self._process.stack()}"
                 faults += self._ended(tally, Finding("hang", "", _where(words), words))
             except Died:
+                if self._stopped:
+                    break
                 said, status = self._process.said(), self._process.status()
                 name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
                 words = f"the process ended: {name}\n{said[-3000:]}"
@@ -175,9 +189,12 @@ def hunt(
     slots = min(parallel, len(queue))
     share, last = (seconds * slots / len(queue), None) if cases is None else (float("inf"), cases - 1)
 
+    open_slots: list[Slot] = []
+
     def work() -> None:
         try:
             with Slot(changed, limit) as slot:
+                open_slots.append(slot)
                 while True:
                     with lock:
                         if not queue or failed:
@@ -187,10 +204,18 @@ def hunt(
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(slots)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(slots)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        queue.clear()
+        for slot in open_slots:
+            slot.stop()
+        for thread in threads:
+            thread.join(5)
+        raise
     if failed:
         raise failed[0]

@@ -16,8 +16,8 @@ import vitpar
 from vitpar.errors import UserError
 
 LONGEST = 1200
-ADDRESS = re.compile(r"0x(?=[0-9a-f]*[a-f])[0-9a-f]{6,}")
-"""With a letter, or a strategy of degrees such as 10x100000 would be one too."""
+ADDRESS = re.compile(r"0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
+"""Longer than a checksum of 32 bits, and with a letter: a strategy such as dp10x100000000 has none."""
 HERE = Path(__file__).parent
 READERS = Path(vitpar.__file__).parent
 _LINES = 12

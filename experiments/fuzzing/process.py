@@ -82,10 +82,14 @@ class Process:
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 4000))
         return self._errors.read().decode(errors="replace").strip()
 
-    def end(self) -> int:
-        """End it and what it started; returns its exit status."""
+    def kill(self) -> None:
+        """Kill it and what it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """End it and what it started; returns its exit status."""
+        self.kill()
         status = self._process.wait()
         os.close(self._reading)
         self._errors.close()

@@ -151,7 +151,7 @@ def test_about_half_of_the_cases_are_edits_that_do_not_know_the_format(tmp_path:
 
 
 def test_what_is_wrong_with_a_message() -> None:
-    assert message_problem(DataError("line 1\nline 2 of '/x/0x7fff/y', 0x2147483648")) is None
+    assert message_problem(DataError("line 1\nline 2 of '/x/0x7fff/y', dp0x2147483648, CRC 0x8953f384")) is None
     assert "address" in (message_problem(DataError("<a at 0x55d0c8a0b2c0>")) or "")
     assert "long" in (message_problem(DataError("x" * 1_201)) or "")
 

@@ -81,7 +81,7 @@ def attack(draw: random.Random, examples: Sequence[tuple[bytes, int, bytes]]) ->
             )
             parts[place] = record(whole)
         case "label":
-            value = draw.choice((-1, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, 999_999, 1_000_000, 1_000_001))
+            value = draw.choice((-1, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, 99_999, 1_000_000, 1_000_001))
             said = draw.choice(
                 (field(1, varint(value)), varint(8) + varint(value), field(1, varint(1) * 1_000), b"", b"\x08")
             )

@@ -1,7 +1,7 @@
 """Limits on what is read from files, URLs and ports that somebody else may have made.
 
 Every reader of such input takes its numbers from here, so that a small file cannot ask for much memory or time.
-`docs/security.md` has the table; ``python -m vitpar.limits`` prints it.
+`make docs` writes the table to docs/limits.md.
 """
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -120,10 +120,7 @@ TABLE = (
 
 
 def markdown() -> str:
-    """Return the table of limits for the documentation."""
+    """Return the page docs/limits.md."""
     rows = [f"| {what} | {most:,}{f' {unit}' if unit else ''} |" for what, most, unit in TABLE]
-    return "\n".join(["| what is read | at most |", "|---|---|", *rows]) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
+    about = "What vitpar reads, and the most that it accepts. Written by `make docs` from `src/vitpar/limits.py`."
+    return "\n".join(["# Limits", "", about, "", "| what is read | at most |", "|---|---|", *rows]) + "\n"

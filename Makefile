@@ -57,8 +57,9 @@ fuzz: $(READY)   ## Attack every reader of files, URLs and ports with hostile in
 lint: $(READY)   ## Style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-docs: $(READY)   ## Write docs/support.md from the support matrix
+docs: $(READY)   ## Write docs/support.md from the support matrix, docs/limits.md from the limits
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
+	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
 
 bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
 	$(BIN)/python experiments/bench_cpu.py

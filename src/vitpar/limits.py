@@ -1,10 +1,10 @@
 """Limits on what is read from files, URLs and ports that somebody else may have made.
 
 Every reader of such input takes its numbers from here, so that a small file cannot ask for much memory or time.
-`docs/security.md` has the table; ``python -m vitpar.limits`` prints it.
+`make docs` writes the table to docs/limits.md.
 """
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB = 1 << 10, 1 << 20
 
 # Plans, models and recipes.
 MAX_RANKS = 65_536
@@ -52,9 +52,8 @@ MAX_MEMBERS = 10_000_000
 MAX_TAR_NAME_BYTES = 8 * KIB
 MAX_TAR_PADDING_BYTES = MIB
 MAX_LABEL_BYTES = MIB
-MAX_RECORD_BYTES = GIB
+MAX_RECORD_BYTES = 512 * MIB
 MAX_ROWS = 1 << 21
-MAX_ROW_GROUP_BYTES = 512 * MIB
 
 # Images.
 MAX_IMAGE_BYTES = 256 * MIB
@@ -105,9 +104,8 @@ TABLE = (
     ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
     ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
     ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
-    ("record, or content of an archive of CIFAR", MAX_RECORD_BYTES, "bytes"),
+    ("record of a TFRecord file, group of rows of a Parquet file, content of an archive", MAX_RECORD_BYTES, "bytes"),
     ("rows of a Parquet file", MAX_ROWS, ""),
-    ("group of rows of a Parquet file", MAX_ROW_GROUP_BYTES, "bytes"),
     ("encoded image", MAX_IMAGE_BYTES, "bytes"),
     ("pixels of a JPEG as stored", MAX_PIXELS, ""),
     ("scans of a JPEG", MAX_SCANS, ""),
@@ -122,10 +120,7 @@ TABLE = (
 
 
 def markdown() -> str:
-    """Return the table of limits for the documentation."""
+    """Return the page docs/limits.md."""
     rows = [f"| {what} | {most:,}{f' {unit}' if unit else ''} |" for what, most, unit in TABLE]
-    return "\n".join(["| what is read | at most |", "|---|---|", *rows]) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
+    about = "What vitpar reads, and the most that it accepts. Written by `make docs` from `src/vitpar/limits.py`."
+    return "\n".join(["# Limits", "", about, "", "| what is read | at most |", "|---|---|", *rows]) + "\n"

@@ -318,6 +318,19 @@ def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
             use()
 
 
+@pytest.mark.timeout(30)
+def test_rings_of_links_end(tmp_path: Path) -> None:
+    labels = write_tree(tmp_path / "source")
+    for name in ("up", "again"):
+        (tmp_path / "source" / "train" / "ant" / name).symlink_to("..", target_is_directory=True)
+    source = open_source(tmp_path / "source")
+    assert sum(len(split.labels) for split in source.splits.values()) >= len(labels)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "train").symlink_to("train")
+    with pytest.raises(DataError, match=r"cannot read .*Too many levels"):
+        open_source(tmp_path / "self")
+
+
 # What claims to be large.
 
 

@@ -140,6 +140,9 @@ class _Listed(io.FileIO):
         return super().read(size) or b""
 
 
+_SMALL = 1 << 16  # bytes that need no look at what there is
+
+
 class _Bounded(io.BufferedReader):
     """A file that makes room for what it has, where it is asked for more."""
 
@@ -148,6 +151,8 @@ class _Bounded(io.BufferedReader):
         self._size = path.stat().st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and 0 <= size <= _SMALL:
+            return super().read(size)
         left = max(0, self._size - self.tell())
         return super().read(left if size is None or size < 0 else min(size, left))
 

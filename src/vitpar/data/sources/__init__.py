@@ -21,7 +21,7 @@ from vitpar.data.sources.parquet import parquet, parquet_files
 from vitpar.data.sources.source import Source, SourceSplit
 from vitpar.data.sources.tfrecord import NAME, tfrecords
 from vitpar.data.sources.zipped import zipped
-from vitpar.errors import DataError
+from vitpar.errors import DataError, shown
 
 __all__ = ["Source", "SourceSplit", "open_source"]
 
@@ -41,7 +41,10 @@ def open_source(location: str | Path, *, val_fraction: float | None = None, seed
     """
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val fraction {val_fraction} is out of range: choose a number between 0 and 1, such as 0.2")
-    source = _source(location)
+    try:
+        source = _source(location)
+    except OSError as error:
+        raise DataError(f"cannot read '{shown(error.filename or location)}': {error.strerror}") from None
     if "train" not in source.splits:
         raise DataError(f"'{location}' has {', '.join(source.splits)} but nothing to train on: add files named train")
     if "val" not in source.splits:

@@ -44,7 +44,13 @@ def _is_class(entry: "os.DirEntry[str]") -> bool:
 
 def _image_files(folder: Path) -> list[str]:
     found = []
+    seen = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
+        place = os.stat(parent)
+        if (place.st_dev, place.st_ino) in seen:  # by a link: there may be rings of them
+            folders.clear()
+            continue
+        seen.add((place.st_dev, place.st_ino))
         folders.sort()
         images = sorted(name for name in files if name.lower().endswith(FILE_SUFFIXES) and not name.startswith("."))
         found += [os.path.join(parent, name) for name in images]

@@ -14,9 +14,10 @@ import numpy as np
 from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
 from vitpar.errors import DataError, shown
 from vitpar.files import parse_json, stat_regular
-from vitpar.limits import MAX_IMAGE_BYTES, MAX_ROW_GROUP_BYTES, MAX_ROWS
+from vitpar.limits import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
 
 _IMAGES = ("image", "img")
+_BATCH = 16  # rows that are read at a time
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # groups of rows that are kept once they were read, at most
 
 
@@ -54,22 +55,21 @@ class _File:
         try:
             stat_regular(path)
             schema = library.read_schema(path)
-            self.image = next((f.name for f in schema if f.name in _IMAGES and "bytes" in str(f.type)), None)
+            self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
             label = next((f.name for f in schema if f.name in ("label", "labels", "fine_label")), None)
             if self.image is None or label is None:
                 raise DataError(
                     f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image`, with bytes, and "
                     "`label`"
                 )
-            # Images that repeat are kept once in memory, as in the file.
-            self._file = library.ParquetFile(path, read_dictionary=[f"{self.image}.bytes"])
+            self._file = library.ParquetFile(path)
             meta = self._file.metadata
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
-            if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_ROW_GROUP_BYTES:
+            if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_RECORD_BYTES:
                 raise DataError(
                     f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a group of them: write "
-                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_ROW_GROUP_BYTES:,} bytes"
+                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_RECORD_BYTES:,} bytes"
                 )
             self.labels = np.asarray(self._file.read([label])[label].to_numpy(), dtype=np.int64)
             self.classes = _classes(schema.metadata or {}, label)
@@ -81,10 +81,29 @@ class _File:
 
     def group(self, number: int) -> Any:
         """Read the encoded images of a group of rows: a pyarrow.ChunkedArray of structures with `bytes`."""
+        from pyarrow import Table
+
+        pieces, size = [], 0
         try:
-            return self._file.read_row_group(number, columns=[f"{self.image}.bytes"])[self.image]
+            # Some at a time: an image that repeats is in the file once, and in memory as often as it repeats.
+            for piece in self._file.iter_batches(_BATCH, row_groups=[number], columns=[f"{self.image}.bytes"]):
+                size += piece.nbytes
+                if size > MAX_RECORD_BYTES:
+                    raise DataError(f"a group of rows of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
+                pieces.append(piece)
+            return Table.from_batches(pieces)[self.image]
+        except DataError:
+            raise
         except Exception as error:  # damaged files make pyarrow raise nearly anything
             raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
+
+
+def _has_bytes(kind: Any) -> bool:
+    """Whether a column of this type is a structure with a field `bytes` of bytes."""
+    from pyarrow import types
+
+    place = kind.get_field_index("bytes") if types.is_struct(kind) else -1
+    return place >= 0 and (types.is_binary(kind.field(place).type) or types.is_large_binary(kind.field(place).type))
 
 
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
@@ -113,7 +132,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
                     kept.popitem(last=False)
             kept.move_to_end((number, group))
             image = kept[number, group][row - file.starts[group]].as_py()
-        data = image and image["bytes"]
+        data: bytes | None = image and image["bytes"]
         if not data:
             raise DataError(f"row {row} of '{file.path}' holds no bytes of an image: only its path, or nothing")
         if len(data) > MAX_IMAGE_BYTES:

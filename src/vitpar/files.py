@@ -70,8 +70,9 @@ def refuse_irregular(found: os.stat_result, path: PathLike) -> None:
 def read_bytes(path: PathLike, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. Raises OSError."""
     with open_regular(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
+        large = os.fstat(file.fileno()).st_size > limit
+        data = b"" if large else file.read(limit + 1)
+    if large or len(data) > limit:  # a file of /proc has no size
         raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
     return data
 

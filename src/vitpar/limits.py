@@ -29,7 +29,7 @@ MAX_TOML_DOTS = 8
 MAX_PLAN_BYTES = 4 * MIB
 MAX_PROFILE_BYTES = 8 * MIB
 MAX_JSON_BYTES = 64 * MIB
-MAX_TEXT_BYTES = 256 * MIB
+MAX_TEXT_BYTES = 1024 * MIB
 
 # Numbers in profiles of machines and models, and in clusters.
 MAX_MEASURE = 1e30
@@ -45,12 +45,13 @@ MAX_INDEX_BYTES = 256 * MIB
 MAX_ZIP_LISTING_BYTES = 16 * MIB
 
 # Shards and other files of images.
-MAX_SHARDS = 1_000_000
+MAX_SHARDS = 500_000
 MAX_URL_CHARS = 8 * KIB
 MAX_BRACE_DEPTH = 16
 MAX_MEMBERS = 10_000_000
 MAX_TAR_NAME_BYTES = 8 * KIB
-MAX_TAR_PADDING_BYTES = MIB
+MAX_TAR_EXTENDED_BYTES = 64 * KIB
+MAX_TAR_PADDING_BYTES = 16 * MIB
 MAX_LABEL_BYTES = MIB
 MAX_RECORD_BYTES = 512 * MIB
 MAX_ROWS = 1 << 21
@@ -101,7 +102,8 @@ TABLE = (
     ("URL or pattern of URLs", MAX_URL_CHARS, "characters"),
     ("braces within braces of a pattern of URLs", MAX_BRACE_DEPTH, ""),
     ("members of a tar file, records of a TFRecord file", MAX_MEMBERS, ""),
-    ("long name or extended header in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
+    ("long name in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
+    ("extended header in a tar file, such as for extended attributes", MAX_TAR_EXTENDED_BYTES, "bytes"),
     ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
     ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
     ("record of a TFRecord file, group of rows of a Parquet file, content of an archive", MAX_RECORD_BYTES, "bytes"),

@@ -58,6 +58,6 @@ def text(value: Any) -> str:
 def first_wrong(error: ValidationError) -> str:
     """Return the key that is wrong first, and what is wrong with it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    said = shown(first["msg"].removeprefix("Value error, "))
+    said = first["msg"].removeprefix("Value error, ")
     place = ".".join(map(str, first["loc"]))
     return f"{shown(place)}: {said}" if place else said

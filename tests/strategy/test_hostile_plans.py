@@ -11,7 +11,7 @@ import pytest
 from helpers.command_line import refusal
 from helpers.small_data import pack_small
 from vitpar.errors import StrategyError
-from vitpar.limits import MAX_LAYOUT_PARTS, MAX_PLAN_BYTES, MAX_QUOTED_CHARS, MAX_STRATEGY_CHARS, TABLE, markdown
+from vitpar.limits import MAX_LAYOUT_PARTS, MAX_PLAN_BYTES, MAX_QUOTED_CHARS, MAX_STRATEGY_CHARS
 from vitpar.models import model_config
 from vitpar.strategy import Axis, Plan, Strategy, batch_arithmetic, parse, plan_from_json, plan_to_json, read_plan
 from vitpar.strategy.galvatron import from_galvatron, read_galvatron
@@ -243,7 +243,3 @@ def test_options_that_claim_too_much(
     said = refusal(words.format(data=data).split(), monkeypatch, capsys)
     assert re.search(message, said), said
     assert len(said) < 2 * MAX_QUOTED_CHARS + 300
-
-
-def test_the_table_of_limits_is_printed() -> None:
-    assert len(markdown().splitlines()) == len(TABLE) + 2

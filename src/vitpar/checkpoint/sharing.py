@@ -14,17 +14,19 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from vitpar.checkpoint.index import StoredTensor
-from vitpar.launch.world_group import all_gather_json
+from vitpar.launch.world_group import gather_json, scatter_json
 
 Held = tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]
 """A part of a tensor: its name, dtype and shape; where the part begins, and the part's shape."""
 
 
-def agreed(tensors: Mapping[str, Tensor], rank: int) -> tuple[list[str], dict[str, StoredTensor]]:
-    """Return the names of those of `tensors` of which this rank, `rank`, writes its part, and what the index says of
+def agreed(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, StoredTensor]]:
+    """Return the names of those of `tensors` of which this rank writes its part, and, on rank 0, what the index says of
     all tensors. Collective."""
-    names, stored = divide(all_gather_json(held(tensors)))
-    return names[rank], stored
+    # Rank 0 decides for all: what a thousand ranks hold is a hundred megabytes.
+    everyone = gather_json(held(tensors))
+    names, stored = (None, {}) if everyone is None else divide(everyone)
+    return scatter_json(names), stored
 
 
 def held(tensors: Mapping[str, Tensor]) -> list[Held]:

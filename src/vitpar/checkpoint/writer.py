@@ -104,7 +104,7 @@ class Writer:
         answers = all_gather_json((wrong, layout != self._layout))
         _raise_first(folder, [wrong for wrong, _ in answers])
         if any(changed for _, changed in answers):
-            names, self._tensors = agreed(here, dist.get_rank())
+            names, self._tensors = agreed(here)
             try:
                 self._image = None  # before there is room for the next
                 self._image = FileImage.of(here, names)

@@ -24,6 +24,8 @@ _SIGNATURES = (
     (b"BM", "bmp"),
     (b"II*\0", "tif"),
     (b"MM\0*", "tif"),
+    (b"II+\0", "tif"),  # of 64-bit offsets
+    (b"MM\0+", "tif"),
 )
 _DECODERS = {"jpg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "tif": "TIFF", "webp": "WEBP"}
 """Pillow's decoder for each type. No other may run: that of EPS starts Ghostscript, which runs what it is given."""
@@ -53,7 +55,8 @@ def image_size(data: bytes) -> tuple[int, int]:
     Raises BadImage, also for a JPEG of more than MAX_PIXELS and for others that decode to more than MAX_DECODED_BYTES.
     """
     kind = _known_type(data)
-    if kind == "jpg" and data.count(b"\xff\xda") > MAX_SCANS:  # each takes as long as a whole image
+    # Each scan takes as long as an image; there may be other data behind the end of a JPEG.
+    if kind == "jpg" and data.count(b"\xff\xda") > MAX_SCANS and _scans(data) > MAX_SCANS:
         raise BadImage(f"it has more than {MAX_SCANS} scans")
     try:
         width, height = _size(data, kind)
@@ -78,6 +81,23 @@ def _size(data: bytes, kind: str) -> tuple[int, int]:
             return width, height
     with _opened(data, kind) as image:
         return image.size
+
+
+def _scans(data: bytes) -> int:
+    """Count the scans of a JPEG up to its end, by its markers: within a scan 0xff is followed by 0 or a restart."""
+    place, scans = 2, 0
+    while (place := data.find(b"\xff", place)) >= 0 and place + 4 <= len(data):
+        marker = data[place + 1]
+        if marker == 0xD9:
+            break
+        scans += marker == 0xDA
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD8:
+            place += 1 if marker == 0xFF else 2
+        else:
+            place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+        if scans > MAX_SCANS:
+            break
+    return scans
 
 
 def _opened(data: bytes, kind: str) -> Image.Image:

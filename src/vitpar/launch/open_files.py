@@ -8,7 +8,7 @@ from vitpar.errors import LaunchError
 
 ENOUGH = 4096
 """Open files that a process is given where its hard limit allows them: shards of data, process groups of many axes."""
-LEAST, LEAST_A_RANK = 48, 4
+LEAST, LEAST_A_RANK = 48, 3
 """Open files without which ranks do not come together.
 
 Seen at most (torch 2.13): 17 and 3 for each rank in the process that holds the store; in a rank 31 of 2 ranks under

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
+import re
 import shutil
 import stat
 import tempfile
@@ -14,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "vitpar-ranks-"
+# With the name of the machine: where several share the folder, a lock may hold on its own machine alone.
+PREFIX = f"vitpar-ranks-{re.sub('[^A-Za-z0-9]', '-', platform.node())[:32]}-"
 _LOCK = "lock"
 
 

@@ -68,6 +68,39 @@ def all_gather_json(mine: Json) -> list[Any]:
     return [_decoded(message[:size], rank) for rank, (message, size) in enumerate(zip(received, sizes, strict=True))]
 
 
+def gather_json(mine: Json) -> list[Any] | None:
+    """Return what each rank gives, in the order of ranks, on rank 0; None elsewhere. Raises FaultError as
+    `all_gather_json` does."""
+    data, world, group = _encoded(mine), dist.get_world_size(), cpu_group()
+    sizes = torch.empty(world, dtype=torch.int64)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=group)
+    _refuse_sizes(sizes)
+    leads = dist.get_rank() == 0
+    received = torch.empty(world if leads else 0, int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(received.shape[1], dtype=torch.uint8)
+    padded[: len(data)] = data
+    dist.gather(padded, list(received) if leads else None, 0, group=group)
+    if not leads:
+        return None
+    return [_decoded(message[:size], rank) for rank, (message, size) in enumerate(zip(received, sizes, strict=True))]
+
+
+def scatter_json(parts: Sequence[Json] | None) -> Any:
+    """Return the part that rank 0 gives to this rank. parts: one for each rank, on rank 0; None elsewhere. Raises
+    FaultError as `all_gather_json` does."""
+    world, group = dist.get_world_size(), cpu_group()
+    sent = [_encoded(part) for part in parts or ()]
+    sizes = torch.tensor([len(part) for part in sent]) if sent else torch.empty(world, dtype=torch.int64)
+    dist.broadcast(sizes, 0, group=group)
+    _refuse_sizes(sizes)
+    padded = torch.zeros(len(sent), int(sizes.max()), dtype=torch.uint8)
+    for row, part in zip(padded, sent, strict=True):
+        row[: len(part)] = part
+    received = torch.empty(padded.shape[1], dtype=torch.uint8)
+    dist.scatter(received, list(padded) if sent else None, 0, group=group)
+    return _decoded(received[: int(sizes[dist.get_rank()])], 0)
+
+
 def broadcast_json(mine: Json) -> Any:
     """Return what rank 0 gives, on every rank. What others give is not looked at. Raises FaultError as
     `all_gather_json` does."""

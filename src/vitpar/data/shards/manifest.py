@@ -57,12 +57,13 @@ class SplitEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What `dataset.json` holds. labels: where the shards hold them, as `vitpar data index --label` takes it."""
+    """What `dataset.json` holds. labels: where the shards hold them, as `vitpar data index --label` takes it; None in
+    one of an older version."""
 
     model_config = ConfigDict(extra="forbid")
     vitpar_dataset: Literal[2] = 2
     classes: list[str] = Field(max_length=MAX_CLASSES)
-    labels: str = "cls"
+    labels: str | None = None
     splits: dict[str, SplitEntry]
 
     @field_validator("splits")

@@ -208,7 +208,7 @@ class _Packing:
             if name == "train":
                 order = Order(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
             splits[name] = self._split(name, split.subset(order), workers)
-        manifest = Manifest(classes=list(self.source.classes), splits=splits)
+        manifest = Manifest(classes=list(self.source.classes), labels="cls", splits=splits)
         write_manifest(self.folder, manifest)
         return manifest
 

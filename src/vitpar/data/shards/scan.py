@@ -101,6 +101,17 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
     return _table(samples, found)
 
 
+def offsets(shard: Path) -> set[int]:
+    """Return where the data of each member of a tar file begin. Raises DataError where it is no whole tar file."""
+    try:
+        with open_regular(shard) as file:
+            return {member.offset_data for member in members(file)}
+    except tarfile.TarError as error:
+        raise DataError(f"'{shard}' is not a whole tar file ({shown(error)}): fetch or write it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read '{shard}': {error.strerror}") from None
+
+
 def _table(samples: dict[str, tuple[int, int, int]], found: dict[str, int | str]) -> Scan:
     classes = sorted({label for label in found.values() if isinstance(label, str)})
     number = {name: place for place, name in enumerate(classes)}

@@ -162,12 +162,13 @@ def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
 
 
 def _checked(path: Path, size: int) -> Stamp:
+    name = shown(path, len(str(path)))  # its end, if it is long
     try:
         found = stat_regular(path)
     except FileNotFoundError:
-        raise DataError(f"shard '{shown(path)}' is missing: restore it or pack the data set again") from None
+        raise DataError(f"shard '{name}' is missing: restore it or pack the data set again") from None
     except OSError as error:
-        raise DataError(f"cannot read '{shown(path)}': {error.strerror}") from None
+        raise DataError(f"cannot read '{name}': {error.strerror}") from None
     if found.st_size != size:
         raise DataError(
             f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or write the index anew "

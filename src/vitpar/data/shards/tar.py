@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Protocol, Self
 
-from vitpar.limits import MAX_MEMBERS, MAX_TAR_NAME_BYTES, MAX_TAR_PADDING_BYTES
+from vitpar.limits import MAX_MEMBERS, MAX_TAR_EXTENDED_BYTES, MAX_TAR_NAME_BYTES, MAX_TAR_PADDING_BYTES
 
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -42,8 +42,10 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError("it ends too early") from None
         except tarfile.HeaderError as error:  # at which tarfile would stop as if the archive ended here
             raise tarfile.ReadError(str(error)) from None
-        if header.type in (*_NAMES, *_EXTENDED) and header.size > MAX_TAR_NAME_BYTES:
-            raise tarfile.ReadError(f"a name or extended header has {header.size:,} bytes")
+        if header.type in _NAMES and header.size > MAX_TAR_NAME_BYTES:
+            raise tarfile.ReadError(f"a name has {header.size:,} bytes")
+        if header.type in _EXTENDED and header.size > MAX_TAR_EXTENDED_BYTES:
+            raise tarfile.ReadError(f"an extended header has {header.size:,} bytes; leave out extended attributes")
         if header.size < 0:
             raise tarfile.ReadError(f"a member has {header.size:,} bytes")
         if header.type == tarfile.GNUTYPE_SPARSE:

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitpar.data.images import decode
 from vitpar.data.shards.manifest import read_manifest
-from vitpar.data.shards.scan import Labels, scan
+from vitpar.data.shards.scan import Labels, offsets, scan
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 
@@ -38,12 +38,12 @@ def verify(
     """Yield every problem of every split.
 
     A shard has one where any tar reader would stumble (a damaged header, a missing end, something behind the end), or
-    where its members or labels are not those of the index. A sample has one where its bytes are not those that were
-    indexed, or (`pixels`) where it cannot be decoded. workers: threads. Raises DataError where a data set cannot even
-    be opened.
+    where its members, or their labels if the manifest tells where they are, are not those of the index. A sample has
+    one where its bytes are not those that were indexed, or (`pixels`) where it cannot be decoded. workers: threads.
+    Raises DataError where a data set cannot even be opened.
     """
     manifest = read_manifest(folder)
-    labels = Labels.parse(manifest.labels)
+    labels = Labels.parse(manifest.labels) if manifest.labels else None
     for split in manifest.splits:
         shards = ShardSet.open(folder, split)
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-verify") as pool:
@@ -62,10 +62,14 @@ def verify(
                         progress(split, task.stop, len(shards))
 
 
-def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | None:
+def _shard_problem(shards: ShardSet, number: int, labels: Labels | None) -> Problem | None:
     """What is wrong with a shard as a tar file, by its headers and labels."""
     path, expected = shards.files[number], shards.rows_of(number)
     try:
+        if labels is None:
+            same = set(map(int, expected["offset"])) <= offsets(path)
+            what = None if same else "its members are not those of the index: index it again"
+            return Problem(shards.split, None, path.name, what) if what else None
         found = scan(path, labels, checksums=False)
         rows = found.rows
         if found.classes is not None:

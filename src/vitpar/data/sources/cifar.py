@@ -24,7 +24,7 @@ from vitpar.data.shards.tar import content, members
 from vitpar.data.sources.source import Source, SourceSplit
 from vitpar.errors import DataError, shown
 from vitpar.files import open_regular, read_bytes
-from vitpar.limits import MAX_RECORD_BYTES
+from vitpar.limits import MAX_QUOTED_CHARS, MAX_RECORD_BYTES
 
 _PIXELS = 3 * 32 * 32
 _CHUNK = 1 << 16
@@ -163,8 +163,10 @@ def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
         return files[name]().decode(errors="replace").split()
     try:
         names = _loaded(files, name)[b"fine_label_names" if fine else b"label_names"]
+        if len(names) > 100 or any(len(word) > MAX_QUOTED_CHARS for word in names):
+            raise ValueError
         return [word.decode(errors="replace") for word in names]
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise DataError(f"'{name}' of CIFAR does not name its classes: fetch it again") from None
 
 
@@ -180,10 +182,13 @@ def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray
 def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
     found = _loaded(files, name)
     try:
-        pixels = found[b"data"].value
-        labels = np.array(found[b"fine_labels" if fine else b"labels"], np.int64)
-        if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
+        pixels, numbers = found[b"data"].value, found[b"fine_labels" if fine else b"labels"]
+        if pixels.dtype != np.uint8 or pixels.shape != (len(numbers), _PIXELS):
             raise ValueError
+        # A list of lists that share their items would become far larger than its file.
+        if type(numbers) is not list or not all(type(number) is int for number in numbers):
+            raise ValueError
+        labels = np.array(numbers, np.int64)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise DataError(f"'{name}' of CIFAR does not hold images and labels: fetch it again") from None
     return pixels, labels
@@ -222,6 +227,8 @@ class _Plain(pickle.Unpickler):
         match module, name:
             case (("numpy.core.multiarray" | "numpy._core.multiarray"), "_reconstruct"):
                 return lambda *_: _Array()
+            case (("numpy.core.numeric" | "numpy._core.numeric"), "_frombuffer"):
+                return lambda *args: _from_buffer(*args)
             case "numpy", "dtype":
                 return lambda code, *_: _Dtype(code)
             case "numpy", "ndarray":
@@ -229,6 +236,12 @@ class _Plain(pickle.Unpickler):
             case "_codecs", "encode":
                 return lambda text, encoding: text.encode("latin1")
         raise DataError(f"it asks for {shown(f'{module}.{name}')}, which CIFAR's files have no need of")
+
+
+def _from_buffer(data: object, dtype: object, shape: object, order: object) -> _Array:
+    array = _Array()
+    array.__setstate__((shape, dtype, order == "F" or order == b"F", data))
+    return array
 
 
 class _Dtype:

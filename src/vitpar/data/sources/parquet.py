@@ -51,27 +51,32 @@ class _File:
     """One file: its labels, its classes if it names them, and where its groups of rows begin."""
 
     def __init__(self, path: Path, library: Any) -> None:
+        from pyarrow import types
+
         self.path = path
         try:
             stat_regular(path)
             schema = library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
-            label = next((f.name for f in schema if f.name in ("label", "labels", "fine_label")), None)
+            named = ("label", "labels", "fine_label")
+            label = next((f.name for f in schema if f.name in named and types.is_integer(f.type)), None)
             if self.image is None or label is None:
                 raise DataError(
                     f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image`, with bytes, and "
-                    "`label`"
+                    "`label`, of whole numbers"
                 )
-            self._file = library.ParquetFile(path)
-            meta = self._file.metadata
+            self._library, self._meta = library, library.read_metadata(path)
+            meta = self._meta
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
             if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_RECORD_BYTES:
                 raise DataError(
                     f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a group of them: write "
-                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_RECORD_BYTES:,} bytes"
+                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_RECORD_BYTES:,} bytes, as with "
+                    "row_group_size=100"
                 )
-            self.labels = np.asarray(self._file.read([label])[label].to_numpy(), dtype=np.int64)
+            with library.ParquetFile(path, metadata=meta) as file:
+                self.labels = np.asarray(file.read([label])[label].to_numpy(), dtype=np.int64)
             self.classes = _classes(schema.metadata or {}, label)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
         except DataError:
@@ -86,11 +91,12 @@ class _File:
         pieces, size = [], 0
         try:
             # Some at a time: an image that repeats is in the file once, and in memory as often as it repeats.
-            for piece in self._file.iter_batches(_BATCH, row_groups=[number], columns=[f"{self.image}.bytes"]):
-                size += piece.nbytes
-                if size > MAX_RECORD_BYTES:
-                    raise DataError(f"a group of rows of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
-                pieces.append(piece)
+            with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # not kept: there may be thousands
+                for piece in file.iter_batches(_BATCH, row_groups=[number], columns=[f"{self.image}.bytes"]):
+                    size += piece.nbytes
+                    if size > MAX_RECORD_BYTES:
+                        raise DataError(f"a group of rows of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
+                    pieces.append(piece)
             return Table.from_batches(pieces)[self.image]
         except DataError:
             raise
@@ -103,7 +109,7 @@ def _has_bytes(kind: Any) -> bool:
     from pyarrow import types
 
     place = kind.get_field_index("bytes") if types.is_struct(kind) else -1
-    return place >= 0 and (types.is_binary(kind.field(place).type) or types.is_large_binary(kind.field(place).type))
+    return place >= 0 and str(kind.field(place).type) in ("binary", "large_binary", "binary_view")
 
 
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:

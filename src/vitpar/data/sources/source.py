@@ -57,7 +57,7 @@ def read_file(path: str | Path) -> bytes:
     try:
         return read_bytes(path, MAX_IMAGE_BYTES)
     except OSError as error:
-        raise DataError(f"cannot read '{shown(path)}': {error.strerror}") from None
+        raise DataError(f"cannot read '{shown(path, len(str(path)))}': {error.strerror}") from None
 
 
 def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:

@@ -22,6 +22,7 @@ _CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")
 _SILENT_S = 300.0  # without a byte, after which a source is taken for dead
 _SLICE_MS = 200  # between looks whether anyone still waits
 _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
+_DIGITS = 18
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
 _CURL = {6: "the host is unknown", 7: "nobody answers there", 18: "the transfer broke off", 28: "no answer in time"}
 _CURL |= {22: "the server does not give it", 56: "the transfer broke off"}
@@ -51,8 +52,6 @@ def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
 
 def _expansions(pattern: str) -> int:
     """Return how many strings a pattern stands for, or more. Raises DataError for one that cannot be expanded."""
-    if re.search(r"\d{19}", pattern):
-        raise DataError(f"'{shown(pattern)}' has a number of more than 18 digits: write fewer")
     if len(pattern) > MAX_URL_CHARS:
         raise DataError(f"'{shown(pattern)}' has {len(pattern):,} characters: a URL can have {MAX_URL_CHARS:,}")
     # For each brace that is open: the choices before its last comma, and the product of what came since.
@@ -71,6 +70,8 @@ def _expansions(pattern: str) -> int:
             if not counts:
                 break
             if numbers := _NUMBERS.fullmatch(pattern, begin, place):
+                if max(map(len, filter(None, numbers.groups()))) > _DIGITS:
+                    raise DataError(f"'{shown(pattern)}' has a range to a number of over {_DIGITS} digits: write less")
                 begin_at, end_at, step = (int(text or 1) for text in numbers.groups())
                 choices = abs(end_at - begin_at) // max(1, step) + 1
             elif _LETTERS.fullmatch(pattern, begin, place):

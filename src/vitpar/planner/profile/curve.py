@@ -10,6 +10,7 @@ from typing import Self
 
 from pydantic import Field, field_validator
 
+from vitpar.errors import shown
 from vitpar.limits import MAX_AMOUNT
 from vitpar.planner.profile.record import Amount, Measure, Record, Seconds
 from vitpar.records import Many
@@ -45,7 +46,7 @@ class Curve(Record):
     def _in_order(cls, timings: tuple[Timing, ...]) -> tuple[Timing, ...]:
         sizes = [timing.size for timing in timings]
         if sizes != sorted(set(sizes)):
-            raise ValueError(f"sizes {sizes} do not rise: sort them and give each once")
+            raise ValueError(f"sizes {shown(sizes)} do not rise: sort them and give each once")
         return timings
 
     def slower(self, factor: float) -> Self:

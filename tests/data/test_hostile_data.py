@@ -244,9 +244,9 @@ def pax(**fields: str) -> bytes:
     records = b""
     for name, value in fields.items():
         line = f" {name}={value}\n".encode()
-        length = len(line) + len(str(len(line) + 2))
+        length = len(line) + len(str(len(line) + 4))
         records += str(length).encode() + line
-    return header("pax", tarfile.XHDTYPE, len(records)) + records.ljust(512, b"\0")
+    return header("pax", tarfile.XHDTYPE, len(records)) + records + bytes(-len(records) % 512)
 
 
 SAMPLE = header("a.png", tarfile.REGTYPE, len(encoded(0))) + encoded(0) + bytes(-len(encoded(0)) % 512)
@@ -281,6 +281,19 @@ def test_hostile_tar_files_are_refused(name: str, tmp_path: Path) -> None:
     path.write_bytes(SAMPLE + LABEL + END)
     index(tmp_path)
     assert streamed(path) == [1] and len(ShardSet.open(tmp_path, "train")) == 1
+
+
+def test_extended_attributes_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train-0.tar").write_bytes(pax(**{"SCHILY.xattr.user.x": "y" * 9000}) + SAMPLE + LABEL + END)
+    index(tmp_path)
+    assert len(ShardSet.open(tmp_path, "train")) == 1 and not list(verify(tmp_path))
+    manifest = json.loads((tmp_path / "dataset.json").read_text())
+    for labels in ("cls", None):  # None: of an older version
+        (tmp_path / "dataset.json").write_text(json.dumps({**manifest, "labels": labels}))
+        assert not list(verify(tmp_path))
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "something follows" in next(iter(verify(tmp_path))).what
 
 
 @pytest.mark.timeout(30)
@@ -432,6 +445,22 @@ def test_zip_entries_give_what_they_claim(tmp_path: Path, monkeypatch: pytest.Mo
         open_source(tmp_path / "source").splits["train"].read(0)
 
 
+def test_parquet_files_that_grow_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    image = pa.array([{"bytes": b"x" * (1 << 20)}] * 64, pa.struct({"bytes": pa.binary()}))
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.table({"image": image, "label": ["y" * (1 << 20)] * 64}), path)
+    with pytest.raises(DataError, match="it needs `image`, with bytes, and `label`, of whole numbers"):
+        open_source(tmp_path)
+    parquet.write_table(pa.table({"image": image, "label": [i % 2 for i in range(64)]}), path)
+    assert path.stat().st_size < 1 << 20, "the image is in the file once"
+    split = open_source(tmp_path).splits["train"]
+    assert len(split.read(0)) == 1 << 20
+    monkeypatch.setattr(sys.modules["vitpar.data.sources.parquet"], "MAX_RECORD_BYTES", 1 << 23)
+    with pytest.raises(DataError, match=r"a group of rows of .* has more than 8,388,608 bytes"):
+        open_source(tmp_path).splits["train"].read(0)
+
+
 # TFRecords and CIFAR.
 
 
@@ -520,6 +549,21 @@ def test_pickles_cannot_ask_for_room(cifar: Callable[[bytes], Path]) -> None:
         open_source(cifar(b"\x80\x02}r\xff\xff\xff\x7f."))
     with pytest.raises(DataError, match="cannot be read"):
         open_source(cifar(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."))
+
+
+@pytest.mark.timeout(30)
+def test_lists_that_share_their_items_are_not_expanded(cifar: Callable[[bytes], Path]) -> None:
+    labels: list[Any] = [1] * 1000
+    for _ in range(3):
+        labels = [labels] * 1000
+    pixels = np.zeros((1000, 3072), np.uint8)
+    with pytest.raises(DataError, match="does not hold images and labels"):
+        open_source(cifar(pickle.dumps({b"data": pixels, b"fine_labels": labels}, protocol=2)))
+    folder = cifar(pickle.dumps({b"data": pixels, b"fine_labels": [0] * 1000}, protocol=5))
+    assert len(open_source(folder).splits["train"].labels) == 1000
+    (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"x" * 10**6] * 1000}, protocol=2))
+    with pytest.raises(DataError, match="does not name its classes"):
+        open_source(folder)
 
 
 @pytest.mark.timeout(60)

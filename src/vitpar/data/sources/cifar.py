@@ -270,6 +270,6 @@ class _Array:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         shape, dtype, fortran, data = state[-4:]
-        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes | bytearray):
             raise ValueError("it has an array of something other than numbers")
         self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C")

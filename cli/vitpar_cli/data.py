@@ -17,7 +17,7 @@ from rich.table import Table
 from vitpar.errors import DataError, printable, shown
 from vitpar.files import read_text
 from vitpar.launch.cores import cpu_cores
-from vitpar.limits import MAX_TEXT_BYTES
+from vitpar.limits import MAX_JSON_BYTES
 from vitpar.strategy.words import count
 from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.recipe_options import Assignments, RecipeFile, merged_recipe
@@ -185,7 +185,7 @@ def verify_command(
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line.strip() for line in read_text(path, MAX_TEXT_BYTES).splitlines() if line.strip()]
+        return [line.strip() for line in read_text(path, MAX_JSON_BYTES).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the classes in '{path}': {error}") from None
 

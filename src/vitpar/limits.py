@@ -30,6 +30,7 @@ MAX_PLAN_BYTES = 4 * MIB
 MAX_PROFILE_BYTES = 8 * MIB
 MAX_JSON_BYTES = 64 * MIB
 MAX_TEXT_BYTES = 1024 * MIB
+MAX_LINE_BYTES = 64 * KIB
 
 # Numbers in profiles of machines and models, and in clusters.
 MAX_MEASURE = 1e30
@@ -89,6 +90,7 @@ TABLE = (
     ("profile of a machine or a model (JSON)", MAX_PROFILE_BYTES, "bytes"),
     ("other JSON file: configuration, manifest, weight map", MAX_JSON_BYTES, "bytes"),
     ("text file: list of images, map of a zip file, class names", MAX_TEXT_BYTES, "bytes"),
+    ("line of such a file", MAX_LINE_BYTES, "bytes"),
     ("seconds and other measures in a profile; the least is 1 over this", MAX_MEASURE, ""),
     ("bytes, elements and operations in a profile or a cluster", MAX_AMOUNT, ""),
     ("bytes and operations a second in a cluster; the least is 1", MAX_RATE, ""),

@@ -73,7 +73,13 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"'{folder / index}' cannot be read: it has no weight_map")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or "\0" in file:
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or file in ("", "..")
+            or "\0" in file
+            or len(file) > 255
+        ):
             raise DataError(
                 f"'{folder / index}' names {shown(repr(file))}, which cannot be in its folder: do not use it"
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, numbered, read_file, read_text
+from vitpar.data.sources.source import Source, SourceSplit, numbered, read_file, read_lines
 from vitpar.errors import DataError, shown
 
 _SPLITS = ("train", "val", "test")
@@ -19,7 +19,7 @@ _SPLITS = ("train", "val", "test")
 def listed(path: Path) -> Source:
     """The source that the list at `path` names."""
     folder = path.parent
-    reader = csv.DictReader(read_text(path).splitlines())
+    reader = csv.DictReader(read_lines(path))
     try:
         names = reader.fieldnames or ()
     except csv.Error as error:

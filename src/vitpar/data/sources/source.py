@@ -1,6 +1,9 @@
 """What a source gives to be packed."""
 
-from collections.abc import Callable, Iterable, Sequence
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +12,8 @@ from numpy.typing import NDArray
 
 from vitpar.data.split_names import split_of
 from vitpar.errors import DataError, shown
-from vitpar.files import read_bytes
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
+from vitpar.files import open_regular, read_bytes
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,19 @@ class Source:
             raise DataError(f"there are {len(self.classes):,} classes: a data set can have {MAX_CLASSES:,}")
 
 
-def read_text(path: Path) -> str:
-    """Return the text in a file. Raises DataError."""
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, without their ends. Raises DataError."""
     try:
-        return read_bytes(path, MAX_TEXT_BYTES).decode("utf-8-sig", errors="replace")
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
+                raise OSError(errno.EFBIG, f"it has more than {MAX_TEXT_BYTES:,} bytes")
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if len(line) > MAX_LINE_BYTES:
+                    raise DataError(f"line {number} of '{path}' has more than {MAX_LINE_BYTES:,} bytes: shorten it")
+                if not line:
+                    return
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace").rstrip("\r\n")
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
 

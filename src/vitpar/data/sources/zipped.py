@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, numbered, read_text
+from vitpar.data.sources.source import Source, SourceSplit, numbered, read_lines
 from vitpar.errors import DataError, shown
 from vitpar.files import open_regular
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
@@ -18,9 +18,7 @@ _PIECE = 1 << 20
 
 def zipped(folder: Path) -> Source:
     names = folder / "classes.txt"
-    classes = read_text(names).split("\n") if names.exists() else None
-    if classes is not None:
-        classes = [line.strip() for line in classes if line.strip()]
+    classes = [line.strip() for line in read_lines(names) if line.strip()] if names.exists() else None
     splits = {}
     for split in ("train", "val"):
         entries, labels = _read_map(folder / f"{split}_map.txt", classes)
@@ -34,7 +32,7 @@ def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[in
     """Zip entries and labels of a `path<TAB>label` file."""
     entries: list[str] = []
     labels: list[int] = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         entry, tab, text = line.rpartition("\t")

@@ -39,7 +39,7 @@ def test_the_limit_is_raised(
 
 def test_too_low_a_hard_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda which: (20, NEEDED[2] - 1))
-    with pytest.raises(LaunchError, match=r"2 ranks need 56 open files in a process, but .* 55: .*`ulimit -n 56`"):
+    with pytest.raises(LaunchError, match=r"2 ranks need 54 open files in a process, but .* 53: .*`ulimit -n 54`"):
         allow_open_files(2)
 
 
@@ -55,7 +55,7 @@ MEET = "from vitpar.launch import World; from vitpar.launch.process_group import
 def test_every_way_into_a_world_looks_at_it(how: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", LIMITED + how]
     done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "LaunchError: 2 ranks need 56 open files" in done.stderr
+    assert done.returncode == 1 and "LaunchError: 2 ranks need 54 open files" in done.stderr
 
 
 CHECK = ("check", "--mesh", "dp2", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu")
@@ -66,4 +66,4 @@ def test_vitpar_says_it_in_one_sentence(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program, *CHECK]
     done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: 2 ranks need 56 open files") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: 2 ranks need 54 open files") and done.stderr.count("\n") == 1

@@ -4,14 +4,14 @@ strategies, plans, profiles, archives, images and web servers.
     make fuzz                                            # ten minutes, an even share for every target
     make fuzz FUZZ="--seconds 3600 --parallel 8"
     python experiments/fuzz.py --target image --target stream --seconds 120
-    python experiments/fuzz.py --cases 15                # so many of every target
+    python experiments/fuzz.py --cases 15                # 15 of each target
     python experiments/fuzz.py --target image --case 17  # that one alone, with its traceback
     python experiments/fuzz.py --target image --case 17 --keep /tmp/case        # and its files
 
-A reader has to accept a case or to refuse it with a sentence, within 5 s and 1 GiB; what it accepts has to be right,
-as far as that can be known; it starts no program (`fuzzing/oracle.py`, `fuzzing/guard.py`). Seeds and cases are made
-by drawing from fixed seeds, so a case has the same bytes wherever the libraries that write seeds are of the same
-versions. Exit code 1: something was found. Ctrl-C ends it with what was found until then.
+A reader must accept a case or refuse it in one sentence, within 5 s and 1 GiB above the baseline, and must start no
+program (`fuzzing/guard.py`). Where the right answer is known, an accepted case is compared with it
+(`fuzzing/oracle.py`). All random numbers have fixed seeds: with the same versions of the libraries, a case has the same
+bytes on every machine. Exit code 1: something was found. Ctrl-C stops early and prints the findings so far.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def one(options: argparse.Namespace, console: Console) -> int:
         slot.attack(tally, options.case, options.case, 1e9)
         if options.keep:
             shutil.copytree(slot.case, options.keep, symlinks=True)
-    print("accepted" if tally.accepted else tally.told or "it ended the process")
+    print("accepted" if tally.accepted else tally.told or "the reader ended its process")
     report.show(console, {tally.name: tally}, whole=True)
     return 1 if tally.found else 0
 
 
 class Progress:
-    """A line that is drawn anew on a terminal, and now and then a new one elsewhere."""
+    """One line of progress, redrawn in place on a terminal; elsewhere a new line every EVERY_S seconds."""
 
     def __init__(self, console: Console, tallies: dict[str, Tally]) -> None:
         self._console, self._tallies, self._lock, self._last = console, tallies, threading.Lock(), 0.0

@@ -1,12 +1,12 @@
-"""What experiments/fuzz.py consists of: readers of files, URLs and text of others, and hostile input for them.
+"""The parts of experiments/fuzz.py.
 
 target.py      what a target is: it makes seeds, makes a case of them, and reads the case
-targets/       the readers of vitpar, one after the other
+targets/       one module for each group of vitpar's readers
 attacks/       how bytes, text and files of each format are made hostile
 oracle.py      what is wrong with how a reader took a case
-guard.py       the limits of a worker, and what a case did that no reader may do
-worker.py      the process that runs cases; whatever a case does to it, the parent sees it
-process.py     a worker as the parent sees it
-hunt.py        the parent: gives out cases, ends what hangs, keeps findings
+guard.py       limits of a worker; sees programs that a case starts and files that it opens
+worker.py      the process that runs cases
+process.py     starts, watches and ends a worker
+hunt.py        gives cases to workers and keeps findings
 report.py      progress, table and findings in words
 """

@@ -41,6 +41,10 @@ class LaunchError(UserError):
     """A world of processes that cannot be formed from the environment found."""
 
 
+class DeviceMemoryError(UserError):
+    """A model, batch and plan that need more memory than a device has."""
+
+
 class PlannerError(UserError):
     """A profile that cannot be used, or nothing that fits what a search was asked for."""
 

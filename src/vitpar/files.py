@@ -40,7 +40,7 @@ def open_regular(path: PathLike) -> BinaryIO:
     except ValueError:
         raise OSError(errno.EINVAL, "it is no name of a file") from None
     try:
-        refuse_irregular(os.fstat(descriptor), path)
+        _refuse_irregular(os.fstat(descriptor), path)
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -55,11 +55,11 @@ def stat_regular(path: PathLike) -> os.stat_result:
         found = os.stat(path)
     except ValueError:  # a name with a zero in it, or that cannot be encoded
         raise OSError(errno.EINVAL, "it is no name of a file") from None
-    refuse_irregular(found, path)
+    _refuse_irregular(found, path)
     return found
 
 
-def refuse_irregular(found: os.stat_result, path: PathLike) -> None:
+def _refuse_irregular(found: os.stat_result, path: PathLike) -> None:
     """Raise OSError unless `found` describes a regular file."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))

@@ -230,6 +230,13 @@ def test_another_model_is_refused_without_advice(run: Path, data: Path) -> None:
         train(CPU, recipe_of(data, "dp1", **{"model.width": 48}), run, resume=run, allow_change=["model.width"])
 
 
+def test_what_makes_no_parameter_may_change_where_it_is_allowed(run: Path, data: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(data, "dp1", **{"model.init": "jax", "model.norm_eps": 1e-5})
+    with pytest.raises(CheckpointError, match=r"--allow-change model\.norm_eps --allow-change model\.init$"):
+        trainer_of(recipe, tmp_path / "on", resume=run)
+    trainer_of(recipe, tmp_path / "on", resume=run, allow_change=["model.init", "model.norm_eps"])
+
+
 def shares_memory(device: torch.device) -> bool:
     """Whether a shard in a layout is still the shard."""
     mesh = init_device_mesh("cpu", (2,))

@@ -132,7 +132,7 @@ def test_numbers_that_no_setting_has(key: str) -> None:
         ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
         ("data.mean=" + "[" * 50 + "]" * 50, "recipe key 'data.mean"),
         ("parallel.otherwise=[" + "'dp1'," * 20_000 + "]", f"'parallel.otherwise' is .*…: .*{MAX_ALTERNATIVES} items"),
-        ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'fp64'"),
+        ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
     ],
 )
 def test_settings_that_would_take_all_there_is(assignment: str, message: str) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, ValidationError
 
-from vitpar.errors import CheckpointError, shown
-from vitpar.files import open_regular, read_json, refuse_irregular
+from vitpar.errors import CheckpointError, literal, shown
+from vitpar.files import open_regular, read_json, stat_regular
 from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_TENSOR_DIMS, MAX_TENSOR_PARTS
 from vitpar.records import Record, first_wrong, table_of
 
@@ -95,9 +95,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(f"{INDEX} of '{folder}' is not what was written: use another checkpoint")
     for name in {*index.files, *index.shards}:
         if Path(name).name != name or name in ("", "..") or "\0" in name or name not in index.files:
-            raise CheckpointError(
-                f"{INDEX} of '{folder}' names {shown(repr(name))}, which cannot be in it: do not use it"
-            )
+            raise CheckpointError(f"{INDEX} of '{folder}' names {literal(name)}, which cannot be in it: do not use it")
     for name, tensor in index.tensors.items():
         if not tensor.is_filled(len(index.shards)):
             raise CheckpointError(
@@ -129,8 +127,7 @@ def damaged_sizes(folder: Path, index: Index) -> str | None:
 def other_size(path: Path, known: StoredFile) -> str | None:
     """What is wrong with the size of a file, None if nothing is."""
     try:
-        found = path.stat()
-        refuse_irregular(found, path)
+        found = stat_regular(path)
     except OSError as error:
         return f"{shown(path.name)}: {error.strerror}"
     if found.st_size == known.bytes:

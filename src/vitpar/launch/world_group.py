@@ -57,32 +57,22 @@ def all_gather_json(mine: Json) -> list[Any]:
 
     Raises FaultError, on all ranks, for a message that is no JSON or that has more than MAX_JSON_BYTES bytes.
     """
-    data, world, group = _encoded(mine), dist.get_world_size(), cpu_group()
-    sizes = torch.empty(world, dtype=torch.int64)
-    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=group)
-    _refuse_sizes(sizes)
-    received = torch.empty(world, int(sizes.max()), dtype=torch.uint8)
-    padded = torch.zeros(received.shape[1], dtype=torch.uint8)
-    padded[: len(data)] = data
-    dist.all_gather(list(received), padded, group=group)
-    return [_decoded(message[:size], rank) for rank, (message, size) in enumerate(zip(received, sizes, strict=True))]
+    padded, sizes = _padded(mine)
+    received = torch.empty(len(sizes), len(padded), dtype=torch.uint8)
+    dist.all_gather(list(received), padded, group=cpu_group())
+    return _all_decoded(received, sizes)
 
 
 def gather_json(mine: Json) -> list[Any] | None:
     """Return what each rank gives, in the order of ranks, on rank 0; None elsewhere. Raises FaultError as
     `all_gather_json` does."""
-    data, world, group = _encoded(mine), dist.get_world_size(), cpu_group()
-    sizes = torch.empty(world, dtype=torch.int64)
-    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=group)
-    _refuse_sizes(sizes)
-    leads = dist.get_rank() == 0
-    received = torch.empty(world if leads else 0, int(sizes.max()), dtype=torch.uint8)
-    padded = torch.zeros(received.shape[1], dtype=torch.uint8)
-    padded[: len(data)] = data
-    dist.gather(padded, list(received) if leads else None, 0, group=group)
-    if not leads:
+    padded, sizes = _padded(mine)
+    if dist.get_rank() != 0:
+        dist.gather(padded, None, 0, group=cpu_group())
         return None
-    return [_decoded(message[:size], rank) for rank, (message, size) in enumerate(zip(received, sizes, strict=True))]
+    received = torch.empty(len(sizes), len(padded), dtype=torch.uint8)
+    dist.gather(padded, list(received), 0, group=cpu_group())
+    return _all_decoded(received, sizes)
 
 
 def scatter_json(parts: Sequence[Json] | None) -> Any:
@@ -112,6 +102,20 @@ def broadcast_json(mine: Json) -> Any:
     received = data if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(received, 0, group=group)
     return _decoded(received, 0)
+
+
+def _padded(mine: Json) -> tuple[Tensor, Tensor]:
+    """Return this rank's message, padded to the longest, and the bytes of every rank's message."""
+    data, sizes = _encoded(mine), torch.empty(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=cpu_group())
+    _refuse_sizes(sizes)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: len(data)] = data
+    return padded, sizes
+
+
+def _all_decoded(messages: Tensor, sizes: Tensor) -> list[Any]:
+    return [_decoded(message[:size], rank) for rank, (message, size) in enumerate(zip(messages, sizes, strict=True))]
 
 
 def _encoded(value: Json) -> Tensor:

@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.errors import StrategyError, nearest, shown
+from vitpar.errors import StrategyError, literal, nearest, shown
 from vitpar.limits import MAX_RANKS, MAX_STRATEGY_CHARS
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
@@ -86,9 +86,7 @@ def parse(text: str) -> Plan:
             f"the strategy '{shown(text)}' has {len(text):,} characters: write at most {MAX_STRATEGY_CHARS:,}"
         )
     if not text.isprintable():
-        raise StrategyError(
-            f"the strategy {shown(repr(text))} is no line of text: write roles and degrees, as in dp2xtp2"
-        )
+        raise StrategyError(f"the strategy {literal(text)} is no line of text: write roles and degrees, as in dp2xtp2")
     if match := _LAYERED.match(whole.word):
         pipeline = _parse_axis(whole.part(*match.span(1)))
         groups = [_parse_group(piece) for piece in whole.part(match.end(), len(text)).split(",")]

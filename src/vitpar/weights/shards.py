@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitpar.errors import DataError, shown
+from vitpar.errors import DataError, literal, shown
 from vitpar.files import read_json, stat_regular
 from vitpar.limits import MAX_TENSOR_DIMS
 
@@ -80,9 +80,7 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
             or "\0" in file
             or len(file) > 255
         ):
-            raise DataError(
-                f"'{folder / index}' names {shown(repr(file))}, which cannot be in its folder: do not use it"
-            )
+            raise DataError(f"'{folder / index}' names {literal(file)}, which cannot be in its folder: do not use it")
     return weight_map
 
 

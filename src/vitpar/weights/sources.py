@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
-from vitpar.errors import DataError, shown
+from vitpar.errors import DataError, literal, shown
 from vitpar.files import open_regular
 from vitpar.limits import MAX_TENSOR_DIMS, MAX_ZIP_LISTING_BYTES
 from vitpar.weights.shards import Shards, read_object, read_weight_map
@@ -177,7 +177,7 @@ def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
     size, claimed = file.stat().st_size, 0
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            said = shown(repr(name) if isinstance(name, str) else type(name).__name__)
+            said = literal(name) if isinstance(name, str) else type(name).__name__
             raise DataError(f"'{file}' has {said} among its tensors, which is none: give a plain state_dict")
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
             raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}), which is no parameter")

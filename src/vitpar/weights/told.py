@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.errors import DataError, ModelError, shown
+from vitpar.errors import DataError, ModelError, literal
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import FAMILIES, ViTConfig, model_config
 from vitpar.weights.formats import Renamed, Shapes
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+TRANSFORMERS_EPS = 1e-12
+"""What LayerNorms of transformers' models add to the variance where nothing tells."""
 LAYER_SCALE = 1e-5
 """What layer scales are said to have begun with where nothing tells: it decides no parameter that is imported."""
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
@@ -33,8 +35,8 @@ class Hints:
     image_size: int | None = None
     patch_size: int | None = None
     layer_scale: float | None = None
+    norm_eps: float | None = None
     data: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()
 
 
 def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
@@ -44,13 +46,14 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         return _transformers(config, configs.get("preprocessor_config.json", {}))
     if "architecture" in config:
         return _timm(config)
-    scale = _measure(config.get("layer_scale"))
+    scale, eps = _measure(config.get("layer_scale")), _measure(config.get("norm_eps"))
     return Hints(
         _number(config, "heads"),
         _word(config, "pool"),
         _number(config, "image_size"),
         _number(config, "patch_size"),
         scale,
+        eps,
     )
 
 
@@ -58,14 +61,15 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
     kind, activation = config["model_type"], config.get("hidden_act", "gelu")
     if kind not in ("vit", "deit"):
         raise DataError(
-            f"config.json says model_type {shown(repr(kind))}, where vit and deit can be imported: it is another model"
+            f"config.json says model_type {literal(kind)}, where vit and deit can be imported: it is another model"
         )
     if activation != "gelu":
         raise DataError(
-            f"config.json says hidden_act {shown(repr(activation))}, where vitpar's ViT has gelu: it is another model"
+            f"config.json says hidden_act {literal(activation)}, where vitpar's ViT has gelu: it is another model"
         )
-    eps = config.get("layer_norm_eps", 1e-12)
-    notes = (f"its layer norms add {shown(eps)} to the variance, vitpar's 1e-06",) if eps != 1e-6 else ()
+    eps = _measure(said := config.get("layer_norm_eps", TRANSFORMERS_EPS))
+    if eps is None:
+        raise DataError(f"config.json says layer_norm_eps {literal(said)}, which is no number: correct it")
     data = dict(IMAGENET if kind == "deit" else HALF) | _colours(images.get("image_mean"), images.get("image_std"))
     if images.get("do_normalize") is False:
         data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -74,7 +78,7 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
         data["interpolation"] = resampling
     data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit") else 1.0
     heads, size = _number(config, "num_attention_heads"), _number(config, "image_size")
-    return Hints(heads, "cls", size, _number(config, "patch_size"), data=data, notes=notes)
+    return Hints(heads, "cls", size, _number(config, "patch_size"), norm_eps=eps, data=data)
 
 
 def _timm(config: Mapping[str, Any]) -> Hints:
@@ -153,6 +157,7 @@ def told_config(place: object, found: Renamed, hints: Hints, model: str | None =
     table = size("stem.pos_embed", 1) if "stem.pos_embed" in shapes else None
     grid = _grid(place, table, prefix, wanted and wanted // patch) if table is not None else (wanted or 224) // patch
     scaled = "blocks.0.gamma1" in shapes
+    usual = TRANSFORMERS_EPS if found.format == "transformers" else ViTConfig.norm_eps
     try:
         config = ViTConfig(
             name=model or "vit_custom",
@@ -173,6 +178,7 @@ def told_config(place: object, found: Renamed, hints: Hints, model: str | None =
             position="sincos2d" if table is None and found.format == "vitpar" else "learned",
             qk_norm=norm is not None,
             layer_scale=(hints.layer_scale or LAYER_SCALE) if scaled else None,
+            norm_eps=usual if hints.norm_eps is None else hints.norm_eps,
         )
     except ModelError as error:
         raise DataError(f"'{place}' is no model of vitpar's: {error}") from None

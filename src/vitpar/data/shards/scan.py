@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import tarfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from vitpar.data.images import IMAGE_TYPES
 from vitpar.data.shards.manifest import ROW
 from vitpar.data.shards.tar import content, members
-from vitpar.errors import DataError, shown
+from vitpar.errors import DataError, literal, shown
 from vitpar.files import open_regular, parse_json
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES
 
@@ -62,38 +65,33 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
     """
     samples: dict[str, tuple[int, int, int]] = {}
     found: dict[str, int | str] = {}
-    try:
-        with open_regular(shard) as file:
-            for member in members(file):
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                key, extension = folder + slash + stem, extension.lower()
-                wanted = extension in EXTENSIONS or extension == labels.extension
-                if not member.isreg() or stem == "" or not wanted:
-                    continue
-                where = f"'{shard.name}/{shown(member.name)}'"
-                if key in (samples if extension in EXTENSIONS else found):
-                    raise DataError(f"{where} has the key of another sample before it: give every sample its own")
-                if extension == labels.extension:
-                    if member.size > MAX_LABEL_BYTES:
-                        raise DataError(f"label {where} has {member.size:,} bytes: it can have {MAX_LABEL_BYTES:,}")
-                    found[key] = label_of(content(file, member), labels, where)
-                    continue
-                if not 0 < member.size <= MAX_IMAGE_BYTES:
-                    raise DataError(
-                        f"image {where} has {member.size:,} bytes: remove it, or replace it by one of up to "
-                        f"{MAX_IMAGE_BYTES:,}"
-                    )
-                crc = zlib.crc32(content(file, member)) if checksums else 0
-                samples[key] = member.offset_data, member.size, crc
-                if labels.kind == "folder":
-                    if folder in ("", "."):
-                        raise DataError(f"image {where} is in no folder, which would be its class")
-                    found[key] = folder.rpartition("/")[2]
-    except tarfile.TarError as error:
-        raise DataError(f"'{shard}' is not a whole tar file ({shown(error)}): fetch or write it again") from None
-    except OSError as error:
-        raise DataError(f"cannot read '{shard}': {error.strerror}") from None
+    with _opened(shard) as file:
+        for member in members(file):
+            folder, slash, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            key, extension = folder + slash + stem, extension.lower()
+            wanted = extension in EXTENSIONS or extension == labels.extension
+            if not member.isreg() or stem == "" or not wanted:
+                continue
+            where = f"'{shard.name}/{shown(member.name)}'"
+            if key in (samples if extension in EXTENSIONS else found):
+                raise DataError(f"{where} has the key of another sample before it: give every sample its own")
+            if extension == labels.extension:
+                if member.size > MAX_LABEL_BYTES:
+                    raise DataError(f"label {where} has {member.size:,} bytes: it can have {MAX_LABEL_BYTES:,}")
+                found[key] = label_of(content(file, member), labels, where)
+                continue
+            if not 0 < member.size <= MAX_IMAGE_BYTES:
+                raise DataError(
+                    f"image {where} has {member.size:,} bytes: remove it, or replace it by one of up to "
+                    f"{MAX_IMAGE_BYTES:,}"
+                )
+            crc = zlib.crc32(content(file, member)) if checksums else 0
+            samples[key] = member.offset_data, member.size, crc
+            if labels.kind == "folder":
+                if folder in ("", "."):
+                    raise DataError(f"image {where} is in no folder, which would be its class")
+                found[key] = folder.rpartition("/")[2]
     for these, others, partner in ((samples, found, f"label (.{labels.extension})"), (found, samples, "image")):
         lonely = next((key for key in these if key not in others), None)
         if lonely is not None:
@@ -103,9 +101,16 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
 
 def offsets(shard: Path) -> set[int]:
     """Return where the data of each member of a tar file begin. Raises DataError where it is no whole tar file."""
+    with _opened(shard) as file:
+        return {member.offset_data for member in members(file)}
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[BinaryIO]:
+    """Open a tar file. What goes wrong while it is open becomes a DataError that names it."""
     try:
         with open_regular(shard) as file:
-            return {member.offset_data for member in members(file)}
+            yield file
     except tarfile.TarError as error:
         raise DataError(f"'{shard}' is not a whole tar file ({shown(error)}): fetch or write it again") from None
     except OSError as error:
@@ -135,7 +140,7 @@ def label_of(data: bytes, labels: Labels, where: str) -> int:
             raise ValueError
         label = int(value)
     except ValueError:
-        raise DataError(f"label {shown(repr(value))} of {where} is not a whole number") from None
+        raise DataError(f"label {literal(value)} of {where} is not a whole number") from None
     if not 0 <= label < 1 << 31:
         raise DataError(f"label {shown(label)} of {where} is not from 0 to {(1 << 31) - 1}")
     return label

@@ -1,0 +1,118 @@
+"""Images that were made to run code or to take memory or time without end."""
+
+import io
+import os
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.hostile_files import jpeg, streamed, write_tar
+from helpers.tiny_images import encoded, write_tree
+from vitpar.data import (
+    EvalTransform,
+    Order,
+    ShardSet,
+    TrainLoader,
+    TrainTransform,
+    index,
+    pack,
+    verify,
+)
+from vitpar.data import images as images_module
+from vitpar.data.images import BadImage, decode
+from vitpar.errors import DataError
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+EVAL = EvalTransform(8)
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a `gs` first in PATH that leaves this file when it runs."""
+    ran, program = tmp_path / "ran", tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    return ran
+
+
+def test_ghostscript_never_starts(tmp_path: Path, ghostscript: Path) -> None:
+    with pytest.raises(BadImage):
+        decode(EPS)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    path = write_tar(shards / "train-0.tar", ("a.jpg", EPS), ("a.cls", b"0"))
+    index(shards)
+    assert ["known image format" in problem.what for problem in verify(shards)] == [True]
+    train = ShardSet.open(shards, "train")
+    with pytest.raises(DataError, match="known image format"):
+        next(iter(TrainLoader(train, TrainTransform(8), order=Order(0, 1), batch_size=1, workers=0)))
+    with pytest.raises(DataError, match="known image format"):
+        streamed(path)
+    write_tree(tmp_path / "source")
+    (tmp_path / "source" / "train" / "ant" / "0.png").write_bytes(EPS)
+    with pytest.raises(DataError, match="is not an image of a known type"):
+        pack(tmp_path / "source", tmp_path / "packed")
+    assert not ghostscript.exists()
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "PPM", "TGA", "PCX", "DDS", "SGI"])
+def test_other_formats_are_refused(kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, kind)
+    with pytest.raises(BadImage, match="known image format"):
+        decode(file.getvalue())
+
+
+def test_an_image_that_claims_many_pixels_is_refused() -> None:
+    data = jpeg(16, 16)
+    place = data.index(b"\xff\xc0") + 5
+    with pytest.raises(BadImage, match="60000 x 60000 pixels, more than 134,217,728"):
+        decode(data[:place] + struct.pack(">HH", 60_000, 60_000) + data[place + 4 :])
+    png = encoded(0)
+    header = png[12:16] + struct.pack(">II", 8000, 8000) + png[24:29]
+    with pytest.raises(BadImage, match="8000 x 8000 pixels, more than 44,739,242"):
+        decode(png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_large_jpeg_is_decoded_at_half_its_size(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(images_module, "simplejpeg", None)
+    whole = decode(jpeg(101, 61))
+    monkeypatch.setattr(images_module, "MAX_DECODED_BYTES", 3 * 100 * 60)
+    half = decode(jpeg(101, 61))
+    assert whole.shape == (61, 101, 3) and half.shape == (31, 51, 3)
+    assert np.abs(half[:, :50].astype(int) - whole[::2, :100:2]).max() <= 4
+
+
+def test_a_long_thin_image_is_not_blown_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    thin = np.random.default_rng(0).integers(0, 256, (1, 65_000, 3), np.uint8)
+    sizes: list[tuple[int, int]] = []
+    module = sys.modules["vitpar.data.transforms.evaluate"]
+    real = module.resize
+    monkeypatch.setattr(module, "resize", lambda image, h, w, i: sizes.append((h, w)) or real(image, h, w, i))
+    monkeypatch.setattr(module, "MAX_DECODED_BYTES", 3 * 9 * 576)
+    EVAL(thin)
+    EVAL(thin.transpose(1, 0, 2))
+    EVAL(thin[:, :50])
+    assert sizes == [(9, 576), (576, 9), (9, 450)]
+
+
+def test_a_jpeg_of_many_scans_is_refused() -> None:
+    file = io.BytesIO()
+    Image.fromarray(decode(jpeg(64, 64))).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    assert decode(data).shape == (64, 64, 3)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(BadImage, match="more than 100 scans"):
+        decode(data[:-2] + 100 * last + data[-2:])
+    film = np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()  # as phones put behind an image
+    assert film.count(b"\xff\xda") > 100 and decode(data + film).shape == (64, 64, 3)

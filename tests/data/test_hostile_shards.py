@@ -1,0 +1,247 @@
+"""Shards, their index and streams of them that were made to take memory or time without end, or to train on damage
+silently."""
+
+import gzip
+import io
+import json
+import os
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.hostile_files import header, jpeg, streamed, write_tar
+from helpers.streamed_shards import write_shards
+from helpers.tiny_images import encoded, write_tree
+from vitpar.data import (
+    Labels,
+    ShardSet,
+    index,
+    pack,
+    verify,
+)
+from vitpar.data.images import BadImage, decode
+from vitpar.data.sources import open_source
+from vitpar.data.stream import urls
+from vitpar.errors import DataError
+from vitpar.limits import MAX_TAR_EXTENDED_BYTES, MAX_TAR_PADDING_BYTES
+
+
+def test_every_flipped_bit_of_an_indexed_image_is_found(tmp_path: Path) -> None:
+    write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed")
+    shards = ShardSet.open(tmp_path / "packed", "train")
+    jpegs = [i for i in range(len(shards)) if shards.read(i)[:2] == b"\xff\xd8"]
+    path, whole = shards.files[0], shards.files[0].read_bytes()
+    draw = np.random.default_rng(0)
+    for i in jpegs * 5:
+        data = bytearray(shards.read(i))
+        place = int(draw.integers(len(data) // 2, len(data) - 2))
+        data[place] ^= 1 << int(draw.integers(8))
+        path.write_bytes(whole.replace(shards.read(i), bytes(data)))
+        os.utime(path, ns=(0, shards._stamps[path][1]))
+        with pytest.raises(BadImage, match="its bytes are not those that were indexed"):
+            shards.read(i)
+        path.write_bytes(whole)
+        os.utime(path, ns=(0, shards._stamps[path][1]))
+
+
+def test_a_stream_refuses_what_strict_decoding_finds(tmp_path: Path) -> None:
+    data = jpeg(64, 64)
+    damaged = data[:-40] + b"\xff\xd9"
+    assert decode(damaged).shape == (64, 64, 3), "Pillow fills what is missing"
+    path = write_tar(tmp_path / "a.tar", ("a.jpg", damaged), ("a.cls", b"7"), ("b.jpg", data), ("b.cls", b"8"))
+    with pytest.raises(DataError, match=r"sample 'a' of .*a.tar': it cannot be decoded \(.*premature end"):
+        streamed(path)
+    assert streamed(path, bad_sample="skip") == [8]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[: 512 + 20] + b"\1" + data[512 + 21 :], "its bytes are not those that were indexed"),
+        (lambda data: b"x" + data[1:], "bad checksum"),
+        (lambda data: data[:-1] + b"x", "something follows its end"),
+        (lambda data: data.replace(b"1", b"2"), None),
+    ],
+)
+def test_verify_looks_at_headers_and_labels(
+    tmp_path: Path, change: Callable[[bytes], bytes], message: str | None
+) -> None:
+    path = write_tar(tmp_path / "train-0.tar", ("a.png", encoded(0)), ("a.cls", b"1"), ("b.png", encoded(1)))
+    with tarfile.open(path, "a") as tar:
+        info = tarfile.TarInfo("b.cls")
+        info.size = 1
+        tar.addfile(info, io.BytesIO(b"0"))
+    index(tmp_path)
+    assert not list(verify(tmp_path))
+    data = path.read_bytes()
+    if message is None:  # another label
+        place = data.index(b"a.cls") + 512
+        path.write_bytes(data[:place] + b"0" + data[place + 1 :])
+        message = "its members or their labels are not those of the index"
+    else:
+        path.write_bytes(change(data))
+    assert any(message in problem.what for problem in verify(tmp_path)), list(verify(tmp_path))
+
+
+def pax(**fields: str) -> bytes:
+    records = b""
+    for name, value in fields.items():
+        line = f" {name}={value}\n".encode()
+        length = len(line) + len(str(len(line) + 4))
+        records += str(length).encode() + line
+    return header("pax", tarfile.XHDTYPE, len(records)) + records + bytes(-len(records) % 512)
+
+
+SAMPLE = header("a.png", tarfile.REGTYPE, len(encoded(0))) + encoded(0) + bytes(-len(encoded(0)) % 512)
+LABEL = header("a.cls", tarfile.REGTYPE, 1) + b"1".ljust(512, b"\0")
+END = bytes(1024)
+TARS = {
+    "long name of 2 GB": (header("x", tarfile.GNUTYPE_LONGNAME, 1 << 31), "a name has 2,147,483,648 bytes"),
+    "extended header of 1 GB": (header("x", tarfile.XHDTYPE, 1 << 30), "extended header has"),
+    "global header": (header("x", tarfile.XGLTYPE, MAX_TAR_EXTENDED_BYTES + 1), "extended header has"),
+    "negative size": (header("x", tarfile.REGTYPE, -1024), "a member has -1,024 bytes"),
+    "negative size in pax": (pax(size="-1024") + header("x.png", tarfile.REGTYPE, 0), "size of a member is wrong"),
+    "chained long names": (header("x", tarfile.GNUTYPE_LONGNAME, 0) * 3000, "makes no sense"),
+    "sparse": (header("x.png", tarfile.GNUTYPE_SPARSE, 512), "sparse"),
+    "two archives": (END + LABEL + END, "something follows its end"),
+    "zeros without end": (END + bytes(2 * MAX_TAR_PADDING_BYTES), "zeros follow its end"),
+    "damaged header": (LABEL[:100] + b"9" + LABEL[101:] + END, "bad checksum"),
+    "no end": (b"", "it ends too early"),
+    "image beyond the end": (header("b.png", tarfile.REGTYPE, 1 << 20), "unexpected end"),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", TARS)
+def test_hostile_tar_files_are_refused(name: str, tmp_path: Path) -> None:
+    hostile, message = TARS[name]
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(SAMPLE + LABEL + hostile)
+    with pytest.raises(DataError, match=f"not a whole tar file .*{message}"):
+        index(tmp_path)
+    with pytest.raises(DataError, match=f"cannot be read to its end: .*{message}"):
+        streamed(path)
+    path.write_bytes(SAMPLE + LABEL + END)
+    index(tmp_path)
+    assert streamed(path) == [1] and len(ShardSet.open(tmp_path, "train")) == 1
+
+
+def test_extended_attributes_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train-0.tar").write_bytes(pax(**{"SCHILY.xattr.user.x": "y" * 9000}) + SAMPLE + LABEL + END)
+    index(tmp_path)
+    assert len(ShardSet.open(tmp_path, "train")) == 1 and not list(verify(tmp_path))
+    manifest = json.loads((tmp_path / "dataset.json").read_text())
+    for labels in ("cls", None):  # None: of an older version
+        (tmp_path / "dataset.json").write_text(json.dumps({**manifest, "labels": labels}))
+        assert not list(verify(tmp_path))
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "something follows" in next(iter(verify(tmp_path))).what
+
+
+@pytest.mark.timeout(30)
+def test_a_compressed_stream_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, "train", [2])
+    (tmp_path / "bomb.tar.gz").write_bytes(gzip.compress((tmp_path / "train-0.tar").read_bytes() + bytes(1 << 24)))
+    monkeypatch.setattr(zlib, "decompressobj", None)
+    with pytest.raises(DataError, match="it is compressed; unpack it"):
+        streamed(tmp_path / "bomb.tar.gz")
+
+
+def test_labels_nested_without_end_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "train-0.tar", ("a.png", encoded(0)), ("a.json", b"[" * 200_000))
+    with pytest.raises(DataError, match="has no field 'label'"):
+        index(tmp_path, labels=Labels("json"))
+    with pytest.raises(DataError, match="has no field 'label'"):
+        streamed(path, label="json")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["train-0.tar", "dataset.json", "train.index.npy", "list.csv", "cifar.tar.gz"])
+def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    uses: list[Callable[[], Any]] = [lambda: ShardSet.open(tmp_path, "train"), lambda: list(verify(tmp_path))]
+    if name == "train-0.tar":
+        uses = [*uses, lambda: index(tmp_path), lambda: streamed(tmp_path / name)]
+    elif not name.startswith(("dataset", "train")):
+        uses = [lambda: open_source(tmp_path / name)]
+    for use in uses:
+        with pytest.raises(DataError):
+            use()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("pattern", ["{a,b}" * 28, "{0..99999999999}", "{a..z}" * 9, "{x," + "{a,b}" * 28 + "}"])
+def test_braces_are_counted_before_they_are_expanded(pattern: str) -> None:
+    with pytest.raises(DataError, match="stands for more than 500,000 shards"):
+        urls.expand(f"https://host/{pattern}.tar")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("{" * 100 + "}" * 100, "braces within braces 17 deep"),
+        ("{0.." + "9" * 5000 + "}", "a range to a number of over 18 digits"),
+        ("x" * 1_000_000, "has 1,000,000 characters"),
+    ],
+)
+def test_strange_patterns_are_refused(pattern: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as refused:
+        urls.expand(pattern)
+    assert len(str(refused.value)) < 400
+
+
+def test_numbers_outside_braces_may_be_long() -> None:
+    url = f"https://host/x-{{0..1}}.tar?sig={'1' * 64}"
+    assert len(urls.expand(url)) == 2
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a{0..9}b{x,y}", "{1,{2,3}{4,5}}", "{00..12..5}", "{a..e..2}", "{9..1}", "x{}y{z}"]
+)
+def test_counted_braces_are_those_that_are_expanded(pattern: str) -> None:
+    counted, expanded = urls._expansions(pattern), len(urls.expand(pattern))
+    assert counted == expanded or ("a..e" in pattern and counted > expanded)
+
+
+@pytest.mark.timeout(30)
+def test_a_manifest_of_too_many_classes_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    manifest = json.loads((tmp_path / "dataset.json").read_text())
+    (tmp_path / "dataset.json").write_text(json.dumps({**manifest, "classes": ["x"] * 3_000_000}))
+    with pytest.raises(DataError, match=r"damaged or of another version \(classes: List should have at most 1000000"):
+        ShardSet.open(tmp_path, "train")
+
+
+@pytest.mark.parametrize("name", ["a\0.tar", "a\ud800.tar", "x" * 5000])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    text = (tmp_path / "dataset.json").read_text()
+    (tmp_path / "dataset.json").write_text(text.replace('"train-0.tar"', json.dumps(name)))
+    with pytest.raises(DataError) as refused:
+        ShardSet.open(tmp_path, "train")
+    assert len(str(refused.value)) < 700
+
+
+def test_an_index_that_claims_many_rows_takes_no_memory(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    path = tmp_path / "train.index.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"(2,)", b"(9999999999999,)").replace(b" " * 12 + b"\n", b"\n"))
+    with pytest.raises(DataError, match=r"does not fit dataset.json"):
+        ShardSet.open(tmp_path, "train")
+    path.write_bytes(whole.replace(b"False", b"f(x)*"))
+    with pytest.raises(DataError, match=r"does not fit dataset.json"):
+        ShardSet.open(tmp_path, "train")

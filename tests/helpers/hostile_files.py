@@ -1,0 +1,51 @@
+"""Files that were made to harm who reads them, and a stream that reads them."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamSet
+
+
+def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def header(name: str, kind: bytes, size: int) -> bytes:
+    """A header of 512 bytes that claims `size`, also where that is negative."""
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+    block[124:136] = (size % (1 << 96)).to_bytes(12, "big") if size < 0 or size >= 1 << 33 else b"%011o\0" % size
+    block[124] |= 0x80 * (size < 0 or size >= 1 << 33)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def jpeg(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    gradient = np.linspace(0, 255, width, dtype=np.uint8)
+    Image.fromarray(np.stack([np.tile(gradient, (height, 1))] * 3, -1)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def streamed(*paths: Path, label: str = "cls", bad_sample: str = "fail") -> list[int]:
+    """The labels of the samples that a stream gives."""
+    data = StreamSet(tuple(map(str, paths)), 1, 1000, Labels.parse(label))
+    found: list[int] = []
+    transform = EvalTransform(8)
+    loader = StreamEvalLoader(data, transform, batch_size=4, workers=0, bad_sample=bad_sample)  # type: ignore[arg-type]
+    for batch in loader:
+        if batch.ended:
+            return found
+        found += [int(label) for label in batch.labels if label >= 0]
+    raise AssertionError

@@ -77,7 +77,7 @@ def main() -> int:
     for name, value in facts.items():
         print(f"- {name}: {value}")
     run = Run(options, device, facts)
-    models = {name: model_config(name, **(TINY if options.tiny else {})) for name in options.models}
+    models = {name: model_config(name, init="perturbed", **(TINY if options.tiny else {})) for name in options.models}
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
     sizes = {name: options.batch_size or (4 if options.tiny else batch_for(name, free)) for name in models}
     jobs = [(models[name], sizes[name]) for name in models]

@@ -23,8 +23,8 @@ class Size:
 
     @property
     def config(self) -> ViTConfig:
-        """The model's shape."""
-        return model_config(self.model, **dict(self.options))
+        """The model's shape; initial values from which every parameter has a gradient, so that a wrong one shows."""
+        return model_config(self.model, init="perturbed", **dict(self.options))
 
     def plan(self, mesh: str) -> Plan:
         """That of `mesh`."""

@@ -1,5 +1,7 @@
 """The models of timm and transformers, with the sizes and the weights of `foreign_weights`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -46,12 +48,13 @@ def timm_logits(state: dict[str, Tensor], images: Tensor, pool: str = "cls") -> 
         return timm_model(state, pool)(images)
 
 
-def transformers_model(kind: str, teacher: bool = False) -> nn.Module:
+def transformers_model(kind: str, teacher: bool = False, **changed: Any) -> nn.Module:
     """transformers' "vit" or "deit" image classifier with random weights, in evaluation mode.
 
-    teacher: of a DeiT, whether it has the classifier of the distillation token too.
+    teacher: of a DeiT, whether it has the classifier of the distillation token too. changed: settings of its
+    config.json.
     """
-    sizes = {name: value for name, value in transformers_config(kind).items() if name != "model_type"}
+    sizes = {name: value for name, value in transformers_config(kind, **changed).items() if name != "model_type"}
     sizes |= {"intermediate_size": HIDDEN, "num_labels": CLASSES}
     if kind == "vit":
         return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes)).eval()

@@ -35,7 +35,7 @@ GIGAFLOPS = {
 
 def tiny(**options: Any) -> ViTConfig:
     sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "num_classes": 3}
-    return model_config("vit_custom", **{**sizes, **options})
+    return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
 
 
 def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> ViT:
@@ -118,11 +118,12 @@ def test_options_change_the_parameters_they_name(options: dict[str, Any]) -> Non
     assert set(ours) == expected
 
 
-def test_block_equals_torchs_own_layer() -> None:
-    block = Block(tiny(), 0)
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_block_equals_torchs_own_layer(eps: float) -> None:
+    block = Block(tiny(norm_eps=eps), 0)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)
-    settings = {"dropout": 0.0, "activation": "gelu", "layer_norm_eps": 1e-6, "batch_first": True, "norm_first": True}
+    settings = {"dropout": 0.0, "activation": "gelu", "layer_norm_eps": eps, "batch_first": True, "norm_first": True}
     theirs = nn.TransformerEncoderLayer(24, 2, dim_feedforward=96, **settings)
     ours = dict(block.named_parameters())
     names = {"norm1": "norm1", "norm2": "norm2", "mlp.fc1": "linear1", "mlp.fc2": "linear2"}
@@ -133,6 +134,11 @@ def test_block_equals_torchs_own_layer() -> None:
     theirs.load_state_dict(state)
     x = torch.randn(2, 5, 24)
     torch.testing.assert_close(block(x), theirs(x), atol=1e-5, rtol=1e-5)
+
+
+def test_every_norm_has_the_models_eps() -> None:
+    model = ViT(tiny(qk_norm=True, norm_eps=1e-3))
+    assert [norm.eps for norm in model.modules() if isinstance(norm, nn.LayerNorm)] == [1e-3] * (4 * 4 + 1)
 
 
 def test_stem_is_a_convolution_by_patches() -> None:
@@ -333,6 +339,8 @@ HUGE = 10**400
         ),
         ({"registers": HUGE}, "images of vit_custom have 10+… tokens, above 1,048,576: use larger patches"),
         ({"image_size": 16_384, "patch_size": 8}, "images of vit_custom have 4194305 tokens, above 1,048,576"),
+        ({"norm_eps": 0.0}, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),
+        ({"norm_eps": float("nan")}, "norm_eps of vit_custom is nan"),
         ({"drop_path": float("nan")}, "drop_path of vit_custom is nan"),
         ({"pool": "x" * 10**6}, "unknown pool 'x{198}…' of vit_custom"),
         ({"x" * 10**6: 1}, "unknown model option 'x{198}…'"),

@@ -9,8 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.foreign_models import timm_model, transformers_model
-from helpers.foreign_weights import CLASSES, HEADS, TIMM_CONFIG, saved, timm_state, transformers_config
+from helpers.foreign_weights import (
+    CLASSES,
+    HEADS,
+    TIMM_CONFIG,
+    as_transformers,
+    saved,
+    timm_state,
+    transformers_config,
+)
 from helpers.imported import IMAGES, model_of
+from helpers.oracles import transformers
+from vitpar.train.recipe_file import read_recipe
 from vitpar.weights.importing import Imported, import_weights
 
 LABELS = torch.arange(len(IMAGES)) % CLASSES
@@ -63,11 +73,23 @@ def test_timm(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "teacher"), [("vit", False), ("deit", False), ("deit", True)])
-def test_transformers(kind: str, teacher: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eps", [1e-12, 1e-6])
+def test_transformers(eps: float, kind: str, teacher: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = transformers_model(kind, teacher)
+    model = transformers_model(kind, teacher, layer_norm_eps=eps)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms are constant at first, and hide mistakes
             parameter.normal_(std=0.3)
-    imported = assert_equal(model, tmp_path, transformers_config(kind))
+    imported = assert_equal(model, tmp_path, transformers_config(kind, layer_norm_eps=eps))
     assert imported.format == "transformers" and imported.config.distillation is teacher
+    assert read_recipe(tmp_path / "imported" / "recipe.toml", {"data.path": "x"}).config(CLASSES).norm_eps == eps
+
+
+@pytest.mark.parametrize("kind", ["vit", "deit"])
+def test_transformers_norms_where_nothing_tells_their_eps(kind: str, tmp_path: Path) -> None:
+    config = transformers_config(kind)
+    del config["layer_norm_eps"]
+    default = transformers.AutoConfig.for_model(kind).layer_norm_eps
+    state = as_transformers(timm_state(dist=kind == "deit"), kind)
+    told = import_weights(saved(tmp_path / "there", state, config), tmp_path / "here").config
+    assert told.norm_eps == default == 1e-12

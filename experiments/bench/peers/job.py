@@ -31,8 +31,9 @@ class Job:
 
     @property
     def config(self) -> ViTConfig:
-        """The model's shape."""
-        return model_config(self.model, **self.options)
+        """The model's shape; initial values that recipes know, from which every parameter has a gradient: a wrong one
+        shows."""
+        return model_config(self.model, init="timm", **self.options)
 
     def to_json(self) -> str:
         """As a worker is told it."""

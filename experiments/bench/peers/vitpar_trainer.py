@@ -79,7 +79,11 @@ def recipe(data: Path, job: Job) -> Recipe:
     """The settings of all contenders (``bench.settings``); neither evaluation nor checkpoints, else as recipes are."""
     c = job.config
     sections: dict[str, Any] = {
-        "model": {"name": job.model, **{name: value for name, value in job.options.items() if name != "num_classes"}},
+        "model": {
+            "name": job.model,
+            "init": c.init,
+            **{name: value for name, value in job.options.items() if name != "num_classes"},
+        },
         "data": {"path": str(data)},
         "optimizer": {"lr": LR, "weight_decay": WEIGHT_DECAY, "betas": BETAS, "eps": EPS},
         "lr_schedule": {"warmup_steps": 0, "min_lr": LR},

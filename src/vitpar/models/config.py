@@ -27,6 +27,11 @@ _LARGEST = {
     "channels": MAX_CHANNELS,
     "representation_size": MAX_WIDTH,
 }
+_KNOWN = {
+    "pool": ("cls", "avg"),
+    "position": ("learned", "sincos2d"),
+    "init": ("jax", "timm", "moco", "perturbed"),
+}
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
 
@@ -42,7 +47,10 @@ class ViTConfig:
     distillation: DeiT's second token with a classifier of its own; logits are the mean of the two (arXiv 2012.12877).
     representation_size: features of a Linear + tanh before the classifier, None for none.
     position: "learned", or "sincos2d" (fixed, patch tokens only). qk_norm: LayerNorm of queries and keys per head.
+    norm_eps: what every LayerNorm adds to the variance (1e-6 in timm, 1e-12 in transformers).
     layer_scale: initial value of the residual scales, None for none (arXiv 2103.17239).
+    init: scheme of initial values, timm's ``weight_init`` (docs/models.md): "jax", "timm" (timm's default) or "moco";
+    "perturbed" for tests: nothing starts where gradients vanish.
     drop_path: rate of the last block, rising linearly from 0. dropout: after positions, attention projection and MLP.
     """
 
@@ -61,9 +69,11 @@ class ViTConfig:
     representation_size: int | None = None
     position: Literal["learned", "sincos2d"] = "learned"
     qk_norm: bool = False
+    norm_eps: float = 1e-6
     layer_scale: float | None = None
     drop_path: float = 0.0
     dropout: float = 0.0
+    init: Literal["jax", "timm", "moco", "perturbed"] = "jax"
 
     def __post_init__(self) -> None:
         name = shown(self.name)
@@ -76,7 +86,7 @@ class ViTConfig:
                 f"patches of {self.patch_size} pixels do not tile images of {self.image_size} for {name}: "
                 f"use an image size of {near} or another patch size"
             )
-        for field, known in (("pool", ("cls", "avg")), ("position", ("learned", "sincos2d"))):
+        for field, known in _KNOWN.items():
             if (value := getattr(self, field)) not in known:
                 raise ModelError(
                     f"unknown {field} '{shown(value)}' of {name}{nearest(value, known)}: use {' or '.join(known)}"
@@ -96,6 +106,8 @@ class ViTConfig:
                 f"images of {name} have {shown(self.tokens)} tokens, above {MAX_TOKENS:,}: use larger patches, smaller "
                 "images or fewer registers"
             )
+        if not 0.0 < self.norm_eps <= 1.0:
+            raise ModelError(f"norm_eps of {name} is {shown(self.norm_eps)}: it must be above 0 and at most 1")
         for field in ("drop_path", "dropout"):
             if not 0.0 <= (rate := getattr(self, field)) < 1.0:
                 raise ModelError(f"{field} of {name} is {shown(rate)}: it must be at least 0 and below 1")

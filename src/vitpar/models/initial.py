@@ -1,7 +1,10 @@
 """Initial parameters as a function of (seed, parameter name): the same under every plan, on every device.
 
-Each value is drawn whole on the CPU in float32 from a generator of its own, then cut to the local shard, so neither the
-ranks nor the order of creation can change it. Rules are data: the first pattern that matches the name decides.
+Each value is drawn whole on the CPU from a generator keyed by seed and name, then cut to the local shard, so neither
+the ranks nor the order of creation can change it. Schemes are data: the first pattern that matches the name decides.
+
+A rule maps uniform float64 numbers to values by the inverse distribution function, element by element; the result is
+rounded to float32. `Tensor.normal_` draws other numbers with other vector instructions, and may with another torch.
 """
 
 import hashlib
@@ -15,50 +18,103 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.models.config import ViTConfig
 
-Rule = Callable[[Tensor, Generator, ViTConfig], Tensor]
+Rule = Callable[[Tensor, torch.Size, ViTConfig], Tensor]
+"""Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers."""
+
+CHUNK = 2**22
+"""Elements drawn at once: limits the memory of float64 numbers beside large parameters."""
 
 
-def _trunc_normal(std: float) -> Rule:
-    return lambda t, g, c: nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=g)
+def _constant(value: float) -> Rule:
+    return lambda v, shape, c: torch.full_like(v, value)
 
 
-def _lecun_normal(t: Tensor, g: Generator, c: ViTConfig) -> Tensor:
-    std = 1.0 / math.sqrt(t.shape[1])
-    return nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=g)
+def _normal(std: float, mean: float = 0.0) -> Rule:
+    return lambda v, shape, c: v.erfinv_().mul_(math.sqrt(2) * std).add_(mean)
+
+
+def _lecun_normal(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor:
+    """Normal numbers cut at two deviations, with a deviation of 1/sqrt(fan in) after the cut."""
+    std = 1 / math.sqrt(shape[1]) / 0.87962566103423978  # the deviation of a standard normal that is cut there
+    return _normal(std)(v.mul_(math.erf(2 / math.sqrt(2))), shape, c)
 
 
 def _xavier_uniform(parts: int = 1) -> Rule:
-    """As for `parts` matrices of their own that stand in one (queries, keys and values)."""
-    return lambda t, g, c: nn.init.uniform_(
-        t, *_symmetric(math.sqrt(6 / (t.shape[0] // parts + t.shape[1]))), generator=g
-    )
+    """As for `parts` matrices that stand in one (queries, keys and values)."""
+    return lambda v, shape, c: v.mul_(math.sqrt(6 / (shape[0] // parts + shape[1])))
 
 
-def _symmetric(bound: float) -> tuple[float, float]:
-    return -bound, bound
+def _torch_convolution(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor:
+    """``nn.Conv2d.reset_parameters`` for the patches' weight and bias."""
+    return v.div_(math.sqrt(c.channels * c.patch_size**2))
 
 
-# As the original ViT (arXiv 2010.11929), but for the classifier, which starts small instead of at zero.
-RULES: tuple[tuple[str, Rule], ...] = (
-    ("*norm*.weight", lambda t, g, c: t.fill_(1.0)),
-    ("*.bias", lambda t, g, c: t.zero_()),
-    ("*.gamma?", lambda t, g, c: t.fill_(c.layer_scale or 0.0)),
-    ("*_token", lambda t, g, c: t.normal_(std=0.02, generator=g)),
-    ("stem.pos_embed", _trunc_normal(0.02)),
-    ("stem.proj.weight", _lecun_normal),
-    ("blocks.*.attn.qkv.weight", _xavier_uniform(parts=3)),
-    ("blocks.*.weight", _xavier_uniform()),
-    ("head.representation.weight", _lecun_normal),
-    ("head.*.weight", _trunc_normal(0.02)),
+def _layer_scale(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor:
+    return torch.full_like(v, c.layer_scale or 0.0)
+
+
+def _perturbed_layer_scale(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor:
+    return _normal(0.1, mean=1.0)(v, shape, c).mul_(c.layer_scale or 0.0)
+
+
+# timm's trunc_normal_ cuts at ±2, which is 100 deviations here: it cuts nothing off.
+_TIMM_FOR_ALL: tuple[tuple[str, Rule], ...] = (
+    ("*norm*.weight", _constant(1.0)),
+    ("*norm*.bias", _constant(0.0)),
+    ("*.gamma?", _layer_scale),
+    ("stem.pos_embed", _normal(0.02)),
+    ("stem.dist_token", _normal(0.02)),
+    ("*_token", _normal(1e-6)),
 )
+
+SCHEMES: dict[str, tuple[tuple[str, Rule], ...]] = {
+    "jax": (
+        *_TIMM_FOR_ALL,
+        ("stem.proj.weight", _lecun_normal),
+        ("head.representation.weight", _lecun_normal),
+        ("head.*.weight", _constant(0.0)),
+        ("blocks.*.mlp.*.bias", _normal(1e-6)),
+        ("*.bias", _constant(0.0)),
+        ("*.weight", _xavier_uniform()),
+    ),
+    "timm": (
+        *_TIMM_FOR_ALL,
+        ("stem.proj.*", _torch_convolution),
+        ("*.bias", _constant(0.0)),
+        ("*.weight", _normal(0.02)),
+    ),
+    "moco": (
+        *_TIMM_FOR_ALL,
+        ("stem.proj.*", _torch_convolution),
+        ("*.bias", _constant(0.0)),
+        ("*.qkv.weight", _xavier_uniform(parts=3)),
+        ("*.weight", _xavier_uniform()),
+    ),
+    # A classifier of zeros stops all other gradients: what compares plans starts where every parameter has one.
+    "perturbed": (
+        ("*norm*.weight", _normal(0.1, mean=1.0)),
+        ("*.gamma?", _perturbed_layer_scale),
+        ("stem.pos_embed", _normal(0.02)),
+        ("*_token", _normal(0.05)),
+        ("*.bias", _normal(0.05)),
+        ("blocks.*.weight", _xavier_uniform()),
+        ("*.weight", _lecun_normal),
+    ),
+}
+"""The rules of each scheme, as timm's ``weight_init`` (docs/models.md); "perturbed" is vitpar's, for tests."""
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, config: ViTConfig) -> Tensor:
-    """The whole initial value of parameter `name`, float32 on the CPU."""
-    rule = next(rule for pattern, rule in RULES if fnmatch(name, pattern))
+    """Return the whole initial value of parameter `name`, float32 on the CPU."""
+    rule = next(rule for pattern, rule in SCHEMES[config.init] if fnmatch(name, pattern))
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return rule(torch.empty(shape, dtype=torch.float32), generator, config)
+    value = torch.empty(shape, dtype=torch.float32)
+    for part in value.view(-1).split(CHUNK):
+        # Multiples of 2^-53 become the odd ones between -1 and 1, exactly: never ±1, where erfinv is infinite.
+        v = torch.rand(part.shape, dtype=torch.float64, generator=generator).mul_(2).add_(2**-53 - 1)
+        part.copy_(rule(v, shape, config))
+    return value
 
 
 def copy_whole_(parameter: Tensor, whole: Tensor) -> None:

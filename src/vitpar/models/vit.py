@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from vitpar.models.config import ViTConfig
 from vitpar.models.keyed_random import at_place, drop
 
-EPS = 1e-6  # of every LayerNorm, as in the published models
-
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor as a plain tensor, differentiably; a plain tensor itself."""
@@ -121,13 +119,14 @@ class Attention(nn.Module):
     The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
     """
 
-    def __init__(self, width: int, heads: int, qk_norm: bool) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.head_dim = width // heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm = nn.LayerNorm(self.head_dim, eps=EPS) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(self.head_dim, eps=EPS) if qk_norm else nn.Identity()
-        self.proj = nn.Linear(width, width)
+        c = config
+        self.head_dim = c.head_dim
+        self.qkv = nn.Linear(c.width, 3 * c.width)
+        self.q_norm = nn.LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        self.proj = nn.Linear(c.width, c.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> the same shape. Works on however many heads `qkv` gives here."""
@@ -168,9 +167,9 @@ class Block(nn.Module):
     def __init__(self, config: ViTConfig, index: int) -> None:
         super().__init__()
         c = config
-        self.norm1 = nn.LayerNorm(c.width, eps=EPS)
-        self.attn = Attention(c.width, c.heads, c.qk_norm)
-        self.norm2 = nn.LayerNorm(c.width, eps=EPS)
+        self.norm1 = nn.LayerNorm(c.width, eps=c.norm_eps)
+        self.attn = Attention(c)
+        self.norm2 = nn.LayerNorm(c.width, eps=c.norm_eps)
         self.mlp = MLP(c.width, c.hidden)
         self.gamma1 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
         self.gamma2 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
@@ -223,7 +222,7 @@ class Head(nn.Module):
         c = config
         features = c.representation_size or c.width
         self.pool, self.prefix_tokens = c.pool, c.prefix_tokens
-        self.norm = nn.LayerNorm(c.width, eps=EPS)
+        self.norm = nn.LayerNorm(c.width, eps=c.norm_eps)
         self.pooled = nn.Identity()  # a place for collectives
         self.representation = nn.Linear(c.width, features) if c.representation_size else None
         self.fc = nn.Linear(features, c.num_classes)

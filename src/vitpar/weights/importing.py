@@ -59,7 +59,7 @@ def import_weights(
     source = open_source(path, trust)
     found, beside = renamed(path, source.shapes), hints(source.configs)
     told = told_config(path, found, beside, model)
-    made, notes = parts(found, told), [*source.notes, *found.notes, *beside.notes]
+    made, notes = parts(found, told), [*source.notes, *found.notes]
     if beside.data is None:
         notes.append("nothing says how its images were normalised: recipe.toml has ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)

@@ -1,0 +1,222 @@
+"""Initial values are those of timm's schemes, and the same numbers on every machine."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from helpers.initial_values import fingerprints
+from helpers.oracles import timm
+from helpers.plans import EVERYTHING
+from vitpar import ViTConfig, model_config
+from vitpar.errors import ModelError
+from vitpar.models import initial
+from vitpar.models.initial import initial_value, initialise
+from vitpar.models.vit import ViT
+from vitpar.weights.formats import parts, renamed
+
+SIZES = {"image_size": 8, "patch_size": 4, "width": 192, "depth": 1, "heads": 3, "num_classes": 20}
+SEEDS = 12
+SAMPLES = 40_000  # of each parameter, at most
+TIMM = {"jax": "jax", "timm": "", "moco": "moco"}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"pool": "avg", "layer_scale": 0.1},
+    {"registers": 2, "qk_norm": True},
+    {"distillation": True, "layer_scale": 1e-5},
+)
+
+
+def timms(scheme: str, config: ViTConfig) -> nn.Module:
+    """timm's model of that configuration, as it initialises it."""
+    options = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_classes": config.num_classes,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "qk_norm": config.qk_norm,
+        "init_values": config.layer_scale,
+        "weight_init": TIMM[scheme],
+    }
+    if config.distillation:
+        return timm.models.deit.VisionTransformerDistilled(**options)
+    return timm.models.vision_transformer.VisionTransformer(
+        **options,
+        class_token=config.pool == "cls",
+        reg_tokens=config.registers,
+        global_pool="token" if config.pool == "cls" else "avg",
+        fc_norm=False,
+    )
+
+
+def drawn_by_timm(scheme: str, config: ViTConfig) -> dict[str, Tensor]:
+    """Values of each parameter by our names, over some seeds."""
+    found: dict[str, list[Tensor]] = {}
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        state = {name: p.detach() for name, p in timms(scheme, config).named_parameters()}
+        made = parts(renamed("timm", {name: tuple(p.shape) for name, p in state.items()}), config)
+        for name, part in made.items():
+            found.setdefault(name, []).append(part.make(*(state[n] for n in part.names)).flatten())
+    return {name: torch.cat(values)[:SAMPLES].double() for name, values in found.items()}
+
+
+def drawn_by_us(config: ViTConfig) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in ViT(config).named_parameters()}
+    found = {}
+    for name, shape in shapes.items():
+        seeds = range(min(SEEDS, -(-SAMPLES // shape.numel())))
+        values = [initial_value(name, shape, seed, config).flatten() for seed in seeds]
+        found[name] = torch.cat(values)[:SAMPLES].double()
+    return found
+
+
+def kolmogorov_smirnov(a: Tensor, b: Tensor) -> float:
+    """The largest distance between the distribution functions of two samples."""
+    places = torch.cat([a, b])
+    below = [torch.searchsorted(x.sort().values, places, right=True) / x.numel() for x in (a, b)]
+    return (below[0] - below[1]).abs().max().item()
+
+
+def difference(ours: Tensor, theirs: Tensor) -> str | None:
+    """How two samples of equal size differ by more than chance explains, if they do; constants exactly."""
+    if ours.unique().numel() == 1 or theirs.unique().numel() == 1:
+        return None if torch.equal(ours, theirs) else f"constants {ours[0]} and {theirs[0]}"
+    n, std = theirs.numel(), theirs.std().item()
+    if abs(ours.mean() - theirs.mean()) > 6 * std * (2 / n) ** 0.5:
+        return f"means {ours.mean()} and {theirs.mean()}"
+    if abs(ours.std() / std - 1) > 6 / n**0.5:  # a normal sample's, of both; less where tails are shorter
+        return f"deviations {ours.std()} and {std}"
+    bounds = [x.abs().max().item() for x in (ours, theirs)]
+    # Of distributions that end, as the uniform and the cut normal do, the ends; normal tails differ by chance.
+    if max(bounds) < 2.5 * std and abs(bounds[0] / bounds[1] - 1) > 20 / n:
+        return f"largest {bounds[0]} and {bounds[1]}"
+    distance = kolmogorov_smirnov(ours, theirs)
+    return f"distance {distance}" if distance > 2.7 * (2 / n) ** 0.5 else None  # by chance once in a million
+
+
+def differences(scheme: str, options: dict[str, Any]) -> dict[str, str]:
+    config = model_config("vit_custom", **{**SIZES, **options, "init": scheme})
+    ours, theirs = drawn_by_us(config), drawn_by_timm(scheme, config)
+    assert ours.keys() == theirs.keys()
+    return {name: told for name in ours if (told := difference(ours[name], theirs[name]))}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("scheme", TIMM)
+def test_distributions_are_timms(scheme: str, options: dict[str, Any]) -> None:
+    assert differences(scheme, options) == {}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "pattern", "rule", "name"),
+    [
+        ("jax", "stem.proj.weight", initial._normal(192**-0.5), "stem.proj.weight"),
+        ("jax", "stem.proj.weight", lambda v, s, c: initial._lecun_normal(v, s, c) * 0.8796, "stem.proj.weight"),
+        ("jax", "*.weight", initial._xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
+        ("jax", "blocks.*.mlp.*.bias", initial._constant(0.0), "blocks.0.mlp.fc1.bias"),
+        ("jax", "head.*.weight", initial._normal(0.02), "head.fc.weight"),
+        ("jax", "*_token", initial._normal(0.02), "stem.cls_token"),
+        ("jax", "stem.pos_embed", lambda v, s, c: initial._normal(0.02)(v * 0.9545, s, c), "stem.pos_embed"),
+        ("timm", "stem.proj.*", initial._constant(0.0), "stem.proj.bias"),
+        ("moco", "*.qkv.weight", initial._xavier_uniform(), "blocks.0.attn.qkv.weight"),
+    ],
+)
+def test_another_rule_is_seen(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, pattern: str, rule: initial.Rule, name: str
+) -> None:
+    rules = tuple((p, rule if p == pattern else r) for p, r in initial.SCHEMES[scheme])
+    monkeypatch.setitem(initial.SCHEMES, scheme, rules)
+    assert name in differences(scheme, {})
+
+
+@pytest.mark.parametrize("scheme", TIMM)
+def test_representation_layer_is_timms(scheme: str) -> None:
+    """As any linear layer, but under "jax" as timm's `pre_logits` was (0.4.12)."""
+    config = model_config("vit_custom", **SIZES, representation_size=96, init=scheme)
+    shape, name = torch.Size((96, 192)), "head.representation.weight"
+    layers, theirs = timm.models.vision_transformer, []
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        linear = nn.Linear(192, 96)
+        if scheme == "jax":
+            timm.layers.lecun_normal_(linear.weight)
+        else:
+            layers.get_init_weights_vit(TIMM[scheme], needs_reset=False)(linear, "pre_logits")
+        theirs.append(linear.weight.detach().flatten().double())
+    ours = [initial_value(name, shape, seed, config).flatten().double() for seed in range(SEEDS)]
+    assert difference(torch.cat(ours), torch.cat(theirs)) is None
+    assert not initial_value("head.representation.bias", shape[:1], 0, config).any()
+
+
+def perturbed(**options: Any) -> ViT:
+    config = model_config("vit_custom", **{**SIZES, **EVERYTHING, "init": "perturbed", **options})
+    model = ViT(config).double()
+    initialise(model, 0, config)
+    return model
+
+
+def gradients(model: ViT) -> dict[str, float]:
+    """The largest absolute gradient of each parameter, of a loss over 8 images."""
+    g = torch.Generator().manual_seed(0)
+    logits = model(torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=g))
+    F.cross_entropy(logits, torch.randint(0, 20, (8,), generator=g)).backward()
+    return {name: p.grad.abs().max().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("options", [{}, {"pool": "avg", "distillation": False, "registers": 0}], ids=str)
+def test_perturbed_values_give_every_parameter_a_gradient(options: dict[str, Any]) -> None:
+    model = perturbed(representation_size=24, **options)
+    found = gradients(model)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    # Attention does not depend on what is added to all keys alike.
+    assert min(size for name, size in found.items() if not name.endswith("k_norm.bias")) > 1e-5
+    for name, parameter in model.named_parameters():
+        assert parameter.unique().numel() > 0.9 * parameter.numel(), name
+
+
+def test_jax_starts_with_a_classifier_of_zeros() -> None:
+    found = gradients(perturbed(init="jax"))
+    assert {name for name, size in found.items() if size > 0} == {
+        f"head.{layer}.{end}" for layer in ("fc", "fc_dist") for end in ("weight", "bias")
+    }
+
+
+KNOWN = {
+    "blocks.0.norm1.weight": "c7d8e9da32240b3c",
+    "blocks.0.mlp.fc2.weight": "85c2a97458a9d893",
+    "stem.pos_embed": "53729fb1b7067d1e",
+    "stem.proj.weight": "26f70abfc4590a40",
+}
+
+
+def test_numbers_are_the_same_on_every_machine() -> None:
+    """They were with torch 2.13 on x86-64."""
+    assert fingerprints() == KNOWN
+
+
+def test_numbers_do_not_depend_on_vector_instructions() -> None:
+    program = "from helpers.initial_values import fingerprints; print(fingerprints())"
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(fingerprints())
+
+
+def test_large_values_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprints()
+    monkeypatch.setattr(initial, "CHUNK", 1000)
+    assert fingerprints() == before
+
+
+def test_scheme_is_refused_where_it_is_unknown() -> None:
+    with pytest.raises(ModelError, match=r"unknown init 'jaxx' of vit_custom .did you mean 'jax'"):
+        model_config("vit_custom", **SIZES, init="jaxx")

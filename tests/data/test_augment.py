@@ -45,8 +45,10 @@ def test_increasing_levels_change_more(name):
 def test_operations_are_what_their_names_say():
     image = picture().astype(int)
     assert np.array_equal(applied("Invert", 5), 255 - image)
-    assert np.array_equal(applied("Posterize", 0), image & 0b11110000)
-    assert np.array_equal(applied("Posterize", 5), image & 0b11111100)
+    assert np.array_equal(applied("Posterize", 10), image & 0b11110000)
+    assert np.array_equal(applied("Posterize", 5), image & 0b11000000) and not applied("Posterize", 2).any()
+    assert np.array_equal(applied("PosterizeOriginal", 0), image & 0b11110000)
+    assert np.array_equal(applied("PosterizeOriginal", 5), image & 0b11111100)
     assert np.array_equal(applied("Solarize", 5), np.where(image < 128, image, 255 - image))
     assert np.array_equal(applied("SolarizeAdd", 5), np.where(image < 128, image + 55, image))
     assert np.abs(applied("Brightness", 0) - 0.1 * image).max() <= 1

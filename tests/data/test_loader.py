@@ -102,6 +102,14 @@ def test_pixels_and_keys_follow_the_sample_through_the_epochs(train):
     assert distance.argmin(1).tolist() == list(range(21))
 
 
+def test_repeats_of_a_sample_have_randomness_of_their_own(train):
+    order = Order(0, len(train), repeats=3)
+    batch = next(iter(Loader(train, TRAIN, order=order, batch_size=12)))
+    assert len(set(batch.keys.tolist())) == 12
+    assert all(len(set(batch.labels[start : start + 3].tolist())) == 1 for start in range(0, 12, 3))
+    assert len({image.numpy().tobytes() for image in batch.images}) > 8  # of 4 samples
+
+
 def test_start_continues_where_another_loader_stopped(train):
     whole = take(TrainLoader(train, TRAIN, batch_size=4), 9)
     rest = take(TrainLoader(train, TRAIN, batch_size=4, start=20), 4)

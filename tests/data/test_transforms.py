@@ -144,26 +144,6 @@ def test_flip_can_be_switched_off_and_forced():
         assert torch.equal(TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip=1)(image, Draws(key)), expected.flip(-1))
 
 
-@pytest.mark.parametrize("size", [(50, 80), (80, 50), (10, 13), (300, 299)])
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_eval_agrees_with_pillow(size, interpolation):
-    image = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-    height, width = size
-    scale = 32 / min(size)
-    resized = Image.fromarray(image).resize(
-        (max(32, int(width * scale)), max(32, int(height * scale))), getattr(Image.Resampling, interpolation.upper())
-    )
-    left, top = round((resized.width - 28) / 2), round((resized.height - 28) / 2)
-    expected = np.asarray(resized.crop((left, top, left + 28, top + 28))).astype(int)
-    found = EvalTransform(28, interpolation=interpolation)(image).permute(1, 2, 0).numpy()
-    assert np.abs(found - expected).max() <= 1
-
-
-def test_eval_leaves_an_image_of_the_right_size_alone():
-    image = decode(encoded(3, size=(8, 8)))
-    assert torch.equal(EvalTransform(8)(image), torch.from_numpy(image).permute(2, 0, 1))
-
-
 def test_normalize_maps_channels_by_mean_and_std():
     images = torch.tensor([0, 128, 255], dtype=torch.uint8).view(1, 3, 1, 1)
     assert Normalize()(images).flatten().tolist() == pytest.approx([-1, 128 / 127.5 - 1, 1])

@@ -29,6 +29,8 @@ def import_torchvision() -> ModuleType:
 _DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # operators exist as long as this object
 torchvision = import_torchvision()
 timm = importlib.import_module("timm")
+for part in ("loss", "optim", "scheduler"):
+    importlib.import_module(f"timm.{part}")
 transformers = importlib.import_module("transformers")
 
 __all__ = ["timm", "torchvision", "transformers"]

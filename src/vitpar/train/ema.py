@@ -13,11 +13,11 @@ class EMA:
     """``average = decay · average + (1 - decay) · parameter`` after every step.
 
     The average starts as the initial parameters. `averaged` puts it in their place for a while, for evaluation and
-    saving.
+    saving. warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
     """
 
-    def __init__(self, model: ParallelModel, decay: float) -> None:
-        self._model, self._decay = model, decay
+    def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
+        self._model, self._decay, self._warmup = model, decay, warmup
         self._shards = {name: local(p.detach()) for name, p in model.named_parameters()}
         self.average = {name: shard.clone() for name, shard in self._shards.items()}
 
@@ -26,10 +26,17 @@ class EMA:
         """Begin with the parameters as they are."""
         torch._foreach_copy_(list(self.average.values()), list(self._shards.values()))
 
+    def decay(self, step: int) -> float:
+        """Return the decay after update number `step`, counted from 1.
+
+        With a warm-up 1 - step^(-2/3), at most the decay that was asked for, as in timm's ModelEmaV3.
+        """
+        return min(self._decay, 1 - step ** (-2 / 3)) if self._warmup else self._decay
+
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the present parameters into the average."""
-        torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self._decay)
+    def update(self, step: int) -> None:
+        """Take the present parameters into the average, after update number `step`, counted from 1."""
+        torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self.decay(step))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

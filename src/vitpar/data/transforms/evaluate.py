@@ -1,10 +1,9 @@
-"""How validation images become of the model's size."""
+"""Resize and crop of validation images, as timm and torchvision do them."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,9 +14,10 @@ from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize the shorter side to size / crop_pct, then cut out the centre; an image of the right size is left alone.
+    """Resize the shorter side to floor(size / crop_pct) pixels, then crop the centre, with torchvision's rounding.
 
-    Of an image so long that it would have more than MAX_DECODED_BYTES then, only the middle is resized: 1 x 65,000
+    An image that already has the model's size is enlarged and cropped too, unless crop_pct is 1, which leaves it as it
+    is. Of an image so long that it would take more than MAX_DECODED_BYTES then, only the middle is resized: 1 x 65,000
     pixels would become gigabytes.
 
     Raises RecipeError when a setting is out of its range.
@@ -40,16 +40,14 @@ class EvalTransform:
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
         """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]."""
         height, width, _ = image.shape
-        if height == width == self.size:
-            return torch.from_numpy(image).permute(2, 0, 1)
         short = math.floor(self.size / self.crop_pct)
         longest = min(height, width) * max(2, MAX_DECODED_BYTES // (3 * short**2))
         if max(height, width) > longest:
             top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
             image = image[top : top + longest, left : left + longest]
             height, width, _ = image.shape
-        scale = short / min(height, width)
-        tall, wide = max(short, int(height * scale)), max(short, int(width * scale))
+        # The longer side is rounded down, and Python's round takes halves to even numbers: both as torchvision does.
+        tall, wide = (short * side // min(height, width) for side in (height, width))
         pixels = resize(image, tall, wide, self.interpolation)
         top, left = round((tall - self.size) / 2), round((wide - self.size) / 2)
         return pixels[:, top : top + self.size, left : left + self.size]

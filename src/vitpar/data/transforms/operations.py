@@ -2,7 +2,7 @@
 
 Names and ranges are those of AutoAugment and RandAugment (Cubuk et al. 2019, 2020), with translations in parts of the
 image's size. For some, a higher level is a weaker change (Posterize) or one in either direction about the middle
-(Color): with `increasing` it is always a stronger one.
+(Color): with `increasing` it is always a stronger one. A level gives the same argument as in timm.
 """
 
 from collections.abc import Callable
@@ -38,24 +38,24 @@ def _affine(image: Image.Image, matrix: tuple[float, ...], setting: Setting) -> 
 
 
 def _rotate(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    angle = setting.signed(_DEGREES * level / HIGHEST)
+    angle = setting.signed(level / HIGHEST * _DEGREES)
     return image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=setting.fill)
 
 
 def _shear_x(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    return _affine(image, (1, setting.signed(_SHEAR * level / HIGHEST), 0, 0, 1, 0), setting)
+    return _affine(image, (1, setting.signed(level / HIGHEST * _SHEAR), 0, 0, 1, 0), setting)
 
 
 def _shear_y(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    return _affine(image, (1, 0, 0, setting.signed(_SHEAR * level / HIGHEST), 1, 0), setting)
+    return _affine(image, (1, 0, 0, setting.signed(level / HIGHEST * _SHEAR), 1, 0), setting)
 
 
 def _translate_x(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    return _affine(image, (1, 0, setting.signed(_TRANSLATION * level / HIGHEST) * image.width, 0, 1, 0), setting)
+    return _affine(image, (1, 0, setting.signed(level / HIGHEST * _TRANSLATION) * image.width, 0, 1, 0), setting)
 
 
 def _translate_y(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    return _affine(image, (1, 0, 0, 0, 1, setting.signed(_TRANSLATION * level / HIGHEST) * image.height), setting)
+    return _affine(image, (1, 0, 0, 0, 1, setting.signed(level / HIGHEST * _TRANSLATION) * image.height), setting)
 
 
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
@@ -68,19 +68,27 @@ def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation
 
 
 def _posterize(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    """Keeps 4 to 8 bits of a colour as in AutoAugment's table, or with `increasing` 4 down to 0."""
-    taken = int(4 * level / HIGHEST)
-    bits = 4 - taken if setting.increasing else 4 + taken
+    """Keep 0 to 4 bits of a colour as RandAugment's reference code does, or with `increasing` 4 down to 0."""
+    bits = int(level / HIGHEST * 4)
+    return _keep_bits(image, 4 - bits if setting.increasing else bits)
+
+
+def _posterize_original(image: Image.Image, level: float, _: Setting) -> Image.Image:
+    """Keep 4 to 8 bits of a colour, as AutoAugment does."""
+    return _keep_bits(image, 4 + int(level / HIGHEST * 4))
+
+
+def _keep_bits(image: Image.Image, bits: int) -> Image.Image:
     return ImageOps.posterize(image, bits) if bits else Image.new("RGB", image.size)
 
 
 def _solarize(image: Image.Image, level: float, setting: Setting) -> Image.Image:
-    part = level / HIGHEST
-    return ImageOps.solarize(image, int(256 * (1 - part if setting.increasing else part)))
+    threshold = int(level / HIGHEST * 256)
+    return ImageOps.solarize(image, 256 - threshold if setting.increasing else threshold)
 
 
 def _solarize_add(image: Image.Image, level: float, _: Setting) -> Image.Image:
-    added = int(110 * level / HIGHEST)
+    added = int(level / HIGHEST * 110)
     return image.point([min(255, value + added) if value < 128 else value for value in range(256)] * 3)
 
 
@@ -94,6 +102,7 @@ OPERATIONS: dict[str, Operation] = {
     "Invert": lambda image, level, setting: ImageOps.invert(image),
     "Rotate": _rotate,
     "Posterize": _posterize,
+    "PosterizeOriginal": _posterize_original,
     "Solarize": _solarize,
     "SolarizeAdd": _solarize_add,
     "Color": _enhanced(ImageEnhance.Color),

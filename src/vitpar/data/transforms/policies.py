@@ -19,43 +19,43 @@ from vitpar.limits import MAX_POLICY_OPERATIONS
 Fill = tuple[int, int, int]
 Policy = Callable[[Image.Image, Draws, Fill], Image.Image]
 
-_RANDOM = tuple(name for name in OPERATIONS if name not in ("Grayscale", "GaussianBlur"))
-_UNIFORM = 100.0  # a deviation from which on levels are uniform
+_RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
+_UNIFORM = 100.0  # a larger deviation stands for uniform levels
 
 # Two operations of (name, probability, level) a line.
 _ORIGINAL = """
-Posterize 0.4 8     Rotate 0.6 9
-Solarize 0.6 5      AutoContrast 0.6 5
-Equalize 0.8 8      Equalize 0.6 3
-Posterize 0.6 7     Posterize 0.6 6
-Equalize 0.4 7      Solarize 0.2 4
-Equalize 0.4 4      Rotate 0.8 8
-Solarize 0.6 3      Equalize 0.6 7
-Posterize 0.8 5     Equalize 1.0 2
-Rotate 0.2 3        Solarize 0.6 8
-Equalize 0.6 8      Posterize 0.4 6
-Rotate 0.8 8        Color 0.4 0
-Rotate 0.4 9        Equalize 0.6 2
-Equalize 0.0 7      Equalize 0.8 8
-Invert 0.6 4        Equalize 1.0 8
-Color 0.6 4         Contrast 1.0 8
-Rotate 0.8 8        Color 1.0 2
-Color 0.8 8         Solarize 0.8 7
-Sharpness 0.4 7     Invert 0.6 8
-ShearX 0.6 5        Equalize 1.0 9
-Color 0.4 0         Equalize 0.6 3
-Equalize 0.4 7      Solarize 0.2 4
-Solarize 0.6 5      AutoContrast 0.6 5
-Invert 0.6 4        Equalize 1.0 8
-Color 0.6 4         Contrast 1.0 8
-Equalize 0.8 8      Equalize 0.6 3
+PosterizeOriginal 0.4 8     Rotate 0.6 9
+Solarize 0.6 5              AutoContrast 0.6 5
+Equalize 0.8 8              Equalize 0.6 3
+PosterizeOriginal 0.6 7     PosterizeOriginal 0.6 6
+Equalize 0.4 7              Solarize 0.2 4
+Equalize 0.4 4              Rotate 0.8 8
+Solarize 0.6 3              Equalize 0.6 7
+PosterizeOriginal 0.8 5     Equalize 1.0 2
+Rotate 0.2 3                Solarize 0.6 8
+Equalize 0.6 8              PosterizeOriginal 0.4 6
+Rotate 0.8 8                Color 0.4 0
+Rotate 0.4 9                Equalize 0.6 2
+Equalize 0.0 7              Equalize 0.8 8
+Invert 0.6 4                Equalize 1.0 8
+Color 0.6 4                 Contrast 1.0 8
+Rotate 0.8 8                Color 1.0 2
+Color 0.8 8                 Solarize 0.8 7
+Sharpness 0.4 7             Invert 0.6 8
+ShearX 0.6 5                Equalize 1.0 9
+Color 0.4 0                 Equalize 0.6 3
+Equalize 0.4 7              Solarize 0.2 4
+Solarize 0.6 5              AutoContrast 0.6 5
+Invert 0.6 4                Equalize 1.0 8
+Color 0.6 4                 Contrast 1.0 8
+Equalize 0.8 8              Equalize 0.6 3
 """
 
 
 @dataclass(frozen=True)
 class RandAugment:
     """`operations` of all, drawn with replacement, each applied with `probability` at a level around `magnitude` with
-    standard deviation `deviation` (from 100 on: anywhere below `magnitude`)."""
+    standard deviation `deviation` (above 100: anywhere below `magnitude`)."""
 
     magnitude: float = 10.0
     operations: int = 2
@@ -73,7 +73,7 @@ class RandAugment:
 
     def _level(self, draws: Draws) -> float:
         level = self.magnitude
-        if self.deviation >= _UNIFORM:
+        if self.deviation > _UNIFORM:
             level = draws.uniform(0, self.magnitude)
         elif self.deviation:
             level += self.deviation * draws.normal()

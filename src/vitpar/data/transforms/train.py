@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -26,8 +28,8 @@ class TrainTransform:
     size: height and width of the result. scale: range of the crop's share of the image's area. ratio: range of the
     crop's width over height. flip: probability of a horizontal flip. policy: of operations (`parse_policy`).
     color_jitter: how far brightness, contrast and saturation may go from 1. erase: probability that a box of a fiftieth
-    to a third of the image becomes noise. fill: colour of what operations move in from outside. Raises RecipeError when
-    a setting is out of its range.
+    to a third of the image becomes noise. mean, std: of every channel, as in `Normalize`: those of the noise, and the
+    mean is the colour of what operations move in from outside. Raises RecipeError when a setting is out of its range.
     """
 
     size: int
@@ -38,7 +40,8 @@ class TrainTransform:
     policy: Policy | None = None
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
     erase: float = 0.0
-    fill: tuple[int, int, int] = (128, 128, 128)
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
         check_size(self.size, self.interpolation)
@@ -60,7 +63,7 @@ class TrainTransform:
         pixels = pixels.flip(-1) if draws.uniform() < self.flip else pixels
         if self.policy or any(self.color_jitter):
             drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-            drawn = self.policy(drawn, draws, self.fill) if self.policy else drawn
+            drawn = self.policy(drawn, draws, self._fill()) if self.policy else drawn
             pixels = torch.from_numpy(np.array(self._jittered(drawn, draws))).permute(2, 0, 1)
         if draws.uniform() < self.erase:
             pixels = self._erased(pixels, draws)
@@ -78,6 +81,10 @@ class TrainTransform:
         w = min(width, max(1, round(height * self.ratio[1])))
         return (height - h) // 2, (width - w) // 2, h, w
 
+    def _fill(self) -> tuple[int, int, int]:
+        red, green, blue = (min(255, max(0, round(255 * mean))) for mean in self.mean)
+        return red, green, blue
+
     def _jittered(self, image: Image.Image, draws: Draws) -> Image.Image:
         """Brightness, contrast and saturation, in a random order."""
         kinds = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
@@ -88,7 +95,10 @@ class TrainTransform:
         return image
 
     def _erased(self, pixels: Tensor, draws: Draws) -> Tensor:
-        """With a box of noise, the first of ten that fits."""
+        """With a box of noise, the first of ten that fits.
+
+        Noise is standard normal once it is normalised, but for rounding to grey levels and clipping to colours.
+        """
         for _ in range(10):
             area = self.size**2 * draws.uniform(*_ERASED)
             ratio = math.exp(draws.uniform(math.log(_ERASED_RATIO), -math.log(_ERASED_RATIO)))
@@ -96,6 +106,16 @@ class TrainTransform:
             if 0 < h < self.size and 0 < w < self.size:
                 top, left = draws.below(self.size - h + 1), draws.below(self.size - w + 1)
                 pixels = pixels.clone()
-                pixels[:, top : top + h, left : left + w] = torch.from_numpy(draws.bytes(3 * h * w)).view(3, h, w)
+                levels, quantiles = _noise_levels(self.mean, self.std), draws.bytes(3 * h * w).reshape(3, h, w)
+                noise = np.stack([channel.take(drawn) for channel, drawn in zip(levels, quantiles, strict=True)])
+                pixels[:, top : top + h, left : left + w] = torch.from_numpy(noise)
                 break
         return pixels
+
+
+@cache
+def _noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
+    """Grey levels that are normal with `mean` and `std` where bytes are uniform: uint8 [channels, 256]."""
+    channels = [NormalDist(255 * m, 255 * s) for m, s in zip(mean, std, strict=True)]
+    levels = [[channel.inv_cdf((byte + 0.5) / 256) for byte in range(256)] for channel in channels]
+    return np.array(levels).round().clip(0, 255).astype(np.uint8)

@@ -1,0 +1,127 @@
+"""Operations and policies of RandAugment, AutoAugment and 3-Augment, compared with timm's own code."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from helpers.distributions import assert_same_distribution
+from helpers.oracles import timm
+from vitpar.data import parse_policy
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms import policies
+from vitpar.data.transforms.operations import OPERATIONS, Setting
+
+timms = timm.data.auto_augment
+FILL = (124, 116, 104)
+BILINEAR = Image.Resampling.BILINEAR
+HPARAMS = {"img_mean": FILL, "interpolation": BILINEAR, "translate_pct": 0.45}
+PHOTOGRAPH = Image.fromarray(np.ascontiguousarray(load_sample_images().images[0][100:148, 200:262]))
+INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
+RANDOM = ("GaussianBlur",)  # its radius is drawn
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The random numbers of timm."""
+    state, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    yield
+    random.setstate(state)
+    np.random.set_state(of_numpy)
+
+
+def timms_name(name: str, increasing: bool = False) -> str:
+    renamed = {"TranslateX": "TranslateXRel", "TranslateY": "TranslateYRel", "Grayscale": "Desaturate"}
+    return renamed.get(name, f"{name}Increasing" if increasing and name in INCREASING else name)
+
+
+def by_timm(name: str, level: float, increasing: bool, negative: bool, patch: pytest.MonkeyPatch) -> NDArray[np.uint8]:
+    """What timm makes of the photograph, with the sign that is asked for where it draws one."""
+    patch.setattr(timms.random, "random", lambda: 0.9 if negative else 0.1)
+    if "Posterize" in name and timms.LEVEL_TO_ARG[timms_name(name, increasing)](level, HPARAMS) == (0,):
+        return np.zeros_like(np.asarray(PHOTOGRAPH))  # no bit is kept: Pillow 13 no longer does that for timm
+    operation = timms.AugmentOp(timms_name(name, increasing), prob=1.0, magnitude=level, hparams=HPARAMS)
+    return np.asarray(operation(PHOTOGRAPH))
+
+
+@pytest.mark.parametrize("increasing", [False, True], ids=["plain", "inc1"])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in RANDOM])
+def test_operations_are_timms(name: str, increasing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixel for pixel at every level, with both signs."""
+    levels = [10.0] if name == "Grayscale" else [*range(11), 0.3, 2.5, 4.49, 7.77, 9.99]
+    for level in levels:
+        seen = set()
+        expected = [by_timm(name, level, increasing, negative, monkeypatch) for negative in (False, True)]
+        for key in range(8):
+            found = np.asarray(OPERATIONS[name](PHOTOGRAPH, level, Setting(Draws(key), FILL, increasing)))
+            same = [np.array_equal(found, other) for other in expected]
+            assert any(same), f"level {level}"
+            seen.add(same.index(True))
+        assert np.array_equal(*expected) or seen == {0, 1}, "only one sign is ever drawn"
+
+
+def test_blur_has_timms_radii(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the radii that Pillow is given."""
+    radii: dict[str, list[float]] = {"ours": [], "timm's": []}
+    for side, many in radii.items():
+        monkeypatch.setattr(timms.ImageFilter, "GaussianBlur", lambda radius, many=many: many.append(radius))
+        monkeypatch.setattr(Image.Image, "filter", lambda image, _: image)
+        operation = timms.AugmentOp("GaussianBlurRand", prob=1.0, magnitude=10, hparams=HPARAMS)
+        for key in range(3000):
+            if side == "ours":
+                OPERATIONS["GaussianBlur"](PHOTOGRAPH, 0, Setting(Draws(key), FILL))
+            else:
+                operation(PHOTOGRAPH)
+    assert_same_distribution(radii["ours"], radii["timm's"])
+
+
+@pytest.mark.parametrize("name", ["original", "3a"])
+def test_tables_are_timms(name: str) -> None:
+    renamed = {"GaussianBlur": "GaussianBlurRand"}
+    policy = parse_policy(name)
+    assert isinstance(policy, policies.OneOf) and not policy.increasing
+    ours = [[(renamed.get(op, timms_name(op)), p) for op, p, _ in line] for line in policy.lines]
+    theirs = [[(op.name, op.prob) for op in line] for line in timms.auto_augment_policy(name, HPARAMS)]
+    assert sorted(ours) == sorted(theirs)
+    if name == "original":  # the levels of the others are not used, or are timm's highest
+        levels = [[level for _, _, level in line] for line in policy.lines]
+        assert levels == [[op.magnitude for op in line] for line in timms.auto_augment_policy(name, HPARAMS)]
+    else:
+        assert next(line for line in policy.lines if line[0][0] == "Solarize")[0][2] == 5
+
+
+@pytest.mark.parametrize(
+    "text", ["rand", "rand-m9-n3-mstd0.5", "rand-m9-mstd0.5-inc1", "rand-m8-p0.3-mstd101", "rand-m5-p1"]
+)
+def test_randaugment_draws_as_timms_does(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often each operation is applied, and at which levels."""
+    increasing, images = "inc1" in text, 10_000
+    ours: list[tuple[str, float]] = []
+    for name in OPERATIONS:
+        record = lambda image, level, setting, name=name: ours.append((name, level)) or image  # noqa: E731
+        monkeypatch.setitem(OPERATIONS, name, record)
+    policy = parse_policy(text)
+    for key in range(images):
+        policy(PHOTOGRAPH, Draws(key), FILL)
+    theirs: list[tuple[str, float]] = []
+    transform = timms.rand_augment_transform(text, {**HPARAMS})
+    for operation in transform.ops:
+        operation.level_fn = lambda level, _, name=operation.name: theirs.append((name, level)) or ()
+        operation.aug_fn = lambda image, **_: image
+    for _ in range(images):
+        transform(PHOTOGRAPH)
+    found = Counter(timms_name(name, increasing) for name, _ in ours)
+    expected = Counter(name for name, _ in theirs)
+    assert set(found) == set(expected) and len(found) == 15
+    assert abs(len(ours) - len(theirs)) < 0.05 * len(theirs)
+    assert all(abs(found[name] - expected[name]) < 5 * (2 * expected[name]) ** 0.5 for name in expected)
+    levels, expected_levels = ([level for _, level in side] for side in (ours, theirs))
+    assert_same_distribution(levels, expected_levels, "levels")
+    assert np.std(levels) == pytest.approx(np.std(expected_levels), rel=0.05, abs=1e-9)  # a finer look at the spread

@@ -1,0 +1,212 @@
+"""Crops, resizing, erasing, colour jitter and normalisation, compared with timm's and torchvision's own code."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from helpers.distributions import assert_same_distribution
+from helpers.oracles import timm, torchvision
+from vitpar.data import EvalTransform, Normalize, TrainTransform
+from vitpar.data.randomness import Draws
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+F = torchvision.transforms.functional
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The random numbers of the oracles."""
+    state = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
+    random.seed(0)
+    yield
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+
+
+def noise(height: int, width: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(height * width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+# random-resized crop
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "count"),
+    [
+        ((1000, 1000), {}, 20_000),
+        ((600, 900), {"scale": (0.3, 0.5), "ratio": (0.5, 4.0)}, 20_000),
+        ((2000, 300), {}, 4000),  # few boxes fit, and some of the time none
+    ],
+)
+def test_crops_have_the_distribution_of_torchvisions(
+    shape: tuple[int, int], settings: dict[str, Any], count: int
+) -> None:
+    transform = TrainTransform(32, **settings)
+    crop = torchvision.transforms.RandomResizedCrop(32, **settings)
+    image = torch.empty(3, *shape)
+    ours = np.array([transform._crop(*shape, Draws(key)) for key in range(count)])
+    theirs = np.array([crop.get_params(image, crop.scale, crop.ratio) for _ in range(count)])
+    for boxes in (ours, theirs):
+        assert boxes.min() >= 0 and (boxes[:, :2] + boxes[:, 2:] <= shape).all()
+    found = [
+        {
+            "aspect ratio": np.log(boxes[:, 3] / boxes[:, 2]),
+            "area": boxes[:, 2] * boxes[:, 3],
+            "place from top": boxes[:, 0] / np.maximum(1, shape[0] - boxes[:, 2]),
+            "place from left": boxes[:, 1] / np.maximum(1, shape[1] - boxes[:, 3]),
+        }
+        for boxes in (ours, theirs)
+    ]
+    for name in found[0]:
+        assert_same_distribution(found[0][name], found[1][name], name)
+
+
+@pytest.mark.parametrize("shape", [(20, 300), (300, 20), (1, 90), (90, 1), (37, 100), (100, 37), (40, 50)])
+def test_where_no_crop_fits_it_is_torchvisions(shape: tuple[int, int]) -> None:
+    """Nearly the whole image, of a shape that it does not have: none of ten boxes fits."""
+    ratio = (3 / 4, 4 / 3) if shape != (40, 50) else (0.5, 2.0)
+    scale = (0.95, 1.0) if shape != (40, 50) else (1.0, 1.0)
+    expected = torchvision.transforms.RandomResizedCrop.get_params(torch.empty(3, *shape), list(scale), list(ratio))
+    transform = TrainTransform(8, scale=scale, ratio=ratio)
+    assert transform._crop(*shape, Draws(7)) == tuple(expected)
+
+
+# evaluation
+
+
+def evaluated_by_timm(image: NDArray[np.uint8], size: int, crop_pct: float, interpolation: str) -> NDArray[np.int64]:
+    transform = timm.data.transforms_factory.transforms_imagenet_eval(
+        size, crop_pct=crop_pct, interpolation=interpolation, normalize=False
+    )
+    return transform(Image.fromarray(image)).numpy().astype(np.int64)
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        *(((8, 8), 8), ((32, 32), 32), ((224, 224), 224), ((375, 500), 224), ((500, 333), 224), ((61, 100), 32)),
+        *(((33, 32), 32), ((32, 33), 32), ((10, 13), 28), ((1, 1), 8), ((299, 401), 97)),
+    ],
+)
+def test_evaluated_images_are_timms(shape: tuple[int, int], size: int, crop_pct: float, interpolation: Any) -> None:
+    """Noise shows a crop that is one pixel off everywhere."""
+    image = noise(*shape)
+    expected = evaluated_by_timm(image, size, crop_pct, interpolation)
+    found = EvalTransform(size, crop_pct, interpolation)(image).numpy()
+    assert found.shape == expected.shape == (3, size, size)
+    difference = np.abs(found - expected)
+    assert difference.max() <= 2 and (difference > 1).mean() < 0.001
+    if shape == (size, size) and crop_pct == 1.0:
+        assert np.array_equal(found, image.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(("size", "crop_pct"), [(224, 0.875), (384, 1.0), (64, 0.95)])
+def test_evaluated_photographs_are_timms(size: int, crop_pct: float) -> None:
+    for photograph in load_sample_images().images:
+        for image in (photograph, photograph[:, :300].copy()):
+            expected = evaluated_by_timm(image, size, crop_pct, "bicubic")
+            difference = np.abs(EvalTransform(size, crop_pct)(image.copy()).numpy() - expected)
+            assert difference.max() <= 2 and (difference > 0).mean() < 0.02 and (difference > 1).mean() < 1e-4
+
+
+def test_normalisation_is_torchvisions() -> None:
+    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    expected = torchvision.transforms.Normalize(MEAN, STD)(F.convert_image_dtype(images, torch.float32))
+    torch.testing.assert_close(Normalize(MEAN, STD)(images), expected, atol=2e-6, rtol=0)
+
+
+# random erasing
+
+
+def erased(pixels: torch.Tensor, untouched: float) -> tuple[int, int, int, int, NDArray[Any]] | None:
+    """Top, left, height, width and values of what is not `untouched`, or None."""
+    changed = (pixels != untouched).any(0)
+    if not changed.any():
+        return None
+    (top, bottom), (left, right) = ((x.min().item(), x.max().item() + 1) for x in changed.nonzero().T)
+    return top, left, bottom - top, right - left, pixels[:, top:bottom, left:right].numpy()
+
+
+def test_random_erasing_has_timms_distribution() -> None:
+    """Which box, how often, and what it holds once it is normalised: timm draws it then, vitpar before."""
+    size, draws = 48, 6000
+    transform = TrainTransform(size, scale=(1, 1), ratio=(1, 1), flip=0, erase=0.5, mean=MEAN, std=STD)
+    image = np.full((size, size, 3), 1, np.uint8)
+    ours = [erased(transform(image, Draws(key)), 1) for key in range(draws)]
+    erasing = timm.data.random_erasing.RandomErasing(0.5, mode="pixel", device="cpu")
+    theirs = [erased(erasing(torch.zeros(3, size, size)), 0) for _ in range(draws)]
+    often = [np.mean([box is not None for box in boxes]) for boxes in (ours, theirs)]
+    assert abs(often[0] - 0.5) < 0.03 and abs(often[1] - 0.5) < 0.03
+    boxes = [np.array([box[:4] for box in side if box is not None]) for side in (ours, theirs)]
+    kinds = {
+        "height": lambda box: box[:, 2],
+        "width": lambda box: box[:, 3],
+        "place from top": lambda box: box[:, 0] / (size - box[:, 2]),
+        "place from left": lambda box: box[:, 1] / (size - box[:, 3]),
+    }
+    for name, kind in kinds.items():
+        assert_same_distribution(kind(boxes[0]), kind(boxes[1]), name)
+    values = [np.concatenate([box[4].reshape(3, -1) for box in side[:150] if box], axis=1) for side in (ours, theirs)]
+    for channel in range(3):
+        mean, std = 255 * MEAN[channel], 255 * STD[channel]
+        levels = (mean + std * values[1][channel]).round().clip(0, 255)
+        assert_same_distribution(values[0][channel][:10_000], levels[:10_000], f"noise of channel {channel}")
+        correlation = np.corrcoef(values[0][channel][:-1], values[0][channel][1:])[0, 1]
+        assert abs(correlation) < 0.03, "neighbouring values follow from each other"
+
+
+# colour jitter
+
+
+class Recorded(Draws):
+    """Draws that keep the bounds and the number of every draw."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__(key)
+        self.made: list[tuple[float, float, float]] = []
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        number = super().uniform(low, high)
+        self.made.append((low, high, number))
+        return number
+
+
+@pytest.mark.parametrize("amounts", [(0.4, 0.4, 0.4), (0.3, 0.0, 0.8), (1.5, 0.2, 0.1)])
+def test_colour_jitter_is_torchvisions(amounts: tuple[float, float, float]) -> None:
+    """Its operations in the drawn order by the drawn factors, in torchvision's ranges; every order is as likely."""
+    image = Image.fromarray(np.ascontiguousarray(load_sample_images().images[1][::8, ::8]))
+    jitter = torchvision.transforms.ColorJitter(*amounts)
+    kinds = [
+        (adjust, bounds)
+        for adjust, bounds in (
+            (F.adjust_brightness, jitter.brightness),
+            (F.adjust_contrast, jitter.contrast),
+            (F.adjust_saturation, jitter.saturation),
+        )
+        if bounds is not None
+    ]
+    transform = TrainTransform(8, color_jitter=amounts)
+    orders: dict[tuple[str, ...], int] = {}
+    for key in range(300):
+        draws = Recorded(key)
+        found = transform._jittered(image, draws)
+        left, expected, order = list(kinds), image, []
+        for (_, _, which), (low, high, factor) in zip(draws.made[::2], draws.made[1::2], strict=True):
+            adjust, bounds = left.pop(int(which * len(left)))
+            assert (low, high) == pytest.approx(bounds)
+            expected = adjust(expected, factor)
+            order.append(adjust.__name__)
+        assert not left and np.array_equal(np.asarray(found), np.asarray(expected))
+        orders[tuple(order)] = orders.get(tuple(order), 0) + 1
+    assert len(orders) == {3: 6, 2: 2}[len(kinds)]
+    assert min(orders.values()) > 0.5 * 300 / len(orders)

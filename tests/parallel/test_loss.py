@@ -1,0 +1,72 @@
+"""The loss of hard, smoothed and mixed labels, and its gradients, compared with timm's and torch's own losses."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.oracles import timm
+from vitpar import ParallelModel, model_config, parallelize, parse, validate
+from vitpar.models import IGNORED
+
+BATCH, CLASSES = 8, 5
+MIXED = (  # a label, the partner's, what is left of the first; None for an image that is left out
+    (0, 3, 0.8),
+    (4, 1, 0.25),
+    None,
+    (2, 2, 0.6),
+    (1, 0, 1.0),
+    (3, 4, 0.0),
+    None,
+    (0, 1, 0.5),
+)
+
+
+def model_of(smoothing: float) -> ParallelModel:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2, "num_classes": CLASSES}
+    config = model_config("vit_custom", **sizes)
+    plan = validate(parse("dp1"), config, BATCH)
+    cpu = torch.device("cpu")
+    return parallelize(config, plan, batch_size=BATCH, device=cpu, precision_name="fp64", label_smoothing=smoothing)
+
+
+def logits(*, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(BATCH, CLASSES, generator=generator, dtype=torch.float64)).requires_grad_()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
+def test_mixed_labels_are_timms_soft_targets(smoothing: float, scale: float, alone: None) -> None:
+    """Values and gradients of the sum over the images that count, divided by the whole batch."""
+    labels = torch.tensor([(IGNORED, IGNORED, 0.7) if row is None else row for row in MIXED], dtype=torch.float64)
+    model, found, expected = model_of(smoothing), logits(), logits()
+    model.loss_scale = scale
+    loss = model.loss(found, labels)
+    loss.backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for number, row in enumerate(MIXED):
+        if row is None:
+            continue
+        first, other, weight = row  # timm mixes a batch with itself reversed: a pair of labels is one
+        targets = timm.data.mixup.mixup_target(torch.tensor([first, other]), CLASSES, lam=weight, smoothing=smoothing)
+        total = total + timm.loss.SoftTargetCrossEntropy()(expected[number : number + 1], targets[:1].double())
+    (scale * total / BATCH).backward()
+    torch.testing.assert_close(loss, scale * total / BATCH, atol=1e-6 * scale, rtol=1e-6)
+    assert found.grad is not None and expected.grad is not None
+    torch.testing.assert_close(found.grad, expected.grad, atol=1e-7 * scale, rtol=1e-6)
+    gone = [row is None for row in MIXED]
+    assert not found.grad[gone].any() and found.grad[[not x for x in gone]].any(1).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_hard_labels_are_timms_smoothed_cross_entropy(smoothing: float, alone: None) -> None:
+    labels = torch.tensor([0, 3, IGNORED, 2, 2, IGNORED, 4, 1])
+    found, expected = logits(seed=1), logits(seed=1)
+    loss = model_of(smoothing).loss(found, labels)
+    loss.backward()
+    here = labels != IGNORED
+    count = int(here.sum())
+    other = timm.loss.LabelSmoothingCrossEntropy(smoothing)(expected[here], labels[here]) * count / BATCH
+    other.backward()
+    torch.testing.assert_close(loss, other, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(found.grad, expected.grad, atol=1e-12, rtol=1e-12)

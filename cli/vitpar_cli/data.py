@@ -20,7 +20,7 @@ from vitpar.launch.cores import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
 from vitpar.strategy.words import count
 from vitpar_cli.outputs import refuse_unwritable
-from vitpar_cli.recipe_options import Assignments, RecipeFile, merged_recipe
+from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
 
 if TYPE_CHECKING:
     from vitpar.train.recipe import Recipe
@@ -63,8 +63,9 @@ def pack_command(
         str,
         typer.Argument(
             metavar="SRC",
-            help="A folder with train/CLASS/ and val/CLASS/, or with CLASS/ alone; a folder with train.zip, val.zip, "
-            "train_map.txt and val_map.txt, with TFRecords, or with Hugging Face's Parquet files; an archive of "
+            help="A folder with train/CLASS/ and val/CLASS/, or with CLASS/ alone; a folder with ImageNet's archives "
+            "(ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit), with train.zip, val.zip, train_map.txt "
+            "and val_map.txt, with TFRecords, or with Hugging Face's Parquet files; an archive of "
             "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`.",
         ),
     ],
@@ -186,7 +187,7 @@ def verify_command(
 def _lines(path: Path) -> list[str]:
     try:
         return [line.strip() for line in read_text(path, MAX_JSON_BYTES).splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read the classes in '{path}': {error}") from None
 
 
@@ -211,8 +212,7 @@ def info_command(
     refuse_unwritable(preview)
     found = survey(folder)
     if preview is not None:
-        steps = 1 if recipe is None else None  # which a recipe has to say, and nothing here depends on
-        _draw(folder, preview, merged_recipe(recipe, folder, assignments, train__steps=steps))
+        _draw(folder, preview, training_recipe(recipe, folder, assignments)[0])
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -243,7 +243,8 @@ def _print_survey(found: dict[str, Any]) -> None:
     console.print("smallest, (quartiles) and largest, of images spread over each split", style="dim")
     first = next(iter(splits.values()))["per_class"]
     classes = Table("label", "class", *splits, "")
-    for label, name in enumerate(found["classes"][:CLASSES_SHOWN]):
+    names = found["class_names"] or found["classes"]
+    for label, name in enumerate(names[:CLASSES_SHOWN]):
         bar = "█" * round(BAR * first[label] / max(1, *first))
         samples = (f"{split['per_class'][label]:,}" for split in splits.values())
         classes.add_row(str(label), _name(name), *samples, bar)
@@ -252,7 +253,7 @@ def _print_survey(found: dict[str, Any]) -> None:
     if hidden > 0:
         low, high = (pick(range(len(first)), key=first.__getitem__) for pick in (min, max))
         console.print(f"and {hidden:,} more classes; --json lists them all", markup=False)
-        words = (f"{_name(found['classes'][label])} ({first[label]:,})" for label in (low, high))
+        words = (f"{_name(names[label])} ({first[label]:,})" for label in (low, high))
         console.print("samples of a class: from {} to {}".format(*words))
 
 

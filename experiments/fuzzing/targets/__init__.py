@@ -16,6 +16,7 @@ TARGETS = {
     "parquet": "fuzzing.targets.sources:Parquet",
     "zip": "fuzzing.targets.sources:ZipsAndLists",
     "cifar": "fuzzing.targets.cifar:Cifar",
+    "imagenet": "fuzzing.targets.imagenet:ImageNet",
     "image": "fuzzing.targets.image:Images",
     "stream": "fuzzing.targets.stream:LocalStream",
     "http": "fuzzing.targets.stream:HttpStream",

@@ -16,10 +16,10 @@ HEADERS = 200  # images of a split whose size is looked at
 def survey(folder: str | Path) -> dict[str, Any]:
     """Counts and sizes of the data set in `folder`, ready for JSON.
 
-    {"folder", "classes": [names], "splits": {name: {"samples", "shards", "bytes", "per_class": [counts],
-    "fingerprint", "width": [5 numbers], "height": [5], "image_bytes": [5]}}}; the smallest, the quartiles and the
-    largest, in pixels and bytes, of at most HEADERS images spread evenly over the split. Raises DataError as
-    `ShardSet.open` does, and for a damaged image header.
+    {"folder", "classes": [names], "class_names": [names] or None, "splits": {name: {"samples", "shards", "bytes",
+    "per_class": [counts], "fingerprint", "width": [5 numbers], "height": [5], "image_bytes": [5]}}}; the smallest, the
+    quartiles and the largest, in pixels and bytes, of at most HEADERS images spread evenly over the split. Raises
+    DataError as `ShardSet.open` does, and for a damaged image header.
     """
     manifest = read_manifest(folder)
     splits = {}
@@ -36,7 +36,12 @@ def survey(folder: str | Path) -> dict[str, Any]:
             "fingerprint": shards.fingerprint,
             **dict(zip(("width", "height", "image_bytes"), spread, strict=True)),
         }
-    return {"folder": str(folder), "classes": manifest.classes, "splits": splits}
+    return {
+        "folder": str(folder),
+        "classes": manifest.classes,
+        "class_names": manifest.class_names,
+        "splits": splits,
+    }
 
 
 def _size(shards: ShardSet, i: int) -> tuple[int, int, int]:

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from vitpar.data.shards.manifest import MANIFEST, Manifest, ShardEntry, write_manifest, write_split
 from vitpar.data.shards.scan import Labels, Scan, scan
+from vitpar.data.sources.source import check_number_of_classes
 from vitpar.data.split_names import split_of
 from vitpar.errors import DataError, shown
 from vitpar.files import read_json
@@ -47,7 +49,9 @@ def index(
                 if progress:
                     progress(split, done, len(paths))
             found[split] = scans
-    names = _classes([one for scans in found.values() for one in scans], classes, _known_classes(folder))
+    known = _known(folder, "classes")
+    names = _classes([one for scans in found.values() for one in scans], classes, known)
+    check_number_of_classes(names)
     tables = {
         split: [_numbered(one, names, path) for one, path in zip(scans, files[split], strict=True)]
         for split, scans in found.items()
@@ -60,7 +64,8 @@ def index(
                 for path, table in zip(files[split], rows, strict=True)
             ]
             entries[split] = write_split(folder, split, shards, rows, len(names))
-        manifest = Manifest(classes=names, labels=str(labels), splits=entries)
+        class_names = _known(folder, "class_names") if names == known else None
+        manifest = Manifest(classes=names, class_names=class_names, labels=str(labels), splits=entries)
         write_manifest(folder, manifest)
     except OSError as error:
         raise DataError(
@@ -94,10 +99,10 @@ def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Pat
     return found
 
 
-def _known_classes(folder: Path) -> list[str] | None:
+def _known(folder: Path, key: Literal["classes", "class_names"]) -> list[str] | None:
     """Those of a data set that is there already, of whatever version."""
     try:
-        names = read_json(folder / MANIFEST)["classes"]
+        names = read_json(folder / MANIFEST)[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
@@ -107,7 +112,7 @@ def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence
     named = [one.classes for one in scans if one.classes is not None]
     found = sorted({name for names in named for name in names})
     if given is None and found:
-        return _few(found)
+        return found
     most = max((int(one.rows["label"].max()) for one in scans if len(one.rows)), default=-1) + 1
     if given is None and known is not None and most <= len(known):
         return list(known)
@@ -120,13 +125,7 @@ def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence
         raise DataError(f"class '{shown(unknown)}' of the shards is not among the {len(given)} that are named")
     if not found and most > len(given):
         raise DataError(f"label {most - 1} of the shards is beyond the {len(given)} classes that are named")
-    return _few(list(given))
-
-
-def _few(classes: list[str]) -> list[str]:
-    if len(classes) > MAX_CLASSES:
-        raise DataError(f"there are {len(classes):,} classes: a data set can have {MAX_CLASSES:,}")
-    return classes
+    return list(given)
 
 
 def _numbered(scanned: Scan, classes: Sequence[str], path: Path) -> np.ndarray:

@@ -14,10 +14,10 @@ import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from vitpar.errors import DataError, shown
 from vitpar.files import open_regular, read_bytes, stat_regular
@@ -57,12 +57,16 @@ class SplitEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What `dataset.json` holds. labels: where the shards hold them, as `vitpar data index --label` takes it; None in
-    one of an older version."""
+    """What `dataset.json` holds.
+
+    class_names: what people call the classes, in their order, where that is something else. labels: where the shards
+    hold them, as `vitpar data index --label` takes it; None in one of an older version.
+    """
 
     model_config = ConfigDict(extra="forbid")
     vitpar_dataset: Literal[2] = 2
     classes: list[str] = Field(max_length=MAX_CLASSES)
+    class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES)
     labels: str | None = None
     splits: dict[str, SplitEntry]
 
@@ -73,6 +77,12 @@ class Manifest(BaseModel):
             if not name or PurePosixPath(name).name != name:
                 raise ValueError(f"the split '{shown(name)}' is no file name")
         return splits
+
+    @model_validator(mode="after")
+    def _every_class_has_a_name(self) -> Self:
+        if self.class_names is not None and len(self.class_names) != len(self.classes):
+            raise ValueError(f"{len(self.classes):,} classes have {len(self.class_names):,} names")
+        return self
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -99,7 +109,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `dataset.json`, which is to be done last: whole or not at all."""
     partial = folder / f".{MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(manifest.model_dump(exclude_none=True), indent=1) + "\n", encoding="utf-8")
     partial.replace(folder / MANIFEST)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,14 +29,11 @@ from vitpar.data.shards.manifest import (
     write_split,
 )
 from vitpar.data.shards.scan import scan
-from vitpar.data.sources import Source, SourceSplit, open_source
+from vitpar.data.sources import Progress, Source, SourceSplit, open_source
 from vitpar.errors import DataError, shown
 from vitpar.files import read_json
 
 SHARD_SAMPLES = 5000  # half a gigabyte of ImageNet
-
-Progress = Callable[[str, int, int], None]
-"""Called as (split, samples packed, samples in all), by one thread at a time."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def pack(
     val_fraction: part of every class that becomes `val` when the source has no such split (0.2 if None).
     shard_samples: images in a shard, the last of a split may have fewer. reencode: makes large images smaller on the
     way. seed: of the carved split and of the shuffle that mixes the classes over the training shards. overwrite:
-    replace a data set that is there. workers: shards written at a time.
+    replace a data set that is there. workers: shards written at a time. progress: called as samples are packed.
 
     All is written into a hidden folder beside `destination` that takes its name when it is complete. What an
     interrupted run has left there is used by the next one with the same arguments, shard by shard.
@@ -96,7 +93,7 @@ def pack(
     target = Path(destination).resolve()
     _check_destination(target, overwrite)
     try:
-        opened = open_source(source, val_fraction=val_fraction, seed=seed)
+        opened = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
         settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source))]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
@@ -208,7 +205,12 @@ class _Packing:
             if name == "train":
                 order = Order(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
             splits[name] = self._split(name, split.subset(order), workers)
-        manifest = Manifest(classes=list(self.source.classes), labels="cls", splits=splits)
+        manifest = Manifest(
+            classes=list(self.source.classes),
+            class_names=None if self.source.class_names is None else list(self.source.class_names),
+            labels="cls",
+            splits=splits,
+        )
         write_manifest(self.folder, manifest)
         return manifest
 

@@ -3,6 +3,7 @@
 SRC/train/<class>/*.jpg, SRC/val/<class>/*.jpg    a folder for every class of every split
 SRC/<class>/*.jpg                                 the same without splits: a part becomes `val`
 SRC/train.zip, val.zip, train_map.txt, val_map.txt [, classes.txt]    zipped ImageNet, as Swin and Galvatron use it
+SRC/ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz    ImageNet as published
 SRC/train-00000-of-01024, …                       ImageNet as TFRecords, as DALI and TensorFlow use it
 SRC/train-00000-of-00002.parquet, …               Hugging Face's image data sets, perhaps in SRC/data
 cifar-10-python.tar.gz, cifar-100-binary.tar.gz, … or what they unpack to
@@ -16,33 +17,36 @@ from vitpar.data.sources.carve import carve_val
 from vitpar.data.sources.cifar import cifar, cifar_files
 from vitpar.data.sources.digits import DIGITS, digits
 from vitpar.data.sources.folders import class_folders
+from vitpar.data.sources.imagenet import imagenet, is_imagenet
 from vitpar.data.sources.listed import listed
 from vitpar.data.sources.parquet import parquet, parquet_files
-from vitpar.data.sources.source import Source, SourceSplit
+from vitpar.data.sources.source import Progress, Source, SourceSplit
 from vitpar.data.sources.tfrecord import NAME, tfrecords
 from vitpar.data.sources.zipped import zipped
 from vitpar.errors import DataError, shown
 
-__all__ = ["Source", "SourceSplit", "open_source"]
+__all__ = ["Progress", "Source", "SourceSplit", "open_source"]
 
 VAL_FRACTION = 0.2
 _KINDS = (
-    "give a folder of images, one with train.zip, TFRecords or Parquet files, an archive of CIFAR, a CSV list, or "
-    f"`{DIGITS}`"
+    "give a folder of images, one with ImageNet's archives, train.zip, TFRecords or Parquet files, an archive of "
+    f"CIFAR, a CSV list, or `{DIGITS}`"
 )
 
 
-def open_source(location: str | Path, *, val_fraction: float | None = None, seed: int = 0) -> Source:
+def open_source(
+    location: str | Path, *, val_fraction: float | None = None, seed: int = 0, progress: Progress | None = None
+) -> Source:
     """The source at `location`, of one of the kinds above.
 
-    val_fraction: which part of every class becomes `val` when the source has no such split, 0.2 if None. Raises
-    DataError when there is no such source, when it is damaged, or when it has a `val` split and `val_fraction` asks
-    for another.
+    val_fraction: which part of every class becomes `val` when the source has no such split, 0.2 if None. progress: of
+    finding the images, where that takes long. Raises DataError when there is no such source, when it is damaged, or
+    when it has a `val` split and `val_fraction` asks for another.
     """
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val fraction {val_fraction} is out of range: choose a number between 0 and 1, such as 0.2")
     try:
-        source = _source(location)
+        source = _source(location, progress)
     except OSError as error:
         raise DataError(f"cannot read '{shown(error.filename or location)}': {error.strerror}") from None
     if "train" not in source.splits:
@@ -54,7 +58,7 @@ def open_source(location: str | Path, *, val_fraction: float | None = None, seed
     return source
 
 
-def _source(location: str | Path) -> Source:
+def _source(location: str | Path, progress: Progress | None) -> Source:
     path = Path(location)
     if str(location) == DIGITS:
         return digits()
@@ -67,6 +71,8 @@ def _source(location: str | Path) -> Source:
         return cifar(files)
     if not path.is_dir():
         raise DataError(f"no folder or file '{location}' to pack: {_KINDS}")
+    if is_imagenet(path):
+        return imagenet(path, progress)
     if (path / "train.zip").exists() or (path / "train_map.txt").exists():
         return zipped(path)
     if files := cifar_files(path):

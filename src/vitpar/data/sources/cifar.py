@@ -10,24 +10,21 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-import tarfile
-import zlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vitpar.data.shards.tar import content, members
+from vitpar.data.sources.archived import unpacked
 from vitpar.data.sources.source import Source, SourceSplit
 from vitpar.errors import DataError, shown
-from vitpar.files import open_regular, read_bytes
-from vitpar.limits import MAX_QUOTED_CHARS, MAX_RECORD_BYTES
+from vitpar.files import read_bytes
+from vitpar.limits import MAX_RECORD_BYTES
 
 _PIXELS = 3 * 32 * 32
-_CHUNK = 1 << 16
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _WHOLE = (
     {"test_batch", *_BATCHES},
@@ -48,7 +45,7 @@ def cifar_files(path: Path) -> Files | None:
         names = [entry for entry in path.iterdir() if entry.is_file() and entry.name in _NAMED]
         files = {entry.name: partial(_read, entry) for entry in names}
     elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
-        files = {name: partial(bytes, data) for name, data in _unpacked(path).items()}
+        files = {name: partial(bytes, data) for name, data in unpacked(path, _NAMED).items()}
     else:
         return None
     return files if any(names <= set(files) for names in _WHOLE) else None
@@ -59,68 +56,6 @@ def _read(path: Path) -> bytes:
         return read_bytes(path, MAX_RECORD_BYTES)
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
-
-
-def _unpacked(path: Path) -> dict[str, bytes]:
-    """Return the files of an archive that CIFAR has, by name. Raises DataError."""
-    found: dict[str, bytes] = {}
-    try:
-        with open_regular(path) as packed:
-            file = _Unpacked(packed, compressed=not path.name.endswith(".tar"))
-            for member in members(file):
-                name = PurePosixPath(member.name).name
-                if member.isreg() and name in _NAMED:
-                    found[name] = content(file, member)
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"'{path}' is not a whole tar file ({shown(error)}): fetch it again") from None
-    return found
-
-
-class _Unpacked:
-    """The content of a file that may be compressed by gzip, read forwards.
-
-    Raises OSError behind MAX_RECORD_BYTES of it, EOFError where it is cut off and zlib.error where it is damaged. What
-    follows compressed content is not read: Python's gzip would skip zeros behind it one by one.
-    """
-
-    def __init__(self, file: BinaryIO, compressed: bool) -> None:
-        self._file = file
-        self._inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS) if compressed else None
-        self._place = 0
-
-    def read(self, size: int, /) -> bytes:
-        self._refuse(self._place + size)
-        pieces = []
-        while size and (piece := self._piece(size)):
-            pieces.append(piece)
-            size -= len(piece)
-            self._place += len(piece)
-        return b"".join(pieces)
-
-    def seek(self, place: int, /) -> int:
-        self._refuse(place)
-        while self._place < place and self.read(min(place - self._place, _CHUNK)):
-            pass
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def _piece(self, size: int) -> bytes:
-        """Return `size` bytes or fewer, none at the end."""
-        if self._inflate is None:
-            return self._file.read(size)
-        while not self._inflate.eof:
-            packed = self._inflate.unconsumed_tail or self._file.read(_CHUNK)
-            if not packed:
-                raise EOFError("it is cut off")
-            if piece := self._inflate.decompress(packed, size):
-                return piece
-        return b""
-
-    def _refuse(self, place: int) -> None:
-        if place > MAX_RECORD_BYTES:
-            raise OSError(f"it unpacks to more than {MAX_RECORD_BYTES:,} bytes")
 
 
 def cifar(files: Files) -> Source:
@@ -163,7 +98,7 @@ def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
         return files[name]().decode(errors="replace").split()
     try:
         names = _loaded(files, name)[b"fine_label_names" if fine else b"label_names"]
-        if len(names) > 100 or any(len(word) > MAX_QUOTED_CHARS for word in names):
+        if len(names) > 100:
             raise ValueError
         return [word.decode(errors="replace") for word in names]
     except (KeyError, TypeError, ValueError, AttributeError):

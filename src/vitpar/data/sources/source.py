@@ -15,6 +15,9 @@ from vitpar.errors import DataError, shown
 from vitpar.files import open_regular, read_bytes
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES
 
+Progress = Callable[[str, int, int], None]
+"""Called as (what is done, how much of it so far, how much in all), by one thread at a time."""
+
 
 @dataclass(frozen=True)
 class SourceSplit:
@@ -35,16 +38,26 @@ class SourceSplit:
         return SourceSplit(names, self.labels[indices], lambda i: self.read(int(indices[i])), self.block, self.window)
 
 
+def check_number_of_classes(classes: Sequence[str]) -> None:
+    """Raise DataError where there are more classes than a data set can have."""
+    if len(classes) > MAX_CLASSES:
+        raise DataError(f"there are {len(classes):,} classes: a data set can have {MAX_CLASSES:,}")
+
+
 @dataclass(frozen=True)
 class Source:
-    """Images to pack. classes: their names in label order. splits: by name. Raises DataError for too many classes."""
+    """Images to pack.
+
+    classes: what tells classes apart, in label order. splits: by name. class_names: what people call the classes, where
+    that is something else. Raises DataError for too many classes.
+    """
 
     classes: Sequence[str]
     splits: dict[str, SourceSplit]
+    class_names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.classes) > MAX_CLASSES:
-            raise DataError(f"there are {len(self.classes):,} classes: a data set can have {MAX_CLASSES:,}")
+        check_number_of_classes(self.classes)
 
 
 def read_lines(path: Path) -> Iterator[str]:

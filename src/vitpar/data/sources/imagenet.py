@@ -1,0 +1,179 @@
+"""ImageNet as published for ILSVRC2012 (Russakovsky et al. 2015): a tar file with a tar file for every class, a tar
+file of validation images, and the development kit, which says what they show."""
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from vitpar.data.shards.tar import Readable, members
+from vitpar.data.sources.archived import unpacked
+from vitpar.data.sources.matlab import read_table
+from vitpar.data.sources.source import Progress, Source, SourceSplit
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_JSON_BYTES
+
+TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+_TABLE, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
+_SYNSET = re.compile(r"n\d{8}")
+_VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images in an archive. spans: int64 [images, 2], the first byte of each and how many it has."""
+
+    names: list[str]
+    spans: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Kit:
+    """What the development kit says. classes: WordNet's numbers of the synsets that have images, sorted. names: what
+    they are called, in that order. truth: the class of every validation image, as an index into these."""
+
+    classes: Sequence[str]
+    names: Sequence[str]
+    truth: Sequence[int]
+
+
+def is_imagenet(folder: Path) -> bool:
+    """Whether one of the archives lies in `folder`."""
+    return any((folder / name).exists() for name in (TRAIN, VAL, KIT))
+
+
+def imagenet(folder: Path, progress: Progress | None = None) -> Source:
+    """Return the source in `folder`, after reading where the images lie: half a minute for a million.
+
+    Classes are in the order of their WordNet numbers, as torchvision's and timm's models have them. Raises DataError
+    where an archive is missing, damaged or does not fit the others.
+    """
+    missing = [name for name in (TRAIN, VAL, KIT) if not (folder / name).exists()]
+    if missing:
+        raise DataError(f"'{folder}' has no {' and no '.join(missing)}: put ImageNet's three archives into one folder")
+    kit = _kit(folder / KIT)
+    splits = {"train": _train(folder / TRAIN, kit.classes, progress), "val": _val(folder / VAL, kit.truth)}
+    return Source(kit.classes, splits, kit.names)
+
+
+def _kit(path: Path) -> _Kit:
+    files = unpacked(path, (_TABLE, _TRUTH))
+    missing = next((name for name in (_TABLE, _TRUTH) if name not in files), None)
+    if missing is not None:
+        raise DataError(f"'{path}' has no {missing}: fetch it again")
+    try:
+        rows = read_table(files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"), MAX_JSON_BYTES)
+        # The others are groups of synsets, and have no images.
+        known = sorted((row for row in rows if not row["num_children"]), key=lambda row: str(row["WNID"]))
+        classes = [str(row["WNID"]) for row in known]
+        wrong = next((synset for synset in classes if not _SYNSET.fullmatch(synset)), None)
+        if wrong is not None or len(set(classes)) < len(classes) or not 0 < len(classes) <= MAX_CLASSES:
+            raise ValueError("its classes have no WordNet numbers, or have them twice")
+    except ValueError as error:
+        raise DataError(f"{_TABLE} in '{path}' cannot be used ({shown(error)}): fetch it again") from None
+    place = {row["ILSVRC2012_ID"]: label for label, row in enumerate(known)}
+    lines = files[_TRUTH].decode("ascii", errors="replace").split()
+    try:
+        truth = [place[int(line)] for line in lines]
+    except (ValueError, KeyError):
+        raise DataError(f"{_TRUTH} in '{path}' has a line that is no class of {_TABLE}: fetch it again") from None
+    return _Kit(classes, [str(row["words"]) for row in known], truth)
+
+
+def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> SourceSplit:
+    known, found = set(classes), dict[str, _Images]()
+    with _archive(path) as file:
+        for member in members(file):
+            synset = member.name.removeprefix("./").removesuffix(".tar")
+            if synset not in known or synset in found or not member.isreg():
+                raise tarfile.ReadError(f"'{shown(member.name)}' is not the tar file of a class, or is there twice")
+            found[synset] = _images(_Part(file, file.tell(), member.size), file.tell())
+            if progress:
+                progress("reading train", len(found), len(classes))
+    empty = next((synset for synset in classes if synset not in found or not found[synset].names), None)
+    if empty is not None:
+        raise DataError(f"'{path}' has no images of {empty}: fetch it again")
+    images = [found[synset] for synset in classes]
+    names = [name for one in images for name in one.names]
+    labels = np.repeat(np.arange(len(classes)), [len(one.names) for one in images])
+    return _split(path, _Images(names, np.concatenate([one.spans for one in images])), labels)
+
+
+def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
+    with _archive(path) as file:
+        images = _images(file)
+    found = [_VAL_NAME.fullmatch(name) for name in images.names]
+    numbers = [int(name[1]) if name else 0 for name in found]
+    if sorted(numbers) != list(range(1, len(truth) + 1)):
+        raise DataError(
+            f"'{path}' does not have the {len(truth):,} images that the development kit tells of: fetch both again"
+        )
+    return _split(path, images, np.array([truth[number - 1] for number in numbers]))
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[BinaryIO]:
+    """A tar file to read. Raises DataError for what is wrong with it."""
+    try:
+        with open_regular(path) as file:
+            yield file
+    except (OSError, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or shown(error)
+        raise DataError(f"'{path}' is not a whole tar file ({reason}): fetch it again") from None
+
+
+class _Part:
+    """A part of a file as a file of its own. begin: its first byte. size: how many it has."""
+
+    def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
+        self._file, self._begin, self._size, self._place = file, begin, size, 0
+
+    def read(self, size: int, /) -> bytes:
+        self._file.seek(self._begin + self._place)
+        data = self._file.read(max(0, min(size, self._size - self._place)))
+        self._place += len(data)
+        return data
+
+    def seek(self, place: int, /) -> int:
+        self._place = place
+        return place
+
+    def tell(self) -> int:
+        return self._place
+
+
+def _images(file: Readable, begin: int = 0) -> _Images:
+    """The images in a tar file that begins at the byte `begin` of its archive. Raises tarfile.ReadError, OSError."""
+    names, spans = list[str](), list[tuple[int, int]]()
+    for member in members(file):
+        if member.isdir():
+            continue
+        if not member.isreg() or not 0 < member.size <= MAX_IMAGE_BYTES:
+            raise tarfile.ReadError(
+                f"'{shown(member.name)}' is no file, is empty or has over {MAX_IMAGE_BYTES:,} bytes"
+            )
+        names.append(member.name)
+        spans.append((begin + member.offset_data, member.size))
+    return _Images(names, np.array(spans, np.int64).reshape(-1, 2))
+
+
+def _split(path: Path, images: _Images, labels: np.ndarray) -> SourceSplit:
+    def read(i: int) -> bytes:
+        offset, size = images.spans[i].tolist()
+        try:
+            with open_regular(path) as file:
+                data = os.pread(file.fileno(), size, offset)
+        except OSError as error:
+            raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        if len(data) != size:
+            raise DataError(f"'{path}' has shrunk since it was opened: fetch it again")
+        return data
+
+    return SourceSplit([f"{path.name}/{name}" for name in images.names], labels.astype(np.int32), read)

@@ -1,0 +1,139 @@
+"""Reads one table from a MATLAB file of version 5, such as the list of classes in ImageNet's development kit.
+
+A table is an array of structs with one number or one line of text in every field. Nothing else is read, so what is
+nested in other fields is stepped over, however deep it is. The format is MathWorks' "MAT-File Format" (2024).
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+_HEADER = 128
+_COMPRESSED, _MATRIX, _UTF8, _UTF16 = 15, 14, 16, 17
+_NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
+_STRUCT, _CHARACTERS, _FIRST_NUMERIC, _LAST_NUMERIC = 2, 4, 6, 15
+
+Cell = float | str
+"""The content of a field."""
+
+
+class _Element(NamedTuple):
+    kind: int
+    data: memoryview
+
+
+class _Array(NamedTuple):
+    kind: int
+    size: int
+    name: str
+    rest: Iterator[_Element]
+
+
+def read_table(data: bytes, name: str, fields: tuple[str, ...], limit: int) -> list[Mapping[str, Cell]]:
+    """Return the rows of the table `name` in the file `data`, with the given `fields` of each.
+
+    limit: bytes that its variables may unpack to. Raises ValueError for another kind of file, a damaged one, and where
+    the table or a field is missing or is no number and no line of text.
+    """
+    if len(data) < _HEADER or data[124:128] != b"\x00\x01IM":
+        raise ValueError("it is no MATLAB file of version 5")
+    for element in _elements(memoryview(data)[_HEADER:]):
+        kind, body = element
+        if kind == _COMPRESSED:
+            kind, body = _inflated(body, limit)
+        if kind != _MATRIX:
+            continue
+        array = _array(body)
+        if array.name == name and array.kind == _STRUCT:
+            return list(_rows(array, fields))
+    raise ValueError(f"it has no table '{name}'")
+
+
+def _elements(data: memoryview) -> Iterator[_Element]:
+    """Yield what stands in a row in `data`: a type and a length of 4 bytes each, the bytes, and zeros up to a multiple
+    of 8; or a type and a length of 2 bytes each and up to 4 bytes."""
+    place = 0
+    while place < len(data):
+        if place + 8 > len(data):
+            raise ValueError("it ends within an element")
+        kind, size = struct.unpack_from("<II", data, place)
+        if kind >> 16:
+            kind, size, begin, end = kind & 0xFFFF, kind >> 16, place + 4, place + 8
+        else:
+            begin = place + 8
+            end = begin + size + (-size % 8 if kind != _COMPRESSED else 0)
+        if begin + size > min(end, len(data)):
+            raise ValueError("it ends within an element")
+        yield _Element(kind, data[begin : begin + size])
+        place = end
+
+
+def _inflated(data: memoryview, limit: int) -> _Element:
+    inflate = zlib.decompressobj()
+    try:
+        found = inflate.decompress(data, limit + 1)
+    except zlib.error:
+        raise ValueError("what is compressed in it is damaged") from None
+    if len(found) > limit:
+        raise ValueError(f"it unpacks to more than {limit:,} bytes")
+    if not inflate.eof:
+        raise ValueError("what is compressed in it is cut off")
+    return _next(_elements(memoryview(found)))
+
+
+def _array(data: memoryview) -> _Array:
+    """The head of an array, and what follows it."""
+    rest = _elements(data)
+    flags, sizes, name = (_next(rest) for _ in range(3))
+    shape = _numbers(sizes)
+    if not len(flags.data) or len(shape) != 2 or (shape < 0).any():
+        raise ValueError("an array has no class, or not two dimensions")
+    return _Array(flags.data[0], int(shape[0]) * int(shape[1]), bytes(name.data).decode("latin1"), rest)
+
+
+def _rows(table: _Array, fields: tuple[str, ...]) -> Iterator[Mapping[str, Cell]]:
+    width, names = _numbers(_next(table.rest)), bytes(_next(table.rest).data)
+    if len(width) != 1 or not 0 < width[0] <= 64:
+        raise ValueError("the names of its fields have no length")
+    step = int(width[0])
+    known = [names[i : i + step].split(b"\0")[0].decode("latin1") for i in range(0, len(names), step)]
+    missing = next((field for field in fields if known.count(field) != 1), None)
+    if missing is not None:
+        raise ValueError(f"its table has no field '{missing}'")
+    for _ in range(table.size):
+        row = {name: _next(table.rest) for name in known}
+        yield {name: _cell(row[name]) for name in fields}
+
+
+def _cell(element: _Element) -> Cell:
+    if element.kind != _MATRIX:
+        raise ValueError("a field is no array")
+    array = _array(element.data)
+    content = next(array.rest, _Element(_UTF8, memoryview(b"")))
+    if array.kind == _CHARACTERS:
+        if content.kind in _NUMBERS:  # a character each, of Latin-1 or of UTF-16's first plane
+            return "".join(map(chr, _numbers(content).astype(np.uint16).tolist()))
+        if content.kind in (_UTF8, _UTF16):
+            return bytes(content.data).decode("utf-8" if content.kind == _UTF8 else "utf-16-le", errors="replace")
+    if _FIRST_NUMERIC <= array.kind <= _LAST_NUMERIC:
+        numbers = _numbers(content)
+        if len(numbers) == array.size == 1:
+            return float(numbers[0])
+    raise ValueError("a field is no number and no line of text")
+
+
+def _numbers(element: _Element) -> np.ndarray:
+    code = _NUMBERS.get(element.kind)
+    if code is None or len(element.data) % np.dtype(code).itemsize:
+        raise ValueError("what should be numbers is not")
+    return np.frombuffer(element.data, code)
+
+
+def _next(elements: Iterator[_Element]) -> _Element:
+    found = next(elements, None)
+    if found is None:
+        raise ValueError("it ends too early")
+    return found

@@ -1,0 +1,135 @@
+"""The archives of ILSVRC2012 are packed in one command, and damaged ones are refused."""
+
+import json
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.command_line import run
+from helpers.imagenet_archives import GROUP, SYNSETS, VAL, VAL_ORDER, meta, tar, write_imagenet, write_kit
+from helpers.tiny_images import encoded
+from vitpar.data import ShardSet, index, verify
+from vitpar.data.sources import open_source
+from vitpar.data.sources.matlab import read_table
+from vitpar.errors import DataError
+
+CLASSES = sorted(SYNSETS.values())
+TRUTH = "".join(f"{number}\n" for number in VAL).encode()
+FIELDS = ("ILSVRC2012_ID", "WNID", "words", "num_children")
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_archives_are_packed_in_one_command(tmp_path: Path, compressed: bool) -> None:
+    write_imagenet(tmp_path / "source", compressed=compressed)
+    done = run(tmp_path, ["data", "pack", "source", "packed"])
+    assert done.returncode == 0, done.stderr
+    packed = json.loads((tmp_path / "packed" / "dataset.json").read_text())
+    assert packed["classes"] == [synset for synset, _ in CLASSES]
+    assert packed["class_names"] == [words for _, words in CLASSES]
+    train, val = (ShardSet.open(tmp_path / "packed", split) for split in ("train", "val"))
+    expected = {encoded(10 * number + i): synset for number, (synset, _) in SYNSETS.items() for i in range(4)}
+    assert {train.read(i): packed["classes"][train.label(i)] for i in range(len(train))} == expected
+    shown = [(val.read(i), packed["classes"][val.label(i)]) for i in range(len(val))]
+    assert shown == [(encoded(50 + i), SYNSETS[VAL[i]][0]) for i in VAL_ORDER]
+    assert not list(verify(tmp_path / "packed"))
+    assert "tench, Tinca tinca" in done.stdout and GROUP[1] not in done.stdout
+    index(tmp_path / "packed")
+    assert json.loads((tmp_path / "packed" / "dataset.json").read_text()) == packed
+
+
+@pytest.mark.parametrize("missing", ["ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"])
+def test_a_missing_archive_is_named(tmp_path: Path, missing: str) -> None:
+    write_imagenet(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(DataError, match=f"has no {missing}: put ImageNet's three archives into one folder"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("n01440764.tar", b"no tar file" * 100)], "not a whole tar file"),
+        ([("n01440764.tar", tar([("a.JPEG", b"x")])[:700])], "not a whole tar file"),
+        ([("n99999999.tar", tar([("a.JPEG", b"x")]))], "'n99999999.tar' is not the tar file of a class"),
+        ([("n01440764.tar", tar([("a.JPEG", b"x")]))], "has no images of n02100735"),
+        ([("n01440764.tar", tar([("a.JPEG", b"")]))], "'a.JPEG' is no file, is empty"),
+        ([("n01440764.tar", tar([("a.JPEG", b"x")]))] * 2, "or is there twice"),
+    ],
+)
+def test_train_archives_that_are_none_are_refused(
+    tmp_path: Path, members: list[tuple[str, bytes]], message: str
+) -> None:
+    write_imagenet(tmp_path)
+    (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar(members))
+    with pytest.raises(DataError, match=message):
+        open_source(tmp_path)
+
+
+def test_an_inner_archive_cannot_reach_beyond_its_end(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    inner = bytearray(tar([("a.JPEG", b"x" * 600)]))
+    block = tarfile.TarInfo("a.JPEG")
+    block.size = 1 << 20
+    inner[:512] = block.tobuf(tarfile.USTAR_FORMAT)
+    (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar([("n01440764.tar", bytes(inner)), ("x", bytes(1 << 21))]))
+    with pytest.raises(DataError, match="not a whole tar file"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("truth", [TRUTH[:-2], TRUTH + b"1\n", b"9" + TRUTH[1:], b"x" + TRUTH[1:], b"4" + TRUTH[1:]])
+def test_truth_that_does_not_fit_is_refused(tmp_path: Path, truth: bytes) -> None:
+    write_imagenet(tmp_path)
+    write_kit(tmp_path, meta(), truth)
+    with pytest.raises(DataError, match=r"does not have the|has a line that is no class"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"WNID": "n02100735"}, {"WNID": "fox"}, {"words": np.eye(3)}, {"num_children": "x"}]
+)
+def test_tables_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write_imagenet(tmp_path)
+    write_kit(tmp_path, meta(**changed), TRUTH)
+    with pytest.raises(DataError, match=r"(meta.mat in .* cannot be used|has a line that is no class)"):
+        open_source(tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_hostile_tables_are_refused() -> None:
+    whole = meta()
+    header, body = whole[:128], meta(compressed=False)[128:]
+    bomb = zlib.compress(bytes(1 << 26))
+    hostile = [
+        b"",
+        whole[:127],
+        whole[:126] + b"MI" + whole[128:],
+        whole[:-5],
+        header + struct.pack("<II", 15, len(bomb)) + bomb,
+        header + struct.pack("<II", 15, 4) + b"none",
+        header + struct.pack("<II", 14, 0xFFFFFFFF),
+        header + (struct.pack("<II", 14, 1 << 10) + bytes(1 << 10)),
+        # An array of 2^31 - 1 structs in a few bytes.
+        header + body.replace(struct.pack("<IIii", 5, 8, 4, 1), struct.pack("<IIii", 5, 8, (1 << 31) - 1, 1), 1),
+    ]
+    for data in hostile:
+        with pytest.raises(ValueError, match=r"."):
+            read_table(data, "synsets", FIELDS, 1 << 22)
+    nested = b""
+    for _ in range(10_000):
+        nested = struct.pack("<II", 14, len(nested)) + nested
+    with pytest.raises(ValueError, match=r"."):
+        read_table(header + nested, "synsets", FIELDS, 1 << 22)
+
+
+def test_an_archive_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    source = open_source(tmp_path)
+    path = tmp_path / "ILSVRC2012_img_train.tar"
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(DataError, match="has shrunk"):
+        source.splits["train"].read(len(source.splits["train"].labels) - 1)

@@ -1,0 +1,86 @@
+"""The three archives of ILSVRC2012, with a few tiny images in them."""
+
+import io
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.io import savemat
+
+from helpers.tiny_images import encoded
+
+SYNSETS = {
+    3: ("n01440764", "tench, Tinca tinca"),
+    1: ("n02119789", "kit fox, Vulpes macrotis"),
+    2: ("n02100735", "English setter"),
+}
+"""Of the classes, by their numbers in the development kit, whose order is not that of WordNet's numbers."""
+GROUP = ("n02084071", "dog, domestic dog, Canis familiaris")
+VAL = (2, 2, 1, 3, 1)
+"""The classes of the validation images, by those numbers."""
+VAL_ORDER = (3, 0, 4, 1, 2)
+"""In which they lie in their archive."""
+
+
+def write_imagenet(folder: Path, train: int = 4, compressed: bool = True) -> None:
+    """Write the archives, with `train` images of every class."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = []
+    for number in (1, 3, 2):
+        synset, _ = SYNSETS[number]
+        images = [(f"{synset}_{i}.JPEG", encoded(10 * number + i)) for i in range(train)]
+        inner.append((f"{synset}.tar", tar(images)))
+    (folder / "ILSVRC2012_img_train.tar").write_bytes(tar(inner))
+    names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, len(VAL) + 1)]
+    images = [(name, encoded(50 + i)) for i, name in enumerate(names)]
+    (folder / "ILSVRC2012_img_val.tar").write_bytes(tar(images[place] for place in VAL_ORDER))
+    truth = "".join(f"{number}\n" for number in VAL).encode()
+    write_kit(folder, meta(compressed=compressed), truth)
+
+
+def write_kit(folder: Path, table: bytes, truth: bytes) -> None:
+    """Write the development kit. table: its meta.mat. truth: its list of the validation images' classes."""
+    place = "ILSVRC2012_devkit_t12"
+    files = [
+        (f"{place}/readme.txt", b"ImageNet"),
+        (f"{place}/data/meta.mat", table),
+        (f"{place}/data/ILSVRC2012_validation_ground_truth.txt", truth),
+    ]
+    (folder / f"{place}.tar.gz").write_bytes(tar(files, "w:gz"))
+
+
+def meta(compressed: bool = True, **changed: Any) -> bytes:
+    """The table of synsets as MATLAB keeps it, written by SciPy. changed: columns to be others in the first row."""
+    rows = [(number, *SYNSETS[number], "a gloss", 0, np.zeros((1, 0)), 0, 1300) for number in sorted(SYNSETS)]
+    rows.append((4, *GROUP, "a gloss", 2, np.array([[1, 2]]), 3, 0))
+    fields = (
+        "ILSVRC2012_ID",
+        "WNID",
+        "words",
+        "gloss",
+        "num_children",
+        "children",
+        "wordnet_height",
+        "num_train_images",
+    )
+    table = np.empty((len(rows), 1), [(field, object) for field in fields])
+    for place, row in enumerate(rows):
+        table[place, 0] = row
+    for field, value in changed.items():
+        table[0, 0][field] = value
+    file = io.BytesIO()
+    savemat(file, {"other": np.eye(3), "synsets": table}, do_compression=compressed)
+    return file.getvalue()
+
+
+def tar(files: Iterable[tuple[str, bytes]], mode: str = "w") -> bytes:
+    """A tar file of (name, content)."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()

@@ -96,9 +96,11 @@ def bench(
         train__compile=compile_blocks,
     )
     from vitpar.parallel.attention import refuse_attention
+    from vitpar.train.auto_precision import resolve_precision
     from vitpar.train.input import open_split, transforms
 
     kind = choose_device(device)
+    merged = resolve_precision(merged, kind)
     refuse_attention(merged.train.attention, kind)
     images = open_split(merged, "train") if reads else None
     config = merged.config(images.num_classes if images is not None else num_classes or CLASSES)
@@ -113,10 +115,12 @@ def bench(
 
         from vitpar.bench import Settings
         from vitpar.bench import bench as measure
+        from vitpar.planner.out_of_memory import explain_memory
         from vitpar_cli.bench_view import Status, show
 
         settings = Settings(steps, repeats, warmup)
-        with Status(shown=dist.get_rank() == 0) as status:
+        memory = explain_memory(merged, config, chosen.plan, device)
+        with memory, Status(shown=dist.get_rank() == 0) as status:
             found = measure(merged, config, chosen.plan, device, images, settings, traces=profile, told=status.tell)
         if dist.get_rank() == 0:
             for warning in filter(None, (chosen.because, *found.warnings)):

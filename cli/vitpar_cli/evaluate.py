@@ -41,6 +41,7 @@ def evaluate(
     """
     from vitpar.errors import DataError
     from vitpar.parallel.attention import refuse_attention
+    from vitpar.train.auto_precision import resolve_precision
     from vitpar.train.input import open_split, transforms
     from vitpar.train.recipe import ParallelSection
     from vitpar.train.recipe_file import read_recipe
@@ -63,6 +64,7 @@ def evaluate(
     plain = {"attention": "auto", "compile": False}
     ours = {key: value for key, value in plain.items() if not o.assigned(assignments, f"train.{key}")}
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=ours)})
+    recipe = resolve_precision(recipe, kind)
     refuse_attention(recipe.train.attention, kind)
     plan = recipe.plan(config, lambda plan: resolve(plan, kind))
     transforms(recipe, config.image_size)  # refuses wrong settings before anything starts

@@ -120,12 +120,14 @@ def profiles_command(
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
+    from vitpar.train.auto_precision import planned_precision
 
     o.refuse_idle(assignments, "an import", ("model.…",))
     refuse_unwritable(hardware_out, model_out)
     merged = planned_recipe(recipe, model, assignments, train__precision=precision)
     machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
-    found = import_model(profiled, merged.config(num_classes), merged.train.precision)
+    precision = planned_precision(merged, None, machine.device).train.precision
+    found = import_model(profiled, merged.config(num_classes), precision)
     machine.save(hardware_out)
     found.save(model_out)
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitpar.train.auto_precision import resolve_precision
 from vitpar_cli import recipe_options as o
+from vitpar_cli.world import choose_device
 
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
@@ -70,6 +72,7 @@ def plan(
         parallel__split=o.parse_split(split),
         train__precision=precision,
     )
+    merged = resolve_precision(merged, choose_device(None))
     config = merged.config(num_classes)
     if world_size is None:
         made = merged.plan(config, _closed)
@@ -87,9 +90,9 @@ def plan(
     if out is not None:
         write_plan(out, made)
     if as_json:
-        typer.echo(json.dumps(_to_json(config, made, summary)))
+        typer.echo(json.dumps(_to_json(config, made, merged.train.precision, summary)))
     else:
-        show(config, made, summary, state_words(merged))
+        show(config, made, merged.train.precision, summary, state_words(merged))
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
@@ -105,7 +108,7 @@ def _closed(plan: "Plan") -> "Plan":
     return plan
 
 
-def _to_json(config: "ViTConfig", plan: "Plan", summary: "PlanSummary") -> dict[str, Any]:
+def _to_json(config: "ViTConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
     """All that is printed, as data. ranks: where every rank of the world stands; places, of a strategy: where every
     rank of a stage stands on its axes."""
     from vitpar.strategy import place_of_rank, plan_to_json
@@ -117,6 +120,7 @@ def _to_json(config: "ViTConfig", plan: "Plan", summary: "PlanSummary") -> dict[
         "num_classes": config.num_classes,
         "strategy": str(plan),
         "world_size": plan.world_size,
+        "precision": precision,
         "plan": plan_to_json(plan),
         **asdict(summary),
         "ranks": [

@@ -31,13 +31,13 @@ Row = tuple[str, str]
 """A name and a sentence."""
 
 
-def show(config: ViTConfig, plan: Plan, summary: PlanSummary, state: str) -> None:
+def show(config: ViTConfig, plan: Plan, precision: str, summary: PlanSummary, state: str) -> None:
     """Print it. state: what the memory column counts."""
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
     classes = f"{config.num_classes:,} class{'es' * (config.num_classes > 1)}"
     ranks = f"{plan.world_size:,} rank{'s' * (plan.world_size > 1)}"
-    console.print(f"{millions(summary.parameters)} parameters, {classes}, {ranks}\n")
+    console.print(f"{millions(summary.parameters)} parameters, {classes}, {ranks}, {precision}\n")
     console.print(draw_ranks(plan, console.width), no_wrap=True)
     console.print()
     console.print(_stages(plan, summary))

@@ -99,6 +99,7 @@ def model(
     """
     from vitpar.launch.cores import cpu_cores
     from vitpar.parallel.attention import refuse_attention
+    from vitpar.train.auto_precision import resolve_precision
 
     o.refuse_idle(assignments, "a profile", USED)
     merged = o.merged_recipe(
@@ -111,6 +112,7 @@ def model(
         train__compile=compile_blocks or None,
     )
     kind = choose_device(device)
+    merged = resolve_precision(merged, kind)
     refuse_attention(merged.train.attention, kind)
     largest = ranks or ranks_available(kind) or cpu_cores()
     refuse_many_ranks(largest, "the world")

@@ -44,6 +44,8 @@ USED = (
     *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay", "compile")),
 )
 """Settings that matter to a search."""
+_NO_COSTS = ("name", "norm_eps", "init")
+"""Of a model, what may be another than when it was profiled."""
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 FREE = 0.9  # of a device's memory, when no budget is given: the rest is for other programs and fragments
 
@@ -68,7 +70,7 @@ def parse_size(text: str, option: str = "--memory") -> float:
 
 
 def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
-    """Of `256,512`, each at most `most`. Raises PlannerError."""
+    """Return the whole numbers in a list such as `256,512`. most: the largest accepted. Raises PlannerError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
         raise PlannerError(f"{option} {shown(text)} is no number: use 256, or several as in 256,512,1024")
@@ -113,6 +115,7 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.profile.hardware import read_hardware
     from vitpar.planner.profile.model import read_model_profile
+    from vitpar.train.auto_precision import planned_precision
 
     hardware = read_hardware(hardware_file or Path("hardware.json"))
     path = model_file or Path("model.json")
@@ -123,11 +126,12 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
         raise PlannerError(f"{path} is of no model: {error}: profile the model again") from None
     wanted = asdict(recipe.config(config.num_classes))
     for field, value in asdict(config).items():
-        if field != "name" and value != wanted[field]:
+        if field not in _NO_COSTS and value != wanted[field]:
             raise PlannerError(
                 f"{path} is of a model with {field} {value} but the recipe's has {wanted[field]}: profile the recipe's "
                 "model by vitpar profile model --recipe, or name the recipe that was profiled"
             )
+    recipe = planned_precision(recipe, profile.precision, profile.device)
     compiled = recipe.train.compile
     if compiled is None:  # on GPUs as it came out when they were profiled
         compiled = profile.compiled and profile.device == "cuda"
@@ -157,10 +161,15 @@ def estimated_costs(cluster: str, ranks: int | None, recipe: Recipe, num_classes
     from vitpar.planner.profile.cluster import find_cluster
     from vitpar.planner.profile.estimate import estimate_model
     from vitpar.planner.profile.model import tensors
+    from vitpar.train.auto_precision import planned_precision
 
     hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
-    fitting = tensors(config, hardware.ranks)
-    return LayerCosts(config, hardware, estimate_model(config, recipe.train.precision, hardware, fitting))
+    native = "bf16" if any(rate.dtype == "bfloat16" for rate in hardware.matmuls) else None
+    precision = planned_precision(recipe, native, hardware.device).train.precision
+    profile = estimate_model(config, precision, hardware, tensors(config, hardware.ranks))
+    if recipe.train.precision == "auto":
+        profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})
+    return LayerCosts(config, hardware, profile)
 
 
 def known_flags(costs: LayerCosts) -> tuple[str, ...]:

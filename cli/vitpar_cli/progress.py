@@ -24,6 +24,7 @@ from vitpar.strategy.words import count
 from vitpar.train.events import RunHeader
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
+from vitpar_cli.recipe_words import recipe_rows
 
 CADENCE = 10.0  # seconds between two plain lines at least
 BAR = 40  # columns of the bar at most
@@ -164,7 +165,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "data", f"{recipe.data_name}: {header.train_samples:,} to train on, {header.val_samples:,} to validate with"
     yield "batch", batch_words(batch)
     yield "steps", f"{header.steps:,}, that is {epochs:,.1f} epochs"
-    yield "precision", recipe.train.precision
+    yield from recipe_rows(header)
     yield "run", header.folder
 
 

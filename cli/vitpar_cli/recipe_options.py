@@ -1,7 +1,7 @@
 """Options that several commands share, and the recipe they make together."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +54,14 @@ Split = Annotated[
         "--split", metavar="HOW", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."
     ),
 ]
-Precision = Annotated[str | None, typer.Option("--precision", metavar="NAME", help="fp64, fp32, bf16, fp16 or fp8.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="fp64, fp32, bf16, fp16 or fp8.  \\[default: auto, bf16 on GPUs that have it, else fp32]",
+    ),
+]
 Compile = Annotated[
     bool | None,
     typer.Option(
@@ -79,7 +86,12 @@ def parse_split(text: str | None) -> str | list[int] | None:
 
 def assigned(assignments: list[str] | None, key: str) -> bool:
     """Whether ``--set`` gives `key`."""
-    return any(assignment.partition("=")[0].strip() == key for assignment in assignments or ())
+    return key in _keys(assignments)
+
+
+def _keys(assignments: list[str] | None) -> list[str]:
+    """Return the keys that ``--set`` gives."""
+    return [assignment.partition("=")[0].strip() for assignment in assignments or ()]
 
 
 def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]) -> None:
@@ -113,10 +125,47 @@ def merged_recipe(
 ) -> Recipe:
     """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the options
     put in. without: sections of the file to leave out."""
-    given = {key.replace("__", "."): value for key, value in options.items()}
-    given["data.path"] = None if data is None else str(data)
+    given = _given(data, options)
     if path is not None or data is not None:
         return read_recipe(path, given, assignments or (), without=without)
     # A model that is named beside no recipe is the published one, not one with the digits recipe's options.
     named = given.get("model.name") is not None
     return read_recipe(DEFAULT_RECIPE, given, assignments or (), without=("model",) if named else ())
+
+
+def training_recipe(
+    path: Path | None,
+    data: Path | None,
+    assignments: list[str] | None,
+    *,
+    without: Collection[str] = (),
+    **options: Any,
+) -> tuple[Recipe, int | None]:
+    """Return the recipe of a training, and the number of images whose defaults it has (``vitpar.train.defaults``).
+
+    Without a recipe file the defaults are the lowest layer where data is named; otherwise, and to begin with weights,
+    the recipe is that of `merged_recipe` and the number None.
+    """
+    keys = _keys(assignments)
+    named = data is not None or "data.path" in keys or any(key.startswith("stream.") for key in keys)
+    if path is not None or not named:
+        return merged_recipe(path, data, assignments, without=without, **options), None
+    from vitpar.train.defaults import with_defaults
+
+    given = _given(data, options)
+    begun = read_recipe(None, given, assignments or (), needs_length=False)
+    if begun.model.weights is not None:  # the table is for training from initial values
+        return read_recipe(None, given, assignments or ()), None
+    images = begun.stream.samples
+    if images is None:
+        from vitpar.train.input import open_split
+
+        images = len(open_split(begun, "train"))
+    return with_defaults(begun, images), images
+
+
+def _given(data: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by dotted key."""
+    given = {key.replace("__", "."): value for key, value in options.items()}
+    given["data.path"] = None if data is None else str(data)
+    return given

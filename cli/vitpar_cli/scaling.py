@@ -99,7 +99,7 @@ def scaling(
     found = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}
     if not any(point.price for points in found.values() for point in points):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
-    title = f"{whole.config.name} on up to {chosen[-1]} x {whole.hardware.device_name}"
+    title = f"{whole.config.name} in {whole.model.precision} on up to {chosen[-1]} x {whole.hardware.device_name}"
     if report is not None:
         write(report, scaling_page(title, found, notes))
     if as_json:

@@ -61,6 +61,7 @@ def show(
         ("plan", f"{count(best.plan.microbatches or 1, 'micro-batch')}{pipeline}"),
         ("time", _parts(best.time, best.seconds)),
         ("memory", f"{size(best.memory_bytes)} of {size(found.budget)}: {_memory(best)}"),
+        ("precision", costs.model.precision),
         ("searched", _searched(found)),
     ]
     for name, words in rows:

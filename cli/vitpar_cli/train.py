@@ -74,7 +74,10 @@ def train(
 ) -> None:
     """Train a Vision Transformer under any mesh.
 
-    Without a launcher it starts its own workers; under torchrun, srun or mpirun it joins them.
+    Without a launcher it starts its own workers; under torchrun, srun or mpirun it joins them. With --data and no
+    --recipe, settings follow the number of training images (docs/defaults.md).
+
+    Example: vitpar train --data data_shards/mine
 
     Example: vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml
     """
@@ -83,7 +86,7 @@ def train(
         raise RecipeError(f"--allow-change {allow_change[0]} has no use without --resume: leave it out")
     run_dir = run_dir or went.run
     own_recipe = recipe is None and went.recipe is not None
-    merged = o.merged_recipe(
+    merged, images = o.training_recipe(
         went.recipe if own_recipe else recipe,
         data,
         assignments,
@@ -106,24 +109,37 @@ def train(
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.parallel.attention import refuse_attention
+    from vitpar.train.auto_precision import resolve_precision
+    from vitpar.train.batch_size import refuse_huge_batch
     from vitpar.train.begin import beginning
+    from vitpar.train.events import Origin
     from vitpar.train.input import open_data, transforms
+    from vitpar.train.recipe_file import read_recipe
     from vitpar.train.resume import same_run
     from vitpar.train.run_folder import check_run_folder
 
     kind = choose_device(device)
+    automatic = merged.train.precision == "auto"
+    if went.recipe is not None:  # a run keeps the precision that it began with
+        merged = merged.with_precision(read_recipe(went.recipe).train.precision)
+    merged = resolve_precision(merged, kind)
     refuse_attention(merged.train.attention, kind)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
     chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
     plan = chosen.plan
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
+    refuse_huge_batch(merged, config)
     if merged.model.weights is not None and went.begins:
         beginning(merged, config)
     goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)
     check_run_folder(run_dir, goes_on)
 
     def work(device: "torch.device") -> int:
+        import torch.distributed as dist
+
+        from vitpar.launch import find_world
+        from vitpar.planner.out_of_memory import explain_memory, memory_warning
         from vitpar.train.events import Silent
         from vitpar.train.stop_request import SAVED
         from vitpar.train.trainer import Trainer
@@ -131,7 +147,13 @@ def train(
         from vitpar_cli.progress import ConsoleReporter
 
         reporter = Silent() if as_json else ConsoleReporter()
-        with Watchdog(merged.faults.hang_minutes) as watchdog:
+        notes = [chosen.because] if chosen.because else []
+        if dist.get_rank() == 0:
+            world = find_world()
+            warning = memory_warning(merged, config, plan, device, world.local_size if world else 1)
+            notes += [warning] if warning else []
+        memory = explain_memory(merged, config, plan, device)
+        with memory, Watchdog(merged.faults.hang_minutes) as watchdog:
             trainer = Trainer(
                 merged,
                 plan,
@@ -141,7 +163,8 @@ def train(
                 command=sys.argv,
                 resume=went.source,
                 allow_change=allow_change or (),
-                note=chosen.because,
+                notes=notes,
+                origin=Origin(images, automatic),
                 watchdog=watchdog,
             )
             summary = trainer.run()

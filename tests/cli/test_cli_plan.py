@@ -267,7 +267,9 @@ def test_the_header_of_a_run_shows_a_layerwise_plan() -> None:
     from vitpar.train.recipe import Recipe
     from vitpar_cli.progress import ConsoleReporter
 
-    recipe = Recipe.model_validate({"data": {"path": "digits"}, "train": {"batch_size": 128, "steps": 100}})
+    recipe = Recipe.model_validate(
+        {"data": {"path": "digits"}, "train": {"batch_size": 128, "steps": 100, "precision": "fp32"}}
+    )
     config = recipe.config(10)
     made = validate(parse("pp2: 0-3=tp2xdp2, *=dp4+ckpt"), config, 128)
     console = Console(file=io.StringIO(), force_terminal=False, width=80, color_system=None, _environ={})

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
-from vitpar.train.events import Reporter, RunHeader
+from vitpar.train.defaults import recipe_for
+from vitpar.train.events import Origin, Reporter, RunHeader
 from vitpar.train.recipe import Recipe
 from vitpar_cli.progress import ConsoleReporter, _duration
 
@@ -17,7 +18,7 @@ RECIPE = Recipe.model_validate(
     {
         "model": {"name": "vit_nano_patch2_8"},
         "data": {"path": "data shards/digits"},
-        "train": {"batch_size": 128, "steps": 100},
+        "train": {"batch_size": 128, "steps": 100, "precision": "fp32"},
     }
 )
 
@@ -39,12 +40,12 @@ class Shown:
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None, _environ={})
         self.reporter: Reporter = ConsoleReporter(console, self.clock)
 
-    def start(self) -> str:
-        config = RECIPE.config(10)
+    def start(self, recipe: Recipe = RECIPE, origin: Origin = Origin()) -> str:
+        config = recipe.config(10)
         plan = validate(parse("pp2xtp2xdp2"), config, 128)
         self.reporter.started(
             RunHeader(
-                recipe=RECIPE,
+                recipe=recipe,
                 config=config,
                 plan=plan,
                 device="cuda:0",
@@ -54,6 +55,7 @@ class Shown:
                 val_samples=360,
                 steps=100,
                 folder="runs/one",
+                origin=origin,
             )
         )
         return self.new()
@@ -101,8 +103,43 @@ def test_the_header_says_what_will_run(plain: Shown) -> None:
     assert "data       data shards/digits: 1,437 to train on, 360 to validate with" in lines
     assert "batch      128 images = 2 data-parallel parts x 64, each 4 micro-batches x 16" in lines
     assert "steps      100, that is 8.9 epochs" in lines
+    assert "optimizer  adamw, weight decay 0.05, gradients clipped at norm 1" in lines
+    assert "lr         0.001 from the first step, cosine to 0" in lines
+    assert "augment    crop 0.08-1, flip 0.5" in lines
     assert "precision  fp32" in lines
     assert "run        runs/one" in lines
+    assert not [line for line in lines if line.startswith(("settings", "regularize", "kernels"))]
+
+
+def test_the_header_says_how_it_trains(plain: Shown) -> None:
+    settings = {
+        "data.path": "x",
+        "model.name": "vit_nano_patch2_8",
+        "train.precision": "bf16",
+        "optimizer.betas": [0.9, 0.95],
+        "augment.color_jitter": 0.3,
+        "train.ema_decay": 0.9999,
+        "train.compile": False,
+        "train.attention": "math",
+        "lr_schedule.min_lr": 1e-6,
+    }
+    lines = plain.start(recipe_for(50_000, settings), Origin(50_000, automatic_precision=True)).splitlines()
+    begin = lines.index("settings   defaults for 50,000 images (docs/defaults.md)")
+    assert lines[begin + 1 : -1] == [
+        "optimizer  adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1",
+        "lr         0.001 after 112 steps of warm-up, cosine to 1e-06",
+        "augment    crop 0.8-1, flip 0.5, rand-m9-mstd0.5-inc1, colour jitter 0.3, erasing 0.25, mixup 1 or "
+        "CutMix 1 in 50%, 3 repeats",
+        "regularize label smoothing 0.1, drop-path 0.1, EMA 0.9999",
+        "precision  bf16 (auto): compute in bfloat16, parameters in float32",
+        "kernels    blocks not compiled, attention math",
+    ]
+
+
+def test_the_header_fits_a_terminal(live: Shown) -> None:
+    words = live.start(recipe_for(50_000, {"data.path": "x", "model.name": "vit_nano_patch2_8"}).with_precision("bf16"))
+    assert max(map(len, words.splitlines()[:-1])) <= 80
+    assert "rand-m9-mstd0.5-inc1" in words  # no word is cut
 
 
 def test_plain_lines_come_at_a_steady_cadence_with_the_first_and_the_last(plain: Shown) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,9 +14,13 @@ from typer.testing import CliRunner
 from vitpar.errors import PlannerError, UserError
 from vitpar.planner.measure.steps import Measured
 from vitpar.planner.measure.steps import Run as Steps
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import Row, accuracy, spearman
 from vitpar.strategy import read_plan
-from vitpar_cli.profiled import parse_size
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
+from vitpar_cli.profiled import parse_size, profiled_costs
 from vitpar_cli.search import search
 from vitpar_cli.validate import validate
 
@@ -154,3 +159,18 @@ def test_accuracy_is_of_absolute_errors() -> None:
     assert found.time == pytest.approx((0.1, 0.1)) and found.memory == pytest.approx((0.05, 0.1))
     assert found.rank == 1 and found.chosen == 0
     assert spearman([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
+
+
+def test_a_profile_serves_models_that_differ_in_what_costs_nothing(tmp_path: Path) -> None:
+    def recipe(**changed: Any) -> Recipe:
+        values = {"model.name": "vit_nano_patch4_16", "data.path": "x", "train.steps": 1}
+        return read_recipe(None, values | {name.replace("__", "."): value for name, value in changed.items()})
+
+    hardware = find_cluster("8xH100").hardware()
+    model = estimate_model(recipe().config(10), "fp32", hardware, ("tp1",))
+    files = tmp_path / "hardware.json", tmp_path / "model.json"
+    hardware.save(files[0])
+    model.save(files[1])
+    profiled_costs(*files, recipe(model__init="timm", model__norm_eps=1e-12))
+    with pytest.raises(PlannerError, match=r"is of a model with depth 8 but the recipe's has 4"):
+        profiled_costs(*files, recipe(model__depth=4))

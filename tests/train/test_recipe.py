@@ -51,7 +51,7 @@ def test_later_sources_win(file: Path) -> None:
     assert read_recipe(file, {}, ["train.seed=7", "train.seed=8"]).train.seed == 8
     kept = read_recipe(file, {"train.seed": None, "train.batch_size": 16})
     assert (kept.train.seed, kept.train.batch_size) == (5, 16)  # an option not given changes nothing
-    assert (kept.optimizer.name, kept.train.precision, kept.parallel.mesh) == ("adamw", "fp32", "dp1")  # defaults
+    assert (kept.optimizer.name, kept.train.precision, kept.parallel.mesh) == ("adamw", "auto", "dp1")  # defaults
 
 
 def test_a_recipe_needs_no_file() -> None:
@@ -155,7 +155,7 @@ REFUSED = [
     (["train.batch_size=0"], "recipe key 'train.batch_size' is 0: input should be greater than or equal to 1"),
     (
         ["train.precision=fp4"],
-        "'train.precision' is 'fp4': input should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'",
+        "'train.precision' is 'fp4': input should be 'auto', 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'",
     ),
     (["optimizer.lr=-1"], "recipe key 'optimizer.lr' is -1: input should be greater than 0"),
     (["data.bad_sample=ignore"], "recipe key 'data.bad_sample' is 'ignore': input should be 'fail' or 'skip'"),
@@ -224,6 +224,13 @@ def test_shipped_recipes_can_be_used(path: Path, tmp_path: Path) -> None:
     assert recipe.plan(config).world_size >= 1
     assert 0 <= recipe.warmup_steps(1_281_167) < recipe.total_steps(1_281_167)
     assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize("name", ["digits.toml", "cifar10.toml"])
+def test_shipped_recipes_evaluate_small_images_as_they_are(name: str) -> None:
+    """The default would enlarge them and crop their edges."""
+    assert [read_recipe(path).data.crop_pct for path in EXPERIMENTS if path.name == name] == [1.0]
+    assert read_recipe(DEFAULT_RECIPE).data.crop_pct == 1.0
 
 
 def test_plan_and_model_of_a_recipe_are_checked(file: Path) -> None:

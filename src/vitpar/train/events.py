@@ -9,6 +9,16 @@ from vitpar.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where settings of a recipe come from that nobody gave."""
+
+    default_images: int | None = None
+    """Number of training images whose defaults the recipe has (``vitpar.train.defaults``); None for fixed defaults."""
+    automatic_precision: bool = False
+    """Whether the precision follows the device (``vitpar.train.auto_precision``)."""
+
+
+@dataclass(frozen=True)
 class RunHeader:
     """What will run. state_bytes: parameters, gradients and optimizer of the fullest rank, activations not counted."""
 
@@ -22,6 +32,7 @@ class RunHeader:
     val_samples: int
     steps: int
     folder: str
+    origin: Origin = Origin()
 
 
 class Reporter(Protocol):

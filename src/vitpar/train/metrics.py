@@ -89,7 +89,7 @@ class StepLog:
 
         Of a skipped step, a loss or norm that is not finite is None.
         """
-        losses = torch.stack([step.loss for step in self._pending]).double() / self._model.sample_replicas
+        losses = torch.stack([step.loss for step in self._pending]).double()
         all_reduce_(losses)
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
         all_reduce_(waits, dist.ReduceOp.MAX)  # who waits longest is waited for

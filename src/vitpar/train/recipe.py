@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from vitpar.errors import RecipeError, shown
 from vitpar.models.config import ViTConfig, model_config
@@ -34,6 +34,9 @@ from vitpar.train.recipe_sections import (
     StreamSection,
     TrainSection,
 )
+
+STREAM_CANNOT = {"augment.repeats": 1, "augment.mixup": 0, "augment.cutmix": 0, "data.shuffle_window": 0}
+"""Settings that a stream has only the one value of."""
 
 
 class Recipe(Section):
@@ -63,14 +66,10 @@ class Recipe(Section):
             return self
         if self.data.path is not None:
             raise ValueError(f"both data.path '{shown(self.data.path)}' and [stream] are given: keep one")
-        for name, value, plain in (
-            ("augment.repeats", self.augment.repeats, 1),
-            ("augment.mixup", self.augment.mixup, 0),
-            ("augment.cutmix", self.augment.cutmix, 0),
-            ("data.shuffle_window", self.data.shuffle_window, 0),
-        ):
-            if value != plain:
-                raise ValueError(f"{name} is {value}, which a stream cannot do: leave it out, or index the shards")
+        for key, plain in STREAM_CANNOT.items():
+            section, _, name = key.partition(".")
+            if (value := getattr(getattr(self, section), name)) != plain:
+                raise ValueError(f"{key} is {value}, which a stream cannot do: leave it out, or index the shards")
         return self
 
     @property
@@ -115,6 +114,17 @@ class Recipe(Section):
         """The model's shape for data of `num_classes` classes. Raises ModelError."""
         fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
         return model_config(fields.pop("name"), num_classes=num_classes, **fields)
+
+    def with_precision(self, name: str) -> Self:
+        """The same in the precision `name`, where train.precision is auto. Raises RecipeError for settings that do
+        nothing in it."""
+        if self.train.precision != "auto":
+            return self
+        train = self.train.model_dump(exclude_unset=True) | {"precision": name}
+        try:
+            return self.model_copy(update={"train": TrainSection.model_validate(train)})
+        except ValidationError as error:
+            raise RecipeError(str(error.errors()[0]["ctx"]["error"])) from None
 
     def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """The plan of `parallel.mesh`, validated against the model and the batch. Raises StrategyError.

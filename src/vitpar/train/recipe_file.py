@@ -33,13 +33,15 @@ def read_recipe(
     assignments: Iterable[str] = (),
     *,
     without: Collection[str] = (),
+    needs_length: bool = True,
 ) -> Recipe:
     """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
     assignments.
 
-    without: sections of the file to leave out. A later model.name, if another than the file's, brings its own sizes;
-    a later train.precision drops the file's train.reduce_dtype and [loss_scale]. Options whose value is None are left
-    out. Raises RecipeError naming the key, its value and what would be right.
+    without: sections of the file to leave out. needs_length: whether epochs or steps have to be given. A later
+    model.name, if another than the file's, brings its own sizes; a later train.precision drops the file's
+    train.reduce_dtype and [loss_scale]. Options whose value is None are left out. Raises RecipeError naming the key,
+    its value and what would be right.
     """
     values = _read_toml(path) if path is not None else {}
     values = {section: settings for section, settings in values.items() if section not in without}
@@ -78,13 +80,18 @@ def read_recipe(
             values.pop("loss_scale", None)
         values[section][name] = value
     _refuse_unknown(values)
-    try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        raise RecipeError(_sentence(error)) from None
-    if recipe.train.epochs is None and recipe.train.steps is None:
+    recipe = checked(values)
+    if needs_length and recipe.train.epochs is None and recipe.train.steps is None:
         raise RecipeError("the recipe says neither train.epochs nor train.steps: give --epochs N or --steps N")
     return recipe
+
+
+def checked(values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with `values`, by section and name. Raises RecipeError."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_sentence(error)) from None
 
 
 def read_data_section(path: Path) -> DataSection:
@@ -117,7 +124,7 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
         if field is None:
             raise RecipeError(f"unknown recipe key '{shown(section)}'{_nearest_key(section)}")
         if not isinstance(settings, dict):
-            raise RecipeError(f"recipe key '{section}' is {shown(repr(settings))}: write a table, [{section}]")
+            raise RecipeError(f"recipe key '{section}' is {literal(settings)}: write a table, [{section}]")
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         unknown = next((key for key in settings if key not in field.annotation.model_fields), None)
         if unknown is not None:

@@ -35,6 +35,7 @@ class ModelSection(Section):
     """Which model: timm's name, and what differs from it (None: as the name says).
 
     weights: a folder of weights, or a checkpoint, whose parameters a training begins with (None: initial values).
+    init: the scheme of initial values (None: jax), see docs/models.md.
     """
 
     name: str = "vit_small_patch16_224"
@@ -51,9 +52,11 @@ class ModelSection(Section):
     representation_size: int | None = None
     position: Literal["learned", "sincos2d"] | None = None
     qk_norm: bool | None = None
+    norm_eps: float | None = None
     layer_scale: float | None = None
     drop_path: float | None = None
     dropout: float | None = None
+    init: Literal["jax", "timm", "moco"] | None = None
 
 
 class DataSection(Section):
@@ -146,7 +149,9 @@ class LRScheduleSection(Section):
 
 class TrainSection(Section):
     """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any.
+    ema_decay: decay of the parameters' moving average (None: no average). ema_warmup: whether it rises from 0.
 
+    precision: auto is bf16 on GPUs that compute in it, else fp32 (``vitpar.train.auto_precision``).
     reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16, fp16 and fp8 alone (None: fp32).
     activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
     1; what is dearest to compute again it keeps first (None: all). compile: whether blocks are compiled (None: on GPUs,
@@ -158,16 +163,25 @@ class TrainSection(Section):
     epochs: float | None = Field(None, gt=0, le=MAX_COUNT)
     steps: int | None = Field(None, ge=1, le=MAX_COUNT)
     seed: int = Field(0, ge=0, lt=2**63)
-    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = "auto"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_grad_norm: float = Field(1.0, ge=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
+    ema_warmup: bool = False
     compile: bool | None = None
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     eval_every: int | None = Field(None, ge=1, le=MAX_COUNT)
     log_every: int = Field(10, ge=1, le=MAX_COUNT)
+
+    @model_validator(mode="after")
+    def _warmup_is_used(self) -> Self:
+        if self.ema_warmup and self.ema_decay is None:
+            raise ValueError(
+                "train.ema_warmup is true, which does nothing without train.ema_decay: set both or neither"
+            )
+        return self
 
     @model_validator(mode="after")
     def _budget_is_used(self) -> Self:
@@ -180,7 +194,8 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _reduction_is_used(self) -> Self:
-        narrow = NARROW.get(self.precision)
+        # Automatic precision may become bf16; where it becomes fp32 the setting is looked at again.
+        narrow = NARROW.get("bf16" if self.precision == "auto" else self.precision)
         if self.reduce_dtype is not None and narrow is None:
             raise ValueError(
                 f"train.reduce_dtype is '{self.reduce_dtype}', which does nothing with train.precision "

@@ -93,7 +93,8 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, al
 
 def _is_shape(key: str) -> bool:
     """Whether a setting says which parameters there are: with others there is nothing to go on from."""
-    return key.startswith("model.") and key not in ("model.dropout", "model.drop_path", "model.name", "model.weights")
+    no_shapes = ("model.dropout", "model.drop_path", "model.init", "model.name", "model.norm_eps", "model.weights")
+    return key.startswith("model.") and key not in no_shapes
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:

@@ -17,11 +17,13 @@ from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.world_group import broadcast_json
 from vitpar.strategy import Plan
 from vitpar.strategy.words import count
+from vitpar.train.auto_precision import refuse_disagreement, resolve_precision
+from vitpar.train.batch_size import large_batch_warning
 from vitpar.train.begin import begin
 from vitpar.train.build import build
 from vitpar.train.debug_checks import DebugChecks
 from vitpar.train.evaluate import Evaluation, evaluate
-from vitpar.train.events import Reporter, RunHeader
+from vitpar.train.events import Origin, Reporter, RunHeader
 from vitpar.train.garbage import Garbage
 from vitpar.train.input import Input, decoding_threads, open_data
 from vitpar.train.input_watch import InputWatch
@@ -49,9 +51,9 @@ class Trainer:
     plan: validated, its degrees known, its world the one torch.distributed was started with.
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
     run_dir: its folder (None: a new one under runs/). resume: a checkpoint to go on from, or the folder of a run whose
-    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.train.resume``. note: what
-    the run has to say of its plan, if anything. watchdog: is told of all that comes to an end, and ends the process
-    where nothing does (None: nobody is told).
+    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.train.resume``. notes:
+    warnings to print at the start. origin: of settings, for the header. watchdog: is told of all that comes to an end,
+    and ends the process where nothing does (None: nobody is told).
     """
 
     def __init__(
@@ -65,11 +67,14 @@ class Trainer:
         command: Sequence[str] = (),
         resume: Path | None = None,
         allow_change: Sequence[str] = (),
-        note: str | None = None,
+        notes: Sequence[str] = (),
+        origin: Origin = Origin(),
         watchdog: Watchdog | None = None,
     ) -> None:
         self.watchdog = watchdog or Watchdog()
-        self.recipe, self.plan, self.device = recipe, plan, device
+        recipe = resolve_precision(recipe, device.type)
+        refuse_disagreement(recipe)
+        self.recipe, self.plan, self.device, self.origin = recipe, plan, device, origin
         self.train_set, self.val_set = open_data(recipe)
         self.config = recipe.config(self.train_set.num_classes)
         trained = build(recipe, self.config, plan, device)
@@ -125,7 +130,7 @@ class Trainer:
             kernels: dict[str, object] = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
-            for told in (note, *trained.warnings, self.attention.warning):
+            for told in (*notes, *trained.warnings, self.attention.warning):
                 if told:
                     self.reporter.note(told)
         self.watchdog.outlive()
@@ -239,9 +244,11 @@ class Trainer:
         parameters, state = state_size(self.model, self.recipe)
         if self.folder:
             sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
-            self.reporter.started(RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes))
-            if self.lr.warning:
-                self.reporter.note(self.lr.warning)
+            header = RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes, self.origin)
+            self.reporter.started(header)
+            for warning in (self.lr.warning, large_batch_warning(self.recipe, len(self.train_set))):
+                if warning:
+                    self.reporter.note(warning)
 
     def _record(self, rows: Sequence[dict[str, Any]], shown: bool) -> None:
         rows, diverged = self.non_finite.until_diverged(rows)

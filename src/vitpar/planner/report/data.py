@@ -19,6 +19,8 @@ def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
     notes = []
     if "estimated" in model.measured:
         notes.append("times are estimates: nothing was measured")
+    if assumed := model.measured.get("assumed"):
+        notes.append(f"{assumed} is assumed: name another with --precision")
     if source := model.measured.get("by"):
         notes.append(f"profiles were imported from {source}; {model.measured.get('unmeasured', '')}")
     if corrected := model.measured.get("corrected"):

@@ -79,6 +79,7 @@ def _facts(found: Findings, costs: LayerCosts) -> str:
     result, best = found.result, found.result.plans[0]
     rows = {
         "hardware": f"{best.plan.world_size} ranks of {costs.hardware.device_name} ({costs.hardware.name})",
+        "precision": costs.model.precision,
         "figures": "; ".join(found.notes) or "measured on this machine",
         "speed": f"{best.images_per_second:,.1f} images/s, {best.seconds * 1e3:,.1f} ms a step of {best.batch_size}",
         "memory": f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed",

@@ -1,0 +1,93 @@
+"""How a recipe trains, in a few rows: optimizer, learning rate, augmentation, regularisation and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vitpar.strategy.words import count
+from vitpar.train.events import RunHeader
+from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.train.recipe import Recipe
+
+
+def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the rows, without what is off or usual."""
+    recipe = header.recipe
+    if (images := header.origin.default_images) is not None:
+        yield "settings", f"defaults for {images:,} images (docs/defaults.md)"
+    yield "optimizer", optimizer_words(recipe)
+    yield "lr", lr_words(recipe, header.train_samples)
+    yield "augment", augment_words(recipe)
+    if words := regularisation_words(recipe, header.config.drop_path, header.config.dropout):
+        yield "regularize", words
+    yield "precision", precision_words(recipe, header.origin.automatic_precision)
+    if words := kernel_words(recipe):
+        yield "kernels", words
+
+
+def optimizer_words(recipe: Recipe) -> str:
+    """Return `adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1`."""
+    optimizer, usual = recipe.optimizer, OptimizerSection(name=recipe.optimizer.name)
+    words = [optimizer.name, f"weight decay {optimizer.weight_decay:g}"]
+    if optimizer.betas != usual.betas:
+        words.append(f"betas {optimizer.betas[0]:g} and {optimizer.betas[1]:g}")
+    if optimizer.momentum:
+        words.append(f"momentum {optimizer.momentum:g}")
+    if recipe.train.clip_grad_norm:
+        words.append(f"gradients clipped at norm {recipe.train.clip_grad_norm:g}")
+    return ", ".join(words)
+
+
+def lr_words(recipe: Recipe, samples: int) -> str:
+    """Return `0.001 after 50 steps of warm-up, cosine to 0`."""
+    steps, least = recipe.warmup_steps(samples), recipe.lr_schedule.min_lr
+    warmup = f"after {count(steps, 'step')} of warm-up" if steps else "from the first step"
+    return f"{recipe.optimizer.lr:g} {warmup}, cosine to {least:g}"
+
+
+def augment_words(recipe: Recipe) -> str:
+    """Return `crop 0.08-1, flip 0.5, rand-m9-n2, erasing 0.25, mixup 0.8, CutMix 1, 3 repeats`."""
+    data, augment = recipe.data, recipe.augment
+    crop = "crop {:g}-{:g}".format(*data.crop_scale)
+    jitter = augment.color_jitter if isinstance(augment.color_jitter, tuple) else (augment.color_jitter,)
+    mixed = [f"{name} {alpha:g}" for name, alpha in (("mixup", augment.mixup), ("CutMix", augment.cutmix)) if alpha]
+    words = [
+        crop,
+        f"flip {data.flip:g}" if data.flip else "no flip",
+        augment.policy,
+        f"colour jitter {' '.join(f'{part:g}' for part in jitter)}" if any(jitter) else None,
+        f"erasing {augment.random_erasing:g}" if augment.random_erasing else None,
+        " or ".join(mixed) + (f" in {augment.mixup_prob:.0%}" if mixed and augment.mixup_prob != 1 else ""),
+        f"{augment.repeats} repeats" if augment.repeats > 1 else None,
+    ]
+    return ", ".join(filter(None, words))
+
+
+def regularisation_words(recipe: Recipe, drop_path: float, dropout: float) -> str:
+    """Return `label smoothing 0.1, drop-path 0.1, EMA 0.9999`; nothing where all is off."""
+    parts = {
+        "label smoothing": recipe.train.label_smoothing,
+        "drop-path": drop_path,
+        "dropout": dropout,
+        "EMA": recipe.train.ema_decay or 0,
+    }
+    return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value)
+
+
+def precision_words(recipe: Recipe, automatic: bool) -> str:
+    """Return `bf16 (auto): compute in bfloat16, parameters in float32`."""
+    from vitpar.parallel import PRECISIONS
+
+    found = PRECISIONS[recipe.train.precision]
+    compute, parameters = (str(dtype).removeprefix("torch.") for dtype in (found.compute, found.parameters))
+    words = f"{recipe.train.precision}{' (auto)' * automatic}"
+    return words if compute == parameters else f"{words}: compute in {compute}, parameters in {parameters}"
+
+
+def kernel_words(recipe: Recipe) -> str:
+    """Return `blocks compiled, attention math`; nothing where all is chosen by itself."""
+    train = recipe.train
+    words = [] if train.compile is None else ["blocks compiled" if train.compile else "blocks not compiled"]
+    if train.attention != "auto":
+        words.append(f"attention {train.attention}")
+    return ", ".join(words)

@@ -1,0 +1,142 @@
+"""What to tell the user when CUDA runs out of memory: what the plan is predicted to need, what there is, what helps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from vitpar.errors import DeviceMemoryError, PlannerError, StrategyError
+from vitpar.models.config import ViTConfig
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.memory import PARTS, Memory
+from vitpar.planner.cost.price import price
+from vitpar.planner.measure.device import memory_bytes
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model
+from vitpar.planner.profile.model import tensors
+from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
+from vitpar.strategy.words import count, divisors, either, size
+from vitpar.train.recipe import Recipe
+from vitpar.train.state import moments
+
+# The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.
+_TEXT = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
+_SHOWN = 0.1  # of the predicted memory: smaller parts are not named
+
+
+@contextmanager
+def explain_memory(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Raise DeviceMemoryError in place of CUDA's own error where the block runs out of device memory.
+
+    recipe: with its precision resolved. config, plan: what it trains, and how.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(_sentence(recipe, config, plan, device)) from error
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether `error`, or one that led to it, says that CUDA is out of memory: pipelining wraps errors."""
+    if error is None:
+        return False
+    told = isinstance(error, torch.cuda.OutOfMemoryError)
+    told = told or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
+    return told or is_out_of_memory(error.__cause__)
+
+
+def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: str, moments: int) -> tuple[Memory, ...]:
+    """Return the memory of the fullest rank at each place of the pp axis, by arithmetic.
+
+    plan: validated. moments: copies of the parameters that the optimizer and the average keep. Raises PlannerError.
+    """
+    nodes = -(-plan.world_size // 8)
+    hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)  # its rates matter to times only
+    known = "bf16" if precision == "fp8" else precision
+    profile = estimate_model(config, known, hardware, tensors(config, plan.stage_size))
+    return price(plan, LayerCosts(config, hardware, profile), batch_size, moments).memory
+
+
+def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device, local_ranks: int) -> str | None:
+    """Return a warning where a step is predicted to need more memory than the device has, or the machine for all its
+    `local_ranks` on CPUs; None where it fits."""
+    try:
+        memory = estimate_memory(config, plan, recipe.train.batch_size, recipe.train.precision, moments(recipe))
+    except PlannerError:
+        return None
+    need, there = max(memory, key=lambda one: one.total), memory_bytes(device)
+    ranks = local_ranks if device.type == "cpu" else 1
+    if ranks * need.total <= there:
+        return None
+    where = "the GPU has" if device.type == "cuda" else f"{count(ranks, 'rank')} of this machine share"
+    return f"{_needed(need)} a rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
+
+
+def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    train, need = recipe.train, None
+    with suppress(PlannerError):
+        memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe))
+        need = memory[place_of_rank(plan, rank)[0]]
+    facts = [words for words in (_needed(need), _available(device)) if words]
+    return (
+        f"CUDA is out of memory on rank {rank}{': ' * bool(facts)}{' and '.join(facts)}: "
+        f"use {either(_ways(need, recipe, config, plan))}"
+    )
+
+
+def _needed(need: Memory | None) -> str | None:
+    """Return `a step is predicted to need 91.3 GB (activations 70 GB, parameters 12 GB)`."""
+    if need is None:
+        return None
+    parts = sorted(((getattr(need, part), part) for part in PARTS), reverse=True)
+    named = ", ".join(f"{part} {size(number)}" for number, part in parts if number >= _SHOWN * need.total)
+    return f"a step is predicted to need {size(need.total)} ({named})"
+
+
+def _available(device: torch.device) -> str | None:
+    """Return `the GPU has 79.2 GB, of which other programs use 3.1 GB`; None where the device does not tell."""
+    if device.type != "cuda":
+        return None
+    with suppress(RuntimeError):  # a device without memory may not even answer
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        used = f", of which other programs and the CUDA runtime take {size(others)}" if others > 0.02 * total else ""
+        return f"the GPU has {size(total)}{used}"
+    return None
+
+
+def _ways(need: Memory | None, recipe: Recipe, config: ViTConfig, plan: Plan) -> list[str]:
+    """Return what makes a rank need less, the most helpful first."""
+    more = _more_microbatches(recipe, config, plan)
+    acts = [] if more is None else [f"--microbatches {more}"]
+    if any(kind.checkpoint is None for kind in plan.kinds):
+        acts.append("+ckpt in --mesh")
+    if recipe.train.precision in ("fp64", "fp32"):
+        acts.append("--precision bf16")
+    kept = []
+    if plan.data_parallel > 1 and not any(kind.has("fsdp") for kind in plan.kinds):
+        kept += ["fsdp in place of dp", *(["+zero1"] if not any(kind.zero for kind in plan.kinds) else [])]
+    elif not any(kind.offload for kind in plan.kinds):
+        kept += ["more GPUs with fsdp", "+offload"]
+    state = 0.0 if need is None else need.parameters + need.optimizer + need.gradients
+    ways = [*kept, *acts] if need is not None and state > need.total / 2 else [*acts, *kept]
+    return ways or ["a smaller --batch-size"]
+
+
+def _more_microbatches(recipe: Recipe, config: ViTConfig, plan: Plan) -> int | None:
+    """Return the next number of micro-batches that the plan can run; None where there is none."""
+    batch = batch_arithmetic(plan, recipe.train.batch_size)
+    for number in divisors(batch.local_batch):
+        if number > batch.microbatches:
+            with suppress(StrategyError):
+                validate(replace(plan, microbatches=number, microbatch_size=None), config, recipe.train.batch_size)
+                return number
+    return None

@@ -1,0 +1,198 @@
+"""Commands without a recipe: default settings of a training, automatic precision, and batches that are too large."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from helpers.command_line import Command, refusal
+from helpers.run_folder import losses_of
+from helpers.small_data import CLASSES, TRAIN, pack_small
+from vitpar.train.defaults import recipe_for
+from vitpar.train.recipe_file import DEFAULT_RECIPE, read_recipe
+from vitpar_cli.recipe_options import training_recipe
+
+IMAGES = TRAIN * CLASSES
+MODEL = "vit_nano_patch4_8"
+STREAM = ("stream.train=a.tar", "stream.val=b.tar", "stream.samples=77", "stream.val_samples=9", "stream.classes=4")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text('[train]\nepochs = 3\n[data]\npath = "data"\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def default_run(place: Path, vitpar: Command) -> tuple[Path, str]:
+    """The folder of a run without a recipe, and what it printed."""
+    words = ("--model", MODEL, "--steps", "4", "--batch-size", "40", "--run-dir", "run", "--set", "data.workers=0")
+    done = vitpar("train", "--data", "data", *words, "--set", "train.log_every=1")
+    assert done.returncode == 0, done.stderr
+    return place / "run", done.stdout
+
+
+def test_data_alone_trains_with_the_defaults(default_run: tuple[Path, str]) -> None:
+    folder, words = default_run
+    options = {"data.path": "data", "model.name": MODEL, "train.steps": 4, "train.batch_size": 40}
+    expected = recipe_for(IMAGES, options, ["data.workers=0", "train.log_every=1"])
+    assert read_recipe(folder / "recipe.toml") == expected.with_precision("fp32")
+    assert words.count(f"defaults for {IMAGES} images") == 1
+    assert "mixup 0.8 or CutMix 1" in words and "precision  fp32 (auto)" in words
+    assert f"warning: the batch of 40 images is larger than the training set of {IMAGES}" in words
+
+
+def test_the_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str], vitpar: Command) -> None:
+    folder, _ = default_run
+    done = vitpar("train", "--recipe", "run/recipe.toml", "--run-dir", "again")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(place / "again") == losses_of(folder) and "defaults for" not in done.stdout
+    assert read_recipe(place / "again" / "recipe.toml") == read_recipe(folder / "recipe.toml")
+
+
+def test_when_the_table_is_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    data = Path("data")
+    used, images = training_recipe(None, data, None)
+    assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"})
+    assert training_recipe(None, None, ["data.path=data"]) == (used, images)
+    streamed, images = training_recipe(None, None, list(STREAM))
+    assert images == 77 and streamed.train.epochs == used.train.epochs and streamed.augment.mixup == 0
+    assert training_recipe(None, None, None) == (read_recipe(DEFAULT_RECIPE), None)
+    file = Path("recipe.toml")
+    assert training_recipe(file, data, None) == (read_recipe(file, {"data.path": "data"}), None)
+    begun, images = training_recipe(None, data, ["train.steps=1"], model__weights="weights")
+    assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
+
+
+def test_weights_need_a_length(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    said = refusal(["train", "--data", "data", "--weights", "w"], monkeypatch, capsys)
+    assert "neither train.epochs nor train.steps" in said
+
+
+def test_a_batch_beyond_all_memory_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    words = ["train", "--data", "data", "--model", "vit_nano_patch16_4096", "--batch-size", "16000000"]
+    assert "16,000,000 images of 4096 pixels takes 8.05e+05 GB of memory" in refusal(words, monkeypatch, capsys)
+
+
+# precision
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose only device is a GPU that computes in bf16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+
+
+def printed(command: Any, *words: str) -> str:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("command")(command)
+    result = CliRunner().invoke(app, words)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def test_plan_has_the_precision_of_the_device(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitpar_cli.plan import plan
+
+    words = ("dp2", "--model", MODEL)
+    assert json.loads(printed(plan, *words, "--json"))["precision"] == "bf16"
+    assert ", 2 ranks, bf16" in printed(plan, *words)
+    assert json.loads(printed(plan, *words, "--json", "--precision", "fp64"))["precision"] == "fp64"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert json.loads(printed(plan, *words, "--json"))["precision"] == "fp32"
+
+
+class Resolved(Exception):
+    """Ends a command once its recipe is resolved; holds the precision."""
+
+
+@pytest.mark.parametrize("command", ["train", "check", "bench", "eval", "profile"])
+def test_commands_resolve_the_precision_alike(
+    command: str,
+    place: Path,
+    default_run: tuple[Path, str],
+    one_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vitpar.parallel import attention
+    from vitpar.train import auto_precision
+    from vitpar_cli import bench, check, evaluate, profile, train
+
+    resolve, seen = auto_precision.resolve_precision, []
+
+    def noted(recipe: Any, device: str) -> Any:
+        seen.append((recipe.train.precision, resolve(recipe, device).train.precision))
+        return resolve(recipe, device)
+
+    def end(kernel: str, device: str) -> None:
+        raise Resolved
+
+    monkeypatch.setattr(auto_precision, "resolve_precision", noted)
+    monkeypatch.setattr(attention, "refuse_attention", end)
+    monkeypatch.chdir(place)
+    calls: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "train": (train.train, ("--data", "data")),
+        "check": (check.check, ("--mesh", "dp2")),
+        "bench": (bench.bench, ("--model", MODEL)),
+        "eval": (evaluate.evaluate, ("--checkpoint", "run/weights", "--set", "train.precision=auto")),
+        "profile": (profile.model, ("--model", MODEL)),
+    }
+    function, words = calls[command]
+    with pytest.raises(Resolved):
+        printed(function, *words)
+    assert seen == [("auto", "bf16")]
+
+
+def test_a_run_keeps_its_precision(
+    place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitpar_cli import train
+
+    monkeypatch.chdir(place)
+    kept = []
+
+    def note(recipe: Any, device: Any) -> None:
+        kept.append(recipe.train.precision)
+        raise Resolved
+
+    monkeypatch.setattr("vitpar.train.auto_precision.resolve_precision", note)
+    for words in ((), ("--recipe", "recipe.toml")):
+        with pytest.raises(Resolved):
+            printed(train.train, "--resume", "run", *words)
+    assert kept == ["fp32", "fp32"]
+
+
+def test_estimates_are_in_the_precision_of_a_training_there_and_say_so(tmp_path: Path) -> None:
+    from vitpar_cli.search import search
+
+    shipped = (files("vitpar.planner.profile") / "clusters" / "A100.toml").read_text()
+    place = "nodes = 1\ndevices_per_node = 2\n"
+    (tmp_path / "old.toml").write_text(place + shipped.replace("bfloat16 = 312e12\n", ""))
+    words = ("--model", "vit_tiny_patch4_32", "--batch-size", "64", "--seconds", "1")
+    for cluster, precision in (("2xH100", "bf16"), (str(tmp_path / "old.toml"), "fp32")):
+        assumed = printed(search, "--cluster", cluster, *words)
+        assert f"precision {precision} is assumed: name another with --precision" in assumed
+        assert f"precision  {precision}" in assumed
+    named = printed(search, "--cluster", "2xH100", *words, "--precision", "fp32")
+    assert "precision  fp32" in named and "assumed" not in named
+    page = tmp_path / "report.html"
+    told = json.loads(printed(search, "--cluster", "2xH100", *words, "--json", "--report", str(page)))
+    assert "<td>precision</td><td>bf16</td>" in page.read_text()
+    assert "precision bf16 is assumed: name another with --precision" in told["notes"]

@@ -1,0 +1,62 @@
+"""A rank that runs out of device memory, in a run of several: one sentence, whichever rank and phase it is."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import Command
+from helpers.small_data import pack_small
+
+# Python imports it when a process starts. The rank that fails raises what CUDA's allocator would.
+SITE = """
+import os
+if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PHASE" in os.environ:
+    import torch
+    def fail(*_, **__):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if os.environ["FAILING_PHASE"] == "build":
+        import vitpar.train.build
+        vitpar.train.build.parallelize = fail
+    else:
+        import vitpar.models.vit
+        vitpar.models.vit.Block.forward = fail
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mesh", "phase", "rank"),
+    [
+        pytest.param("dp1", "step", 0, marks=pytest.mark.slow),
+        ("pp2", "step", 1),
+        pytest.param("dp2", "build", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_one_sentence_whichever_rank_it_is(
+    mesh: str, phase: str, rank: int, place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", rank), ("FAILING_PHASE", phase)):
+        monkeypatch.setenv(name, str(value))
+    words = ("--model", "vit_nano_patch4_8", "--batch-size", "8", "--steps", "2", "--set", "data.workers=0")
+    done = vitpar("train", "--data", "data", *words, "--mesh", mesh)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if "memory" in line)
+    assert line.startswith(f"error: CUDA is out of memory on rank {rank}: a step is predicted to need ")
+    assert "--microbatches" in line and "+ckpt in --mesh" in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_bench_has_the_same_sentence(place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", 0), ("FAILING_PHASE", "step")):
+        monkeypatch.setenv(name, str(value))
+    done = vitpar("bench", "--model", "vit_nano_patch4_8", "--batch-size", "8", "--steps", "1", "--repeats", "1")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: CUDA is out of memory on rank 0")

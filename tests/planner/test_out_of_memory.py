@@ -1,0 +1,111 @@
+"""CUDA out of memory: which errors it is, and the sentence that takes their place."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vitpar.errors import DeviceMemoryError, UserError
+from vitpar.planner import out_of_memory
+from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_warning
+from vitpar.train.recipe import Recipe
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ERROR = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def recipe(mesh: str, **train: Any) -> Recipe:
+    train = {"steps": 1, "batch_size": 256, "precision": "bf16", **train}
+    sections = {"model": {"name": "vit_base_patch16_224"}, "data": {"path": "x"}, "parallel": {"mesh": mesh}}
+    return Recipe.model_validate({**sections, "train": train})
+
+
+def told(mesh: str, error: Exception = ERROR, device: torch.device = CPU, **train: Any) -> str:
+    asked = recipe(mesh, **train)
+    config = asked.config(1000)
+    with pytest.raises(DeviceMemoryError) as raised, explain_memory(asked, config, asked.plan(config), device):
+        raise error
+    assert raised.value.__cause__ is error and isinstance(raised.value, UserError)
+    return str(raised.value)
+
+
+def test_other_errors_pass() -> None:
+    asked = recipe("dp1")
+    config = asked.config(1000)
+    for error in (RuntimeError("shapes differ"), KeyError("x"), RuntimeError("DataLoader out of memory")):
+        with pytest.raises(type(error)), explain_memory(asked, config, asked.plan(config), CPU):
+            raise error
+
+
+def test_errors_that_were_wrapped_are_found() -> None:
+    try:
+        try:
+            raise ERROR
+        except RuntimeError as error:
+            raise RuntimeError("stage 0 failed to run forward") from error
+    except RuntimeError as error:
+        assert is_out_of_memory(error) and told("dp1", error)
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+
+
+def test_the_sentence_compares_what_is_needed_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e9, 24e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18e9)
+    words = told("dp2", device=CUDA)
+    asked = recipe("dp2")
+    config = asked.config(1000)
+    (memory,) = estimate_memory(config, asked.plan(config), 256, "bf16", 2)
+    assert f"CUDA is out of memory on rank 0: a step is predicted to need {memory.total / 1e9:.3g} GB (act" in words
+    assert "the GPU has 24 GB, of which other programs and the CUDA runtime take 5 GB" in words
+    assert words.endswith("use --microbatches 2, +ckpt in --mesh, fsdp in place of dp or +zero1")
+    assert words.count("\n") == 0
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    assert "the GPU has" not in told("dp2", device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train", "ways"),
+    [
+        (
+            "dp2",
+            {"precision": "fp32"},
+            "--microbatches 2, +ckpt in --mesh, --precision bf16, fsdp in place of dp or +zero1",
+        ),
+        ("dp2+ckpt+zero1", {}, "--microbatches 2 or fsdp in place of dp"),
+        ("fsdp2", {"batch_size": 2}, "more GPUs with fsdp, +offload or +ckpt in --mesh"),
+        ("fsdp2+ckpt+offload", {"batch_size": 2}, "a smaller --batch-size"),
+        ("pp2", {"batch_size": 64}, "--microbatches 8, +ckpt in --mesh, more GPUs with fsdp or +offload"),
+    ],
+)
+def test_what_helps_most_comes_first(mesh: str, train: dict[str, Any], ways: str) -> None:
+    assert told(mesh, **train).endswith(f": use {ways}")
+
+
+def test_a_model_that_cannot_be_estimated_is_told_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitpar.errors import PlannerError
+
+    def refuse(*_: object) -> None:
+        raise PlannerError("no")
+
+    monkeypatch.setattr(out_of_memory, "estimate_memory", refuse)
+    assert told("dp2").startswith("CUDA is out of memory on rank 0: use --microbatches 2")
+    asked = recipe("dp1")
+    assert memory_warning(asked, asked.config(10), asked.plan(asked.config(10)), CPU, 1) is None
+
+
+def test_a_step_that_will_not_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe("dp2")
+    config = asked.config(1000)
+    plan = asked.plan(config)
+    (memory,) = estimate_memory(config, plan, 256, "bf16", 2)
+    for device, ranks, there in ((CPU, 2, 2 * memory.total), (CUDA, 2, memory.total)):
+        monkeypatch.setattr(out_of_memory, "memory_bytes", lambda _, there=there: 1.01 * there)
+        assert memory_warning(asked, config, plan, device, ranks) is None
+        monkeypatch.setattr(out_of_memory, "memory_bytes", lambda _, there=there: 0.99 * there)
+        warning = memory_warning(asked, config, plan, device, ranks)
+        assert warning and "--microbatches 2" in warning

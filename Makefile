@@ -12,7 +12,7 @@ INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/co
 RESULTS  ?= gpu-first-run
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -54,12 +54,16 @@ soak: $(READY)   ## Hours of tests: 200 faults, every combination of the support
 fuzz: $(READY)   ## Attack every reader of files, URLs and ports with hostile input, ten minutes
 	$(BIN)/python experiments/fuzz.py $(FUZZ)
 
+mutations: $(READY)  ## Put known faults into copies of the source: the check or a test must notice each
+	$(BIN)/python experiments/mutations.py $(MUTATIONS)
+
 lint: $(READY)   ## Style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-docs: $(READY)   ## Write docs/support.md from the support matrix, docs/limits.md from the limits
+docs: $(READY)   ## Write docs/support.md from the support matrix, docs/limits.md from the limits, docs/defaults.md from the default settings
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
+	$(BIN)/python -c 'from vitpar.train.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
 
 bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
 	$(BIN)/python experiments/bench_cpu.py

@@ -1,0 +1,67 @@
+"""A mutation: one wrong change of the source, and the commands of which at least one must notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class MutationError(Exception):
+    """A mutation does not fit the source any more."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong change of the source."""
+
+    name: str
+    """Unique; for --only and the table."""
+    breaks: str
+    """What is wrong with the changed source, in one sentence."""
+    file: str
+    """Path within the repository."""
+    old: str
+    """Exact text that occurs once in the file."""
+    new: str
+    """Text that takes its place."""
+    caught_by: tuple[str, ...]
+    """Commands, tried in order until one fails: `vitpar check …` or `pytest NODE …`, quoted as for a shell."""
+    crash_counts: bool = False
+    """Whether a crash of a command counts as caught. By default only a failed assertion or a check's verdict does."""
+
+    def applied(self, text: str) -> str:
+        """Return the file's text with the change. Raises MutationError unless the old text occurs exactly once."""
+        if (found := text.count(self.old)) != 1:
+            raise MutationError(
+                f"the old text of mutation {self.name} occurs {found} times in {self.file}: adapt it to the source"
+            )
+        return text.replace(self.old, self.new)
+
+
+@contextmanager
+def mutated(root: Path, mutation: Mutation) -> Iterator[None]:
+    """Change the copy of the repository in `root` inside the ``with``."""
+    path = root / mutation.file
+    text = path.read_text()
+    path.write_text(mutation.applied(text))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def problem(root: Path, mutation: Mutation) -> str | None:
+    """Return why a mutation cannot be made in the repository in `root`, or None."""
+    try:
+        changed = mutation.applied((root / mutation.file).read_text())
+        if mutation.file.endswith(".py"):
+            compile(changed, mutation.file, "exec")
+    except FileNotFoundError:
+        return f"mutation {mutation.name} changes {mutation.file}, which does not exist: adapt it to the source"
+    except MutationError as error:
+        return str(error)
+    except SyntaxError as error:
+        return f"{mutation.file} with mutation {mutation.name} is not Python: {error}"
+    return f"mutation {mutation.name} changes nothing: give another new text" if mutation.new == mutation.old else None

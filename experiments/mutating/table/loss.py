@@ -1,0 +1,32 @@
+"""The loss of plain and of mixed labels."""
+
+from mutating.mutation import Mutation
+
+FILE = "src/vitpar/parallel/model.py"
+MUTATIONS = (
+    Mutation(
+        name="label-smoothing-dropped",
+        breaks="The loss of a plan has no label smoothing.",
+        file=FILE,
+        old="label_smoothing=self.label_smoothing)",
+        new="label_smoothing=0.0)",
+        caught_by=("vitpar check --mesh dp2",),
+    ),
+    Mutation(
+        name="mixed-labels-swapped",
+        breaks="The loss of a mixed image gives its label the weight of its partner's.",
+        file=FILE,
+        old="first, other, weight = here.unbind(1)",
+        new="other, first, weight = here.unbind(1)",
+        caught_by=("vitpar check --mesh dp2",),
+    ),
+    Mutation(
+        name="mixed-loss-swapped-unsmoothed",
+        breaks="The loss of a mixed image swaps the two weights and has no label smoothing.",
+        file=FILE,
+        old='            one, two = (loss(label.long(), reduction="none") for label in (first, other))\n',
+        new="            loss = functools.partial(loss, label_smoothing=0.0)\n"
+        '            two, one = (loss(label.long(), reduction="none") for label in (first, other))\n',
+        caught_by=("pytest tests/parallel/test_loss.py::test_mixed_labels_are_timms_soft_targets",),
+    ),
+)

@@ -1,0 +1,35 @@
+"""The model's arithmetic and its initial values."""
+
+from mutating.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        name="drop-scale",
+        breaks="What drop-path and dropout keep is not scaled up.",
+        file="src/vitpar/models/keyed_random.py",
+        old="    return x * keep.to(x.dtype) / (1.0 - rate)\n",
+        new="    return x * keep.to(x.dtype)\n",
+        caught_by=("pytest tests/models/test_models.py::test_rate_scale_and_independence_of_what_is_dropped",),
+    ),
+    Mutation(
+        name="layer-norm-eps",
+        breaks="LayerNorms add 1e-5 to the variance, not 1e-6.",
+        file="src/vitpar/models/config.py",
+        old="norm_eps: float = 1e-6",
+        new="norm_eps: float = 1e-5",
+        caught_by=('pytest "tests/weights/test_against_libraries.py::test_timm[class token]"',),
+    ),
+    Mutation(
+        name="xavier-of-three-matrices",
+        breaks="Queries, keys and values start as three matrices, not as the one that the scheme takes.",
+        file="src/vitpar/models/initial.py",
+        old="""        ("blocks.*.mlp.*.bias", _normal(1e-6)),
+        ("*.bias", _constant(0.0)),
+""",
+        new="""        ("blocks.*.mlp.*.bias", _normal(1e-6)),
+        ("*.bias", _constant(0.0)),
+        ("*.qkv.weight", _xavier_uniform(parts=3)),
+""",
+        caught_by=("pytest tests/models/test_initial_schemes.py::test_distributions_are_timms",),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Collectives and layouts: what a plan sends, sums and cuts."""
+
+from mutating.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        name="tp-backward-sum",
+        breaks="The gradient at the input of a column-parallel layer is not summed over the tensor-parallel ranks.",
+        file="src/vitpar/parallel/collective.py",
+        old="        return all_reduce(gradient, ctx.group), None\n",
+        new="        return gradient, None\n",
+        caught_by=("vitpar check --mesh tp2",),
+    ),
+    Mutation(
+        name="tp-q-and-k-swapped",
+        breaks="Tensor-parallel blocks use queries as keys and keys as queries.",
+        file="src/vitpar/models/vit.py",
+        old="three=3, d=self.head_dim).unbind(0)\n",
+        new="three=3, d=self.head_dim).unbind(0)\n"
+        "        if isinstance(self.qkv.weight, DTensor):\n            q, k = k, q\n",
+        caught_by=("vitpar check --mesh tp2",),
+    ),
+    Mutation(
+        name="sp-partial-sums",
+        breaks="No partial gradient is summed over the tensor-parallel ranks.",
+        file="src/vitpar/parallel/model.py",
+        old="            self._tensor_sums.run()\n",
+        new="",
+        caught_by=("vitpar check --mesh tp2+sp",),
+    ),
+    Mutation(
+        name="sp-one-partial-bias",
+        breaks="The partial gradient of one bias of each block, mlp.fc2's, is not summed.",
+        file="src/vitpar/parallel/tensor.py",
+        old="for axis in split.sums if axis not in axes]",
+        new='for axis in split.sums if axis not in axes and name != "mlp.fc2"]',
+        caught_by=("vitpar check --mesh tp2+sp",),
+    ),
+    Mutation(
+        name="3d-row-bias",
+        breaks="Under 3d the partial gradients of the biases of row-parallel layers are not summed.",
+        file="src/vitpar/parallel/tensor.py",
+        old='"row": Split({"j": S1, "k": S0}, {"k": S0}, sums=("j",), ',
+        new='"row": Split({"j": S1, "k": S0}, {"k": S0}, ',
+        caught_by=('pytest "tests/parallel/test_parity.py::test_plan_equals_one_process[tp8+3d+ckpt num_classes=7]"',),
+    ),
+    Mutation(
+        name="2d-norm-backward",
+        breaks="The backward of a norm over split features leaves out its second sum.",
+        file="src/vitpar/parallel/collective.py",
+        old="((wide - first - normal * second) * scale)",
+        new="((wide - first) * scale)",
+        caught_by=("vitpar check --mesh tp4+2d",),
+    ),
+    Mutation(
+        name="dp-head-not-reduced",
+        breaks="The gradients of the head are not summed over the data-parallel ranks.",
+        file="src/vitpar/parallel/data.py",
+        old="or isinstance(layer, FSDPModule):\n            continue\n",
+        new='or isinstance(layer, FSDPModule) or hasattr(layer, "fc"):\n            continue\n',
+        caught_by=("vitpar check --mesh dp2",),
+    ),
+    Mutation(
+        name="fsdp-sum-divided",
+        breaks="Gradients that fsdp sums are divided by 1.01.",
+        file="src/vitpar/parallel/data.py",
+        old="set_gradient_divide_factor(1.0)",
+        new="set_gradient_divide_factor(1.01)",
+        caught_by=("vitpar check --mesh fsdp2",),
+    ),
+    Mutation(
+        name="fsdp-sum-divided-bf16",
+        breaks="Gradients that fsdp sums are divided by 1.01, seen in bf16.",
+        file="src/vitpar/parallel/data.py",
+        old="set_gradient_divide_factor(1.0)",
+        new="set_gradient_divide_factor(1.01)",
+        caught_by=("vitpar check --mesh fsdp2 --precision bf16",),
+    ),
+    Mutation(
+        name="zero2-head-loses-micro-batches",
+        breaks="Under zero2 the gradients of the head are those of the last micro-batch alone.",
+        file="src/vitpar/parallel/model.py",
+        old="                    loss.backward()\n",
+        new="                    loss.backward()\n"
+        "                if number < count and isinstance(stage.head, FSDPModule):\n"
+        "                    stage.head.reshard()\n"
+        "                    stage.head.zero_grad()\n",
+        caught_by=("vitpar check --mesh dp2+zero2 --microbatches 2",),
+    ),
+    Mutation(
+        name="micro-batch-dropped",
+        breaks="The last of several micro-batches counts nothing.",
+        file="src/vitpar/parallel/model.py",
+        old="                    loss = self.loss(stage(part, key), target)\n",
+        new="                    loss = self.loss(stage(part, key), target) * (number < count or count == 1)\n",
+        caught_by=("vitpar check --mesh dp2 --microbatches 2",),
+    ),
+    Mutation(
+        name="sample-keys-off-by-one",
+        breaks="Every sample drops what its neighbour in the micro-batch should.",
+        file="src/vitpar/parallel/stage.py",
+        old="here = keys[rows.start : rows.stop]",
+        new="here = keys.roll(1)[rows.start : rows.stop]",
+        caught_by=("vitpar check --mesh dp2",),
+    ),
+    Mutation(
+        name="2d-dropout-offset",
+        breaks="Ranks that hold other features of a token drop the same places of their own.",
+        file="src/vitpar/models/keyed_random.py",
+        old="list(x.shape[1:]), first_feature) >= rate",
+        new="list(x.shape[1:]), 0) >= rate",
+        caught_by=("vitpar check --mesh tp4+2d",),
+    ),
+)

@@ -1,0 +1,202 @@
+"""The table of mutations fits the source; and the tool tells caught, missed, crashed and hanging ones apart."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.paths import ROOT
+from mutating import report
+from mutating.campaign import Campaign, run
+from mutating.command import Commands, Outcome, Stopped, judge_check
+from mutating.mutation import Mutation, MutationError, mutated, problem
+from mutating.pytest_verdict import judge
+from mutating.table import MUTATIONS
+
+SOURCE = "import sys\n\nlimit = 5\nspare = 7\n"
+TESTS = """
+from thing import limit
+
+def test_limit():
+    assert limit == 5
+
+def test_division():
+    assert 10 / limit < 3
+"""
+
+
+def of(name: str, new: str, *, test: str = "test_limit", crash_counts: bool = False) -> Mutation:
+    """Return a mutation of the repository `small`."""
+    command = f"pytest test_thing.py::{test}"
+    old = "spare = 7" if "spare" in new else "limit = 5"
+    return Mutation(name, "It is wrong.", "thing.py", old, new, (command,), crash_counts)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a repository of one module, with a file that git ignores and no commit; copies go into tmp_path/copies."""
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to load than the tests to run
+    root = tmp_path / "small"
+    root.mkdir()
+    files = {"thing.py": SOURCE, "test_thing.py": TESTS, ".gitignore": "large\n", "large": "", "pytest.ini": "[pytest]"}
+    for name, text in files.items():
+        (root / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    return root
+
+
+def campaign(root: Path, *mutations: Mutation, limit: float = 60.0) -> Campaign:
+    return run(root, mutations, parallel=2, limit=limit, told=lambda *_: None)
+
+
+def test_every_mutation_fits_the_source() -> None:
+    assert len(MUTATIONS) > 40
+    names = [mutation.name for mutation in MUTATIONS]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z0-9.-]+", name) for name in names)
+    assert not (wrong := [words for mutation in MUTATIONS if (words := problem(ROOT, mutation))]), "\n".join(wrong)
+    assert all(re.fullmatch(r"[A-Z2-3].*\.", mutation.breaks) and mutation.caught_by for mutation in MUTATIONS)
+
+
+def test_commands_name_what_there_is() -> None:
+    for command in {command for mutation in MUTATIONS for command in mutation.caught_by}:
+        program, *words = shlex.split(command)
+        assert (program, words[:2]) in (("vitpar", ["check", "--mesh"]), ("pytest", words[:2])), command
+        for node in words if program == "pytest" else ():
+            path, _, name = node.partition("::")
+            text = (ROOT / path).read_text()
+            assert path.startswith("tests/") and f"def {name.partition('[')[0]}" in text, node
+
+
+def test_a_mutation_that_does_not_fit_is_refused(small: Path) -> None:
+    assert problem(small, of("fits", "limit = 6")) is None
+    refused = {
+        "occurs 0 times in thing.py": Mutation("gone", "", "thing.py", "limit = 4", "", ()),
+        "occurs 2 times in thing.py": Mutation("twice", "", "thing.py", " = ", "", ()),
+        "which does not exist": Mutation("nowhere", "", "other.py", "x", "", ()),
+        "is not Python": of("syntax", "limit ="),
+        "changes nothing": of("same", "limit = 5"),
+    }
+    for message, mutation in refused.items():
+        assert message in (problem(small, mutation) or "")
+    with pytest.raises(MutationError, match="occurs 0 times"), mutated(small, refused["occurs 0 times in thing.py"]):
+        pass
+    with mutated(small, of("fits", "limit = 6")):
+        assert "limit = 6" in (small / "thing.py").read_text()
+    assert (small / "thing.py").read_text() == SOURCE
+
+
+def test_only_a_failed_assertion_counts_unless_a_crash_may(small: Path) -> None:
+    found = campaign(
+        small,
+        of("caught", "limit = 6"),
+        of("missed", "spare = 8"),
+        of("crashes", "limit = 0", test="test_division"),
+        of("may crash", "limit = 0", test="test_division", crash_counts=True),
+        of("cannot be imported", "import nothing_that_exists"),
+        of("ends the process", "sys.exit(1)"),
+    )
+    assert {outcome.kind for outcome in found.clean.values()} == {"passed"} and len(found.clean) == 2
+    said = {result.mutation.name: report.verdict(result) for result in found.results}
+    assert said == {
+        **{"caught": "caught", "missed": "MISSED", "crashes": "crash", "may crash": "caught"},
+        **{"cannot be imported": "crash", "ends the process": "crash"},
+    }
+    assert not found.all_caught
+    words = report.problems(found)
+    assert len(words) == 4 and words[0].startswith("MISSED missed: It is wrong.\n  pytest test_thing.py::test_limit")
+    assert "ZeroDivisionError" in words[1]
+    assert (small / "thing.py").read_text() == SOURCE and not list((small.parent / "copies").iterdir())
+
+
+def test_commands_that_fail_on_the_clean_source_prove_nothing(small: Path) -> None:
+    (small / "test_thing.py").write_text(TESTS.replace("limit == 5", "limit == 4").replace("< 3", "< 3  # new"))
+    one, other = of("wrong test", "limit = 6"), of("no such test", "limit = 6", test="test_nothing")
+    found = campaign(small, one, other, of("fine", "limit = 1", test="test_division"))
+    assert [outcome.kind for outcome in found.clean.values()] == ["failed", "crash", "passed"]
+    assert [report.verdict(result) for result in found.results] == ["not run", "not run", "caught"]
+    assert not found.all_caught and "FAILED on the clean source" in report.problems(found)[0]
+
+
+def test_a_command_that_hangs_is_ended(small: Path) -> None:
+    (small / "test_thing.py").write_text("import time\n\ndef test_limit():\n    time.sleep(1000)\n")
+    commands = Commands(limit=2.0)
+    outcome = commands.run("pytest test_thing.py", small)
+    assert outcome.kind == "hang" and outcome.words.startswith("no end after 2 s")
+    commands.stop()
+    with pytest.raises(Stopped):
+        commands.run("pytest test_thing.py", small)
+
+
+def test_another_folder_than_a_repository_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MutationError, match="git cannot list the files"):
+        campaign(tmp_path / "nowhere", of("caught", "limit = 6"))
+
+
+def test_the_verdict_of_the_check_is_read() -> None:
+    assert judge_check(0, "table\npassed: worst is loss\n") == Outcome("passed", "passed: worst is loss")
+    assert judge_check(1, "FAILED: worst is head.fc.bias\n").kind == "failed"
+    assert judge_check(1, "rank 1 failed: KeyError\n").kind == judge_check(1, "").kind == "crash"
+    assert judge_check(2, "FAILED: x").kind == judge_check(0, "").kind == judge_check(1, "passed: x").kind == "crash"
+
+
+def test_errors_of_ranks_are_told_from_failed_assertions() -> None:
+    trace = "rank 1 of 2:\nTraceback (most recent call last):\n  File a\n    x\n{}\n"
+    assert judge(AssertionError(trace.format("AssertionError: 3 > 2\nassert False"))) == (
+        "failed",
+        "AssertionError: 3 > 2",
+    )
+    assert judge(AssertionError(trace.format("vitpar.errors.DataError: no"))) == (
+        "crash",
+        "vitpar.errors.DataError: no",
+    )
+    assert judge(AssertionError("assert 1 == 2"))[0] == "failed"
+    assert judge(KeyError("x")) == ("crash", "KeyError: 'x'")
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from mutating.campaign import run
+from mutating.mutation import Mutation
+
+one = Mutation("hangs", "It hangs.", "thing.py", "spare = 7", "spare = 8", ("pytest test_thing.py",))
+run(Path(sys.argv[1]), [one], parallel=2, limit=100.0, told=print)
+"""
+
+
+def test_nothing_is_left_after_ctrl_c(small: Path) -> None:
+    (small / "test_thing.py").write_text(
+        "import time\n\ndef test_limit():\n    open('begun', 'w')\n    time.sleep(1000)\n"
+    )
+    copies = small.parent / "copies"
+    environment = {**os.environ, "TMPDIR": str(copies), "PYTHONPATH": str(ROOT / "experiments")}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(small)], env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not list(copies.glob("*/*/begun")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(running(copies)) > 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (1, -signal.SIGINT)
+    assert not list(copies.iterdir()) and not running(copies)
+
+
+def running(folder: Path) -> list[str]:
+    """Return the processes that were started with the folder in their environment."""
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and str(folder) in environment_of(pid)]
+
+
+def environment_of(pid: str) -> str:
+    """Return the environment a process was started with, empty where it cannot be read."""
+    try:
+        return Path("/proc", pid, "environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

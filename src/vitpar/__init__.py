@@ -2,10 +2,11 @@
 
     import vitpar
 
-    config = vitpar.model_config("vit_small_patch16_224", num_classes=10)
+    config = vitpar.model_config("vit_small_patch16_224", num_classes=10, drop_path=0.1)
     plan = vitpar.validate(vitpar.parse("tp2xfsdp2"), config, batch_size=64)
     model = vitpar.parallelize(config, plan, batch_size=64, device=torch.device("cpu"))   # inside a process group of 4
-    loss = model.forward_backward(images[model.image_rows(64)], labels)
+    part = model.forward_backward(images[model.image_rows(64)], labels, keys)   # a random key for each sample
+    loss = model.global_loss(part)   # the mean over the batch, equal on all ranks
 
 Importing vitpar does not import torch: what needs torch is loaded when it is first named.
 """
@@ -18,10 +19,10 @@ from vitpar.models import ViTConfig, model_config
 from vitpar.strategy import Plan, Strategy, parse, validate
 
 if TYPE_CHECKING:
+    from vitpar.check import check_plan
     from vitpar.models.vit import ViT
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
-    from vitpar.train.check import check_plan
     from vitpar.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -29,7 +30,7 @@ _LAZY = {
     "ViT": "vitpar.models.vit",
     "ParallelModel": "vitpar.parallel",
     "parallelize": "vitpar.parallel",
-    "check_plan": "vitpar.train.check",
+    "check_plan": "vitpar.check",
     "Trainer": "vitpar.train.trainer",
 }
 __all__ = [

@@ -15,6 +15,7 @@ patch_size = 4
 width = 24
 depth = 4
 heads = 4
+init = "moco"
 drop_path = 0.1
 dropout = 0.1
 

@@ -13,9 +13,7 @@ from typing import Any
 from vitpar.launch import World, join, leave
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["vitpar.train.check", "torch.profiler", "einops._torch_specific", "pytest", "hypothesis"]
-)
+CONTEXT.set_forkserver_preload(["vitpar.check", "torch.profiler", "einops._torch_specific", "pytest", "hypothesis"])
 MOST_THREADS = 50
 TIMEOUT = 1100.0  # seconds for one function; pytest's own limit is usually less
 

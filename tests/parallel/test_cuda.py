@@ -27,6 +27,8 @@ from vitpar.strategy import parse, validate
 GPUS = torch.cuda.device_count()
 PATHS = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+INIT = {"init": "moco"}
+"""Initial values from which every parameter has a gradient from the first step on."""
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
@@ -67,7 +69,7 @@ def test_offloaded_layers_equal_one_process(mesh: str, tmp_path: Path) -> None:
 def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "position": "sincos2d"}
-    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "4", "--batch-size", "8")
     runs = []
     for number, mesh in enumerate(("dp1", "dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1")):
@@ -81,7 +83,7 @@ def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path)
 def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "drop_path": 0.1}
-    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "10", "--batch-size", "8")
     runs = {}
     for device in ("cpu", "cuda"):
@@ -167,7 +169,7 @@ def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tokens: int, tmp_path: Path) -> 
     data = pack_small(tmp_path)
     side = 2 * math.isqrt(tokens - 1)
     sizes = {"image_size": side, "patch_size": 2, "width": 128, "depth": 4, "heads": 2, "drop_path": 0.1}
-    settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cuda")
     saving = ("--set=checkpoint.every_steps=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
     vitpar(*common, *saving, "--steps", "10", "--run-dir", "through", cwd=tmp_path)

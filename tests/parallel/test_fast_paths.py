@@ -55,7 +55,7 @@ def plan_of(mesh: str = "dp1", **fields: Any) -> tuple[ViTConfig, Plan]:
 
 
 def losses(place: Path, data: Path, name: str, settings: dict[str, Any]) -> list[float]:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "drop_path": 0.1}
+    sizes = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "drop_path": 0.1, "init": "moco"}
     values = {f"model.{key}": value for key, value in sizes.items()}
     values |= {"train.precision": "bf16", "train.log_every": 1, "augment.mixup": 0.8, "optimizer.lr": 1e-3, **settings}
     words = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
@@ -195,10 +195,11 @@ def test_matrix_products_stand_in_on_cpus_alone(alone: None, monkeypatch: pytest
 TRACED = """
 import sys
 import torch
+from vitpar import model_config
 from vitpar.models.vit import Attention
 from vitpar.parallel.attention import use_attention
 
-attention = Attention(32, 4, False)
+attention = Attention(model_config("vit_custom", patch_size=4, width=32, depth=1, heads=4))
 forward = torch.compile(attention.forward, backend=sys.argv[1])
 for backend in sys.argv[2:]:
     use_attention(backend)

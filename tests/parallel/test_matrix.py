@@ -7,11 +7,12 @@ from itertools import combinations as pairs_of
 import pytest
 import torch
 
-from helpers.parity import skip_what_cannot_run
+from helpers.parity import check, skip_what_cannot_run
 from helpers.paths import ROOT
 from helpers.plans import Case
 from helpers.ranks import RankPool
 from vitpar import Plan, ViTConfig, model_config, parse, validate
+from vitpar.check import CheckResult
 from vitpar.errors import StrategyError
 from vitpar.parallel import Communication
 from vitpar.strategy.support import (
@@ -24,7 +25,6 @@ from vitpar.strategy.support import (
     refuse_clashes,
     refuse_unused,
 )
-from vitpar.train.check import CheckResult, check_plan
 
 STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
 DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
@@ -55,10 +55,10 @@ def plan_of(case: Case) -> Plan:
 
 
 def check_all_precisions(device: torch.device, case: Case, precisions: tuple[str, ...]) -> list[CheckResult]:
-    """Check a plan in each precision; runs on every rank. Many ranks take one step of three, to end within a day."""
+    """Check a plan in each precision; runs on every rank. Many ranks take one step of four, to end within a day."""
     plan = plan_of(case)
-    settings = {"batch_size": case.batch, "device": device, "steps": 3 if case.ranks <= 8 else 1}
-    return [check_plan(config_of(case, name), plan, precision=name, **settings) for name in precisions]
+    steps = {} if case.ranks <= 8 else {"sgd_steps": 1, "recipe_steps": 0}
+    return [check(config_of(case, name), plan, case.batch, device, precision=name, **steps) for name in precisions]
 
 
 ALLOWED = [case_of(*choice) for choice in combinations(STRUCTURE)]

@@ -19,7 +19,7 @@ from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import ParallelModel, parallelize
 from vitpar.parallel.narrow import NarrowCopies
 
-CONFIG = model_config("vit_nano_patch4_16", num_classes=10, depth=4)
+CONFIG = model_config("vit_nano_patch4_16", num_classes=10, depth=4, init="perturbed")
 
 
 class Counted(TorchDispatchMode):

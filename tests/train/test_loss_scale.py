@@ -170,7 +170,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("assignments", "message"), REFUSED, ids=str)
 def test_wrong_settings_get_a_sentence(assignments: list[str], message: str) -> None:
-    base = BASE if "does nothing" in message else {**BASE, "train.precision": "fp16"}
+    base = {**BASE, "train.precision": "fp32" if "does nothing" in message else "fp16"}
     with pytest.raises(RecipeError, match=message) as caught:
         read_recipe(None, base, assignments)
     assert "\n" not in str(caught.value)

@@ -32,6 +32,7 @@ patch_size = 4
 width = 24
 depth = 4
 heads = 2
+init = "moco"
 
 [data]
 workers = 1
@@ -119,7 +120,7 @@ def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) ->
 
 def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
     sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2}
-    config = model_config("vit_custom", num_classes=CLASSES, **sizes)
+    config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
     model = parallelize(config, validate(parse(mesh), config, BATCH), batch_size=BATCH, device=device)
     return model, Input(recipe, model)
 

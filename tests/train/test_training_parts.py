@@ -33,7 +33,7 @@ LABELS = torch.arange(BATCH) % 3
 
 def config_of(**options: Any) -> ViTConfig:
     sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "num_classes": 3}
-    return model_config("vit_custom", **{**sizes, **options})
+    return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
 
 
 def recipe() -> Recipe:
@@ -176,10 +176,10 @@ def averages(device: torch.device, mesh: str) -> dict[str, float]:
     ema = EMA(model, 0.9)
     by_hand = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(name="sgd", weight_decay=0))
-    for _ in range(3):
+    for step in (1, 2, 3):
         backward(model)
         optimizer.step(0.5)
-        ema.update()
+        ema.update(step)
         for name, p in model.named_parameters():
             by_hand[name] = 0.9 * by_hand[name] + 0.1 * whole(p.detach())
     own = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}

@@ -61,6 +61,7 @@ def bench(
     """
     told("building the model")
     trained = build(recipe, config, plan, device)
+    recipe = trained.recipe
     attention = trained.choose_attention()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # what was tried when attention was chosen

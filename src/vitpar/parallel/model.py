@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from vitpar.errors import ModelError
+from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.narrow import NarrowCopies
@@ -70,6 +72,7 @@ class ParallelModel:
         strategies = plan.strategies(config.layer_names)
         self._images, self._logits = image_layout(strategies["stem"]), logit_layout(strategies["head"])
         self._stage_rank = pipe.get_local_rank("stage")
+        self._sample_replicas = len(copies(self._logits, self._stage_rank))  # ranks that compute the same logits
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
@@ -114,11 +117,6 @@ class ParallelModel:
         return self.gives_logits and copies(self._logits, self._stage_rank)[0] == self._stage_rank
 
     @property
-    def sample_replicas(self) -> int:
-        """How many ranks compute the logits of the same sample."""
-        return len(copies(self._logits, self._stage_rank))
-
-    @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
         """The all-reduces that a step has waited for when its gradients are there, in order: their group and bytes.
         ``fully_shard`` sends its own during backward."""
@@ -147,10 +145,17 @@ class ParallelModel:
         """Gradients of one step, accumulated over the micro-batches and reduced over the data-parallel ranks.
 
         images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised, or None where not
-        `takes_images`. labels: those of all ranks, as in `loss`. keys: int64 [batch], the samples' random keys.
-        Returns this rank's part of the loss (0-dim, detached, not scaled; zero where not `gives_logits`): the sum over
-        ranks that differ in their samples is the loss of the global batch.
+        `takes_images`. labels: those of all ranks, as in `loss`. keys: int64 [batch], the random key of each sample,
+        which drop-path and dropout follow; None where the model has neither.
+        Returns this rank's part of the loss (0-dim, detached, not scaled by `loss_scale`): under every plan the sum
+        over all ranks is the mean loss of the global batch, which `global_loss` gives. Raises ModelError for a model
+        with drop-path or dropout and no keys.
         """
+        if self.config.stochastic and keys is None:
+            raise ModelError(
+                f"{self.config.name} has drop-path or dropout, whose random numbers follow the samples: pass keys, "
+                "int64 [batch], one for each sample and epoch"
+            )
         for stage in self.stages.values():
             if not stage.training:  # it walks through every module
                 stage.train()
@@ -165,8 +170,16 @@ class ParallelModel:
             self._tensor_sums.run()
         if not losses:
             return torch.zeros((), device=self.device)
-        whole = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-        return whole.detach() / self.loss_scale if self._scales else whole.detach()
+        part = (torch.stack(losses).sum() if len(losses) > 1 else losses[0]).detach()
+        part = part / self.loss_scale if self._scales else part
+        return part / self._sample_replicas if self._sample_replicas > 1 else part
+
+    def global_loss(self, part: Tensor) -> Tensor:
+        """The mean loss of the global batch, float64 and 0-dim, from what `forward_backward` returned on each rank.
+        Collective, and waits for the device where ranks do."""
+        total = part.detach().double()
+        all_reduce_(total)
+        return total
 
     def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
         """Forward and backward of all micro-batches, while `narrow` is in place; their losses, where they come out.

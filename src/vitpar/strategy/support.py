@@ -113,8 +113,7 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
         if communication[name] is not None and not uses(plan, precision, name):
             raise StrategyError(
                 f"communication.{name} is {communication[name]}, which does nothing under '{shown(plan)}' in "
-                f"{precision}: "
-                f"leave it out, it is for {needs}"
+                f"{precision}: leave it out, it is for {needs}"
             )
 
 

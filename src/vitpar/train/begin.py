@@ -22,7 +22,7 @@ from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated
 from vitpar.weights.positions import resampled
 
-_OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale")
+_OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
 """What of the model's shape a run may have otherwise than its weights: it changes no parameter, or is dealt with."""
 
 

@@ -14,6 +14,7 @@ from vitpar.parallel.attention import Attention, choose_attention
 from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
+from vitpar.train.auto_precision import resolve_precision
 from vitpar.train.ema import EMA
 from vitpar.train.loss_scale import LossScaler
 from vitpar.train.non_finite import NonFinite
@@ -65,6 +66,7 @@ def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -
     config: ``recipe.config`` for the data's classes. plan: validated against it and the recipe's batch. Raises
     RecipeError where blocks are to be compiled and cannot be.
     """
+    recipe = resolve_precision(recipe, device.type)
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks look into blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
@@ -83,7 +85,7 @@ def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -
     )
     optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.heads)
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
-    ema = EMA(model, train.ema_decay) if train.ema_decay else None
+    ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
     warnings = tuple(filter(None, (because, slow_here(train.precision, device))))
     return Trained(recipe, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)

@@ -77,7 +77,6 @@ def open_split(recipe: Recipe, split: str) -> ImageSet:
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
     """How images of `size` pixels are prepared. Raises RecipeError for a setting out of its range."""
     d, a = recipe.data, recipe.augment
-    red, green, blue = (min(255, max(0, round(255 * mean))) for mean in d.mean)
     train = TrainTransform(
         size,
         d.crop_scale,
@@ -87,7 +86,8 @@ def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform
         policy=parse_policy(a.policy) if a.policy else None,
         color_jitter=a.color_jitter if isinstance(a.color_jitter, tuple) else (a.color_jitter,) * 3,
         erase=a.random_erasing,
-        fill=(red, green, blue),
+        mean=d.mean,
+        std=d.std,
     )
     return train, EvalTransform(size, d.crop_pct, d.interpolation), Normalize(d.mean, d.std)
 
@@ -133,6 +133,11 @@ class Input:
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
         return TrainLoader(images, self._train, order=order, start=start, **self._settings(self._needed()))
+
+    @property
+    def train_rows(self) -> list[int]:
+        """Which rows of a training batch this rank decodes itself."""
+        return self._settings(self._needed())["rows"]
 
     def eval_batches(self, images: ImageSet) -> EvalLoader | StreamEvalLoader:
         """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with

@@ -84,5 +84,5 @@ class TrainStep:
             else:
                 self.optimizer.step(lr)
                 if self.ema:
-                    self.ema.update()
+                    self.ema.update(number)
         return Stepped(loss, norm, told)

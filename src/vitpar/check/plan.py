@@ -1,0 +1,194 @@
+"""Runs the steps of a check under a plan, on all its ranks, and in one process on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitpar.check.compare import IMAGES, LEAST, Comparison, compare, compare_numbers, noise_of
+from vitpar.check.one_process import OneProcess, Trace
+from vitpar.check.result import CheckResult
+from vitpar.check.samples import Samples, draw_samples
+from vitpar.data import Batch
+from vitpar.launch.world_group import broadcast_json
+from vitpar.models.config import ViTConfig
+from vitpar.models.vit import ViT
+from vitpar.parallel import ParallelModel
+from vitpar.strategy import Plan
+from vitpar.train.auto_precision import resolve_precision
+from vitpar.train.build import Trained, build
+from vitpar.train.gradient_norm import multiply_
+from vitpar.train.input import Input
+from vitpar.train.loss_scale import LossScaleSection
+from vitpar.train.optimizer import ShardedOptimizer, local, sharded_as
+from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.train.recipe import Recipe
+from vitpar.train.recipe_file import read_recipe
+
+LEARNING_RATE = 0.05
+"""Of the SGD steps."""
+LOSS_SCALE = 1024.0
+"""Of fp16, on both sides: a power of two, so that it rounds nothing, and not so large that a gradient overflows."""
+EMA_DECAY = 0.9
+"""Of averages: with a recipe's 0.9999 all that two steps change in an average is rounding."""
+NOISY_RUNS = 3
+UNCHECKED = "data order, decoding, crops, flips, policies and erasing; learning-rate schedule; evaluation; checkpoints"
+_DEFAULTS: Mapping[str, Any] = {
+    "data.path": "unused",  # no data is read
+    "train.steps": 1,
+    "train.batch_size": 16,
+    "train.label_smoothing": 0.1,
+    "train.ema_decay": EMA_DECAY,
+    "augment.mixup": 0.8,
+    "augment.cutmix": 1.0,
+    "augment.repeats": 2,
+    "model.name": "vit_nano_patch4_16",  # 8 blocks and 12 heads, so that most plans fit it
+    "model.drop_path": 0.1,
+    "model.dropout": 0.1,
+}
+
+
+def recipe_to_check(options: Mapping[str, Any] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+    """Return a recipe in which everything is on that a check compares, and whose model is a tiny ViT.
+
+    options, assignments: other settings, as of `read_recipe`. Raises RecipeError as it does.
+    """
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    return read_recipe(None, {**_DEFAULTS, **given}, assignments)
+
+
+def check_plan(
+    recipe: Recipe,
+    config: ViTConfig,
+    plan: Plan,
+    device: torch.device,
+    *,
+    tolerance: float | None = None,
+    sgd_steps: int = 2,
+    recipe_steps: int = 2,
+) -> CheckResult:
+    """Compare a training under `plan` with the same training by one process. Collective; equal results on all ranks.
+
+    First `sgd_steps` by plain SGD, because adaptive optimizers and clipping hide a gradient of the wrong scale; then
+    `recipe_steps` of the recipe: its optimizer at its peak rate, clipping, average, label smoothing, mixing of images
+    and repeated samples. Initial values are drawn so that no gradient vanishes.
+
+    recipe: its precision and numerics, batch size, seed and all of the above. config: the model. plan: validated
+    against it and the batch. tolerance: the relative error allowed for everything, instead of a multiple of the
+    rounding noise that one process shows. Raises RecipeError as `build` does.
+    """
+    recipe = _for_check(resolve_precision(recipe, device.type))
+    config = replace(config, init="perturbed")
+    samples = draw_samples(recipe, config, sgd_steps, recipe_steps)
+    scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
+    trained = build(recipe, config, plan, device)
+    mine = _under_plan(trained, samples, scale)
+
+    reference: list[Trace] = []  # without noise, then with other noise each
+    if dist.get_rank() == 0:
+        runs = (OneProcess(recipe, config, device, scale=scale, noisy=noisy) for noisy in (None, *range(NOISY_RUNS)))
+        reference = [run.run(samples, LEARNING_RATE) for run in runs]
+    compared = _compared(trained.model, mine, reference, recipe.train.precision, tolerance)
+    shown = str(plan), config.name, recipe.train.precision, recipe.train.batch_size
+    return CheckResult(*shown, tuple(compared), UNCHECKED)
+
+
+def _for_check(recipe: Recipe) -> Recipe:
+    """The recipe with the settings that a check has of its own."""
+    train = {"ema_decay": EMA_DECAY if recipe.train.ema_decay else None}
+    changed: dict[str, Any] = {"train": recipe.train.model_copy(update=train)}
+    if recipe.train.precision == "fp16":
+        changed["loss_scale"] = LossScaleSection(dynamic=False, initial_scale=LOSS_SCALE)
+    return recipe.model_copy(update=changed)
+
+
+def _under_plan(trained: Trained, samples: Samples, scale: float) -> Trace:
+    """Take all steps on this rank."""
+    model, trace = trained.model, Trace()
+    parameters = dict(model.named_parameters())
+    begin = _copies(parameters)
+    model.loss_scale = scale
+    sgd = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0)
+    plain = ShardedOptimizer(parameters.items(), sgd)
+    rows = model.image_rows(model.batch_size)
+    for step, (images, labels, keys) in enumerate(samples.plain, start=1):
+        x = images[rows].to(model.device) if model.takes_images else None
+        part = model.forward_backward(x, labels.to(model.device), keys.to(model.device))
+        trace.numbers[f"loss of SGD step {step}"] = model.global_loss(part).item()
+        if scale != 1.0:
+            multiply_(plain.gradients(), 1 / scale)
+        if step == 1:
+            trace.tensors["gradient"] = {
+                name: None if p.grad is None else p.grad.detach().clone() for name, p in parameters.items()
+            }
+        plain.step(LEARNING_RATE)
+    trace.tensors["SGD update"] = _since(begin, parameters)
+    if not samples.pixels:
+        return trace
+
+    begin = _copies(parameters)
+    if trained.ema:
+        trained.ema.restart()
+    source, take = Input(trained.recipe, model), trained.step()
+    decoded = source.train_rows
+    for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
+        batch = Batch(pixels[decoded] if decoded else None, labels, keys, epoch=0.0, samples=step * model.batch_size)
+        done = take(step, trained.recipe.optimizer.lr, *source.train_step(batch))
+        trace.numbers[f"loss of step {step}"] = model.global_loss(done.loss).item()
+        trace.numbers[f"gradient norm of step {step}"] = done.norm.item()
+    trace.tensors["update"] = _since(begin, parameters)
+    if trained.ema:
+        averages = {name: sharded_as(parameters[name], shard) for name, shard in trained.ema.average.items()}
+        trace.tensors["average"] = _since(begin, averages)
+    return trace
+
+
+def _compared(
+    model: ParallelModel, mine: Trace, reference: Sequence[Trace], precision: str, tolerance: float | None
+) -> Iterator[Comparison]:
+    """Compare everything. reference: of one process, the first without noise, on rank 0 alone."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in ViT(model.config).named_parameters()}
+    numbers = broadcast_json([trace.numbers for trace in reference])
+    least = max(LEAST[precision][0], IMAGES)
+    yield from compare_numbers(mine.numbers, numbers[0], numbers[1:], least=least, tolerance=tolerance)
+    for what, tensors in mine.tensors.items():
+        trimmed = what in ("update", "average")  # of an optimizer that may be adaptive
+        elements, scale = LEAST[precision]
+        least_here = (max(elements, IMAGES), max(scale, IMAGES)) if trimmed else (elements, scale)
+        runs = [_whole(trace.tensors[what]) for trace in reference]
+        expected = runs[0] if runs else None
+        changed = reference[0].parameters if runs and what != "gradient" else None
+        noise = broadcast_json(noise_of(runs[0], runs[1:], trimmed, changed) if runs else None)
+        yield from compare(
+            what,
+            model,
+            tensors,
+            shapes,
+            expected,
+            noise,
+            least=least_here,
+            tolerance=tolerance,
+            trimmed=trimmed,
+        )
+
+
+def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    assert len(found) == len(tensors), "one process has every tensor"
+    return found
+
+
+def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards as they are now."""
+    return {name: local(p.detach()).clone() for name, p in parameters.items()}
+
+
+def _since(begin: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """What has changed, sharded as the parameters are."""
+    return {name: sharded_as(p, local(p.detach()) - begin[name]) for name, p in parameters.items()}

@@ -1,0 +1,164 @@
+"""`check_plan`: what is right passes, and every kind of mistake in what a recipe trains is seen, however small."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.parity import check
+from helpers.ranks import RankPool
+from vitpar import model_config, parse, validate
+from vitpar.check import CheckResult
+from vitpar.check.compare import compare_numbers, kind, noise_of
+from vitpar.models import IGNORED
+from vitpar.parallel import ParallelModel
+from vitpar.train.optimizer import local
+
+SIZES = {"num_classes": 10, "depth": 2, "drop_path": 0.2, "dropout": 0.1}
+
+
+def run(
+    device: torch.device, mesh: str, mistake: str = "", layer_scale: float | None = None, **settings: Any
+) -> CheckResult:
+    """Check a plan whose training has a mistake. Runs on every rank."""
+    config = model_config("vit_nano_patch4_16", **SIZES, layer_scale=layer_scale)
+    plan = validate(replace(parse(mesh), microbatches=None), config, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        make(patch, mistake)
+        return check(config, plan, 16, device, **settings)
+
+
+def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
+    """Put a mistake into the training under the plan; one process has none of it."""
+    real = ParallelModel.forward_backward
+
+    def scaled(part: str, factor: float) -> None:
+        def spoilt(self: ParallelModel, *args: Any) -> Any:
+            loss = real(self, *args)
+            for name, p in self.named_parameters():
+                if part in name:
+                    local(p.grad).mul_(factor)
+            return loss
+
+        patch.setattr(ParallelModel, "forward_backward", spoilt)
+
+    def given(change: Callable[..., Any]) -> None:
+        patch.setattr(ParallelModel, "forward_backward", lambda self, x, y, k: real(self, *change(x, y, k)))
+
+    match mistake:
+        case "one weight x 1.01" | "one weight x 1.1" | "one weight x 2":
+            scaled("blocks.1.attn.qkv.weight", float(mistake.split()[-1]))
+        case "all gradients / 1.01":
+            scaled("", 1 / 1.01)
+        case "other keys":
+            given(lambda x, y, k: (x, y, k + 1))
+        case "keys of neighbours":
+            given(lambda x, y, k: (x, y, k.roll(1)))
+        case "no smoothing":
+            init = ParallelModel.__init__
+            patch.setattr(ParallelModel, "__init__", lambda *a, **k: init(*a, **{**k, "label_smoothing": 0.0}))
+        case "labels of mixed images swapped":
+            given(lambda x, y, k: (x, y if y.ndim == 1 else y[:, [1, 0, 2]], k))
+        case "labels of mixed images not mixed":
+            given(lambda x, y, k: (x, y if y.ndim == 1 else y[:, 0].long(), k))
+        case "replicas count twice in the norm":
+            from vitpar.train import step
+
+            total = step.total_norm
+            patch.setattr(step, "total_norm", lambda *a, **k: total(*a, **k) * 2**0.5)
+        case "not clipped":
+            patch.setattr("vitpar.train.step.clip_", lambda *_: None)
+        case "average decays too fast":
+            from vitpar.train.ema import EMA
+
+            init = EMA.__init__
+            patch.setattr(EMA, "__init__", lambda self, model, decay, *a: init(self, model, decay - 0.01, *a))
+        case "no weight decay":
+            patch.setattr("vitpar.train.optimizer.decays", lambda name: False)
+        case "wrong rate":
+            from vitpar.train.optimizer import ShardedOptimizer
+
+            move = ShardedOptimizer.step
+            patch.setattr(ShardedOptimizer, "step", lambda self, lr: move(self, lr * 1.01))
+        case "a repeat left out":
+            from vitpar.train.input import Input
+
+            take = Input.train_step
+
+            def without(self: Input, batch: Any) -> Any:
+                images = None if batch.images is None else batch.images.roll(1, 0)
+                return take(self, replace(batch, images=images))
+
+            patch.setattr(Input, "train_step", without)
+        case _:
+            assert not mistake
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars", "muon"])
+@pytest.mark.parametrize("mesh", ["dp1", "tp2", "fsdp2", "dp2+zero1", "pp2"])
+def test_every_optimizer_equals_one_process(mesh: str, optimizer: str, ranks: Callable[[int], RankPool]) -> None:
+    rates = {"lars": 1.0, "sgd": 0.1}
+    settings = {"optimizer__name": optimizer, "optimizer__lr": rates.get(optimizer, 1e-3)}
+    if optimizer == "sgd":
+        settings |= {"optimizer__momentum": 0.9, "optimizer__nesterov": True}
+    for result in ranks(parse(mesh).world_size).run(run, mesh, **settings):
+        assert result.passed, result.worst
+
+
+@pytest.mark.parametrize(
+    ("mistake", "mesh", "settings"),
+    [
+        ("one weight x 1.01", "fsdp2", {"layer_scale": 1e-6}),
+        ("one weight x 1.1", "fsdp2", {"precision": "bf16"}),
+        ("one weight x 2", "tp2", {"precision": "bf16", "layer_scale": 1e-6}),
+        ("all gradients / 1.01", "fsdp2", {"precision": "bf16"}),
+        ("other keys", "dp2", {}),
+        ("keys of neighbours", "dp2", {"precision": "bf16"}),
+        ("no smoothing", "dp2", {"precision": "bf16"}),
+        ("labels of mixed images swapped", "dp2", {}),
+        ("labels of mixed images not mixed", "dp2", {}),
+        ("replicas count twice in the norm", "dp2", {}),
+        ("not clipped", "fsdp2", {}),
+        ("average decays too fast", "fsdp2", {}),
+        ("no weight decay", "dp2", {}),
+        ("wrong rate", "dp2", {}),
+        ("a repeat left out", "dp2", {}),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_seen(mistake: str, mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+    for result in ranks(2).run(run, mesh, mistake, **settings):
+        assert not result.passed, result.worst
+
+
+def test_a_model_with_dropout_refuses_a_step_without_keys(ranks: Callable[[int], RankPool]) -> None:
+    for said in ranks(1).run(without_keys):
+        assert said.startswith("vit_nano_patch4_16 has drop-path or dropout") and "pass keys" in said
+
+
+def without_keys(device: torch.device) -> str:
+    from vitpar import parallelize
+    from vitpar.errors import ModelError
+
+    config = model_config("vit_nano_patch4_16", **SIZES)
+    model = parallelize(config, validate(parse("dp1"), config, 4), batch_size=4, device=device)
+    with pytest.raises(ModelError) as refused:
+        model.forward_backward(torch.zeros(4, 3, 16, 16), torch.full((4,), IGNORED))
+    return str(refused.value)
+
+
+def test_noise_is_of_a_kind_of_tensor() -> None:
+    assert kind("blocks.11.attn.qkv.weight") == kind("blocks.0.attn.qkv.weight") != kind("head.fc.weight")
+    whole = {"blocks.0.x": torch.tensor([3.0, 4.0]), "blocks.1.x": torch.tensor([6.0, 8.0])}
+    other = {"blocks.0.x": torch.tensor([3.0, 4.4]), "blocks.1.x": torch.tensor([6.0, 8.0])}
+    largest, l2, scale = noise_of(whole, [other])["blocks.*.x"]
+    assert largest == pytest.approx(0.1 / 2**0.5) and l2 == pytest.approx(0.08 / 2**0.5)
+    assert scale == pytest.approx(0.4 * 4 / 25 / 2**0.5)
+
+
+def test_a_number_that_is_none_is_no_error_of_nothing() -> None:
+    settings: dict[str, Any] = {"least": 1e-4, "tolerance": None}
+    (found,) = compare_numbers({"loss": float("nan")}, {"loss": 1.0}, [{"loss": 1.0}], **settings)
+    assert found.severity == float("inf")

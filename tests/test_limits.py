@@ -1,5 +1,6 @@
 """Limits, the readers that obey them, and messages that quote what strangers wrote."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -44,3 +45,14 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
             files.open_regular(place)
     with pytest.raises(ValueError, match="nested too deeply"):
         files.parse_json("[" * 1_000_000)
+
+
+@pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"\\ud800"', r'"a\\\\ud800 \uD83D\uDe00"', '"\\ud7ff"'])
+def test_json_with_whole_characters_is_read(text: str) -> None:
+    assert files.parse_json(text) == json.loads(text) == files.parse_json(text.encode())
+
+
+@pytest.mark.parametrize("text", [r'"\ud800"', r'{"\uDfff": 1}', r'"\ud83dx\ude00"', r'"\\\ud83d\ud83d"', '"\ud800"'])
+def test_json_with_half_a_character_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"surrogate|invalid continuation"):
+        files.parse_json(text.encode("utf-8", "surrogatepass"))

@@ -16,7 +16,7 @@ import vitpar
 from vitpar.errors import UserError
 
 LONGEST = 1200
-ADDRESS = re.compile(r"0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
+ADDRESS = re.compile(r"\bat 0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
 """Longer than a checksum of 32 bits, and with a letter: a strategy such as dp10x100000000 has none."""
 HERE = Path(__file__).parent
 READERS = Path(vitpar.__file__).parent

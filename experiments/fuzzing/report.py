@@ -66,6 +66,7 @@ def _words(name: str, found: Found, whole: bool) -> str:
 def show(console: Console, tallies: Mapping[str, Tally], whole: bool = False) -> None:
     """Print all of it. whole: with every line of what happened."""
     for words in findings(tallies, whole):
-        console.print(f"\n{escape(words)}", highlight=False, soft_wrap=True)
+        writable = words.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair is not
+        console.print(f"\n{escape(writable)}", highlight=False, soft_wrap=True)
     console.print()
     console.print(table(tallies))

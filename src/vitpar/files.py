@@ -29,6 +29,12 @@ _TOML_TEXT = re.compile(
 )
 """Strings and comments of TOML, also those that do not end."""
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_JSON_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F])|.)", re.DOTALL
+)
+"""Escapes in JSON. Group 1: half of a surrogate pair without the other."""
+
 
 def open_regular(path: PathLike) -> BinaryIO:
     """Open a regular file for reading bytes.
@@ -92,10 +98,14 @@ def read_json(path: PathLike, limit: int = MAX_JSON_BYTES) -> Any:
 def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Return the JSON value that `data` holds. pairs: makes an object of its keys and values, a dict by default.
 
-    Raises ValueError for what is not JSON, also where it is nested too deeply to be read.
+    Raises ValueError for what is not JSON, also where it is nested too deeply to be read, and for text that cannot be
+    written again: half of a surrogate pair.
     """
+    text = data.decode(json.detect_encoding(data)) if isinstance(data, bytes) else data
+    if _SURROGATE.search(text) and any(match[1] for match in _JSON_ESCAPE.finditer(text)):
+        raise ValueError("it has half of a surrogate pair")
     try:
-        return json.loads(data, object_pairs_hook=pairs)
+        return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

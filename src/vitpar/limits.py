@@ -44,6 +44,7 @@ MAX_TENSOR_PARTS = MAX_RANKS
 MAX_INT64 = (1 << 63) - 1
 MAX_INDEX_BYTES = 256 * MIB
 MAX_ZIP_LISTING_BYTES = 16 * MIB
+MAX_PICKLED_WORD_CHARS = 16 * KIB
 
 # Shards and other files of images.
 MAX_SHARDS = 500_000
@@ -100,6 +101,7 @@ TABLE = (
     ("elements along a dimension, and bytes of a file, in a checkpoint's index", MAX_INT64, ""),
     ("index of a checkpoint", MAX_INDEX_BYTES, "bytes"),
     ("listing of a file of torch.save", MAX_ZIP_LISTING_BYTES, "bytes"),
+    ("word in a file of torch.save, between spaces", MAX_PICKLED_WORD_CHARS, "characters"),
     ("shards of a split or a stream", MAX_SHARDS, ""),
     ("URL or pattern of URLs", MAX_URL_CHARS, "characters"),
     ("braces within braces of a pattern of URLs", MAX_BRACE_DEPTH, ""),

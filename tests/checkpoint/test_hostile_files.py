@@ -82,6 +82,21 @@ def test_a_trusted_pickle_is_read(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(tmp_path / "here"), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("code", [b"c%s\nname\n.", b"(X\x40\x42\x0f\x00%sQ."], ids=["global", "persistent id"])
+def test_a_pickle_of_long_words_is_refused_at_once(zipped: bool, code: bytes, tmp_path: Path) -> None:
+    path, content = tmp_path / "theirs.pth", b"\x80\x02" + code % (b"x" * 1_000_000)
+    if zipped:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("theirs/data.pkl", content)
+            archive.writestr("theirs/byteorder", b"little")
+            archive.writestr("theirs/version", b"3\n")
+    else:
+        path.write_bytes(content)
+    refused(path, r"has a word of 1,000,0\d\d characters: ask for safetensors")
+
+
 def test_a_file_that_unpacks_to_more_than_it_has(tmp_path: Path) -> None:
     torch.save({"pos_embed": torch.zeros(1000, 1000)}, tmp_path / "plain.pth")
     with (

@@ -103,6 +103,18 @@ def test_shards_that_are_no_files(tmp_path: Path) -> None:
         load_tensors(tmp_path, {"x": torch.empty(2)}, index)
 
 
+def test_long_names_of_tensors_are_cut_in_messages(tmp_path: Path) -> None:
+    name = "x" * 2_000
+    (tmp_path / "a").write_bytes(bytes(8))
+    file = {"bytes": 8, "crc32": 0}
+    index = read_index(indexed(tmp_path, tensors={name: ONE}, files={"a": file}))
+    checkpoint = Checkpoint(tmp_path, index, {})  # type: ignore[arg-type]  # its facts are not asked for
+    for wanted in (name, f"{name}y"):
+        with pytest.raises(CheckpointError) as told:
+            read_whole(checkpoint, wanted)
+        assert len(str(told.value)) < 700
+
+
 def test_parts_of_a_thousand_ranks_are_read(tmp_path: Path) -> None:
     parts = [(rank, (8 * rank, 0, 0, 0), (8, 3, 2, 2)) for rank in range(1_000)]
     tensor = StoredTensor(dtype="bfloat16", shape=(8_000, 3, 2, 2), parts=parts)

@@ -234,6 +234,17 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> N
     assert len(str(refused.value)) < 700
 
 
+def test_an_index_has_the_rows_that_the_shards_are_said_to_have(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", [2, 3])
+    index(tmp_path)
+    for samples in (1, 4):  # of the second shard
+        manifest = json.loads((tmp_path / "dataset.json").read_text())
+        manifest["splits"]["train"]["shards"][1]["samples"] = samples
+        (tmp_path / "dataset.json").write_text(json.dumps(manifest))
+        with pytest.raises(DataError, match=r"does not fit dataset.json"):
+            ShardSet.open(tmp_path, "train")
+
+
 def test_an_index_that_claims_many_rows_takes_no_memory(tmp_path: Path) -> None:
     write_shards(tmp_path, "train", [2])
     index(tmp_path)

@@ -219,6 +219,7 @@ def test_layerwise_refusals(text: str, message: str) -> None:
         ("tp2+3d", "+3d needs tp to be a cube, not 2: use tp8 or tp27"),
         ("tp16+2.5d@3", "+2.5d@3 needs tp to be 3 times a square, not 16: use a depth of 1 or 4"),
         ("tp4+2.5d@2", "+2.5d@2 needs tp to be 2 times a square, not 4: use a depth of 1"),
+        ("tp+2.5d@0", "+2.5d@0 has no depth: use 1 or more"),
         ("tp6+2.5d", "+2.5d needs tp to be a depth times a square, not 6: use tp8 or tp4"),
         ("fsdp2+zero1", "+zero1 shards over dp, which 'fsdp2+zero1' lacks: add an axis such as dp2"),
         (

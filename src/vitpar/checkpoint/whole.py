@@ -11,14 +11,16 @@ from torch import Tensor
 
 from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import first_line, other_size
-from vitpar.errors import CheckpointError
+from vitpar.errors import CheckpointError, shown
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
     """The tensor `name`, on the CPU. Raises CheckpointError where there is none or it cannot be read."""
     stored = checkpoint.index.tensors.get(name)
     if stored is None:
-        raise CheckpointError(f"'{checkpoint.path}' has no tensor {name}: `vitpar checkpoint info` lists those it has")
+        raise CheckpointError(
+            f"'{checkpoint.path}' has no tensor {shown(name)}: `vitpar checkpoint info` lists those it has"
+        )
     for name_of_file in {checkpoint.index.shards[shard] for shard, _, _ in stored.parts}:
         # The index bounds what it promises by the files' sizes, so nothing is allocated that is not there.
         if wrong := other_size(checkpoint.path / name_of_file, checkpoint.index.files[name_of_file]):
@@ -31,7 +33,7 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
             with safe_open(path, framework="pt") as file:
                 whole[box] = file.get_tensor(name)
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise CheckpointError(f"{name} cannot be read from '{path}': {first_line(error)}") from None
+            raise CheckpointError(f"{shown(name)} cannot be read from '{path}': {first_line(error)}") from None
     return whole
 
 

@@ -113,6 +113,8 @@ class Strategy:
             )
         if self.depth is not None and self.tensor_mode != "2.5d":
             raise StrategyError(f"depth {shown(self.depth)} is given beside +{self.tensor_mode}: only 2.5d has a depth")
+        if self.depth is not None and self.depth < 1:
+            raise StrategyError(f"+2.5d@{shown(self.depth)} has no depth: use 1 or more")
         if self.tensor_mode != "1d" and self.degree_or_open("tp") is not None:
             _ = self.tensor_shape
 

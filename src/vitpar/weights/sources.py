@@ -1,17 +1,10 @@
 """Files that strangers made, read without running what they hold.
 
-Safetensors, or what `torch.save` wrote. That is a pickle, which can run anything when it is read; only with `trust` is
-it read as one, else by torch's reader that makes tensors and plain containers alone (``weights_only``).
+Safetensors, or what `torch.save` wrote, which is a pickle (``vitpar.weights.pickles``).
 """
 
 from __future__ import annotations
 
-import argparse
-import io
-import pickle
-import re
-import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +15,8 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError, literal, shown
-from vitpar.files import open_regular
-from vitpar.limits import MAX_TENSOR_DIMS, MAX_ZIP_LISTING_BYTES
+from vitpar.limits import MAX_TENSOR_DIMS
+from vitpar.weights.pickles import unpickled
 from vitpar.weights.shards import Shards, read_object, read_weight_map
 
 _SAFETENSORS = "model.safetensors"
@@ -85,7 +78,7 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
-        found = _unpickled(file, trust)
+        found = unpickled(file, trust)
         while isinstance(found, dict) and (keys := [key for key in _INSIDE if isinstance(found.get(key), dict)]):
             if len(keys) > 1:
                 notes.append(f"of {' and '.join(keys)} in '{file}' the first is taken")
@@ -98,78 +91,6 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     tensors = {name.removeprefix(around): tensor for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Source(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
-
-
-def _unpickled(file: Path, trust: bool) -> Any:
-    """What `torch.save` put into `file`. Raises DataError."""
-    try:
-        with open_regular(file) as opened:
-            zipped = opened.read(4) == b"PK\x03\x04"  # how torch tells its two formats apart
-    except OSError as error:
-        raise DataError(f"'{file}' cannot be read: {error.strerror}") from None
-    if zipped:
-        _refuse_bombs(file)
-    try:
-        # DeiT's and MAE's files keep their command line beside the parameters, which is attributes and nothing more.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the pickle's protocol
-            # Mapped, a tensor cannot claim more memory than the file has.
-            if zipped:
-                return torch.load(file, map_location="cpu", weights_only=not trust, mmap=True)
-            with _Bounded(file) as bounded:
-                return torch.load(bounded, map_location="cpu", weights_only=not trust)
-    except Exception as error:  # a hostile file can make the reader stumble in any way
-        said = " ".join(str(error).split())
-        other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
-        if isinstance(error, pickle.UnpicklingError) and not trust and other:
-            what = shown(other[1] or f"the instruction {other[2]}")
-            raise DataError(
-                f"'{file}' holds more than tensors ({what}), which could run code when it is read: ask for "
-                "safetensors, or say --trust if you trust whoever made it"
-            ) from None
-        sentence = shown(said.partition("Trying to load")[0])
-        raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
-
-
-class _Listed(io.FileIO):
-    """A zip file of which only the listing is read, and no long one: each of its entries becomes a large object."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is not None and size > MAX_ZIP_LISTING_BYTES:
-            raise OSError(f"its listing has more than {MAX_ZIP_LISTING_BYTES:,} bytes")
-        return super().read(size) or b""
-
-
-_SMALL = 1 << 16  # bytes that need no look at what there is
-
-
-class _Bounded(io.BufferedReader):
-    """A file that makes room for what it has, where it is asked for more."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path))
-        self._size = path.stat().st_size
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and 0 <= size <= _SMALL:
-            return super().read(size)
-        left = max(0, self._size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
-def _refuse_bombs(file: Path) -> None:
-    """torch.save compresses nothing, so a file is at least as large as what is in it."""
-    try:
-        with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
-            inside = archive.infolist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise DataError(f"'{file}' cannot be read: {shown(error)}") from None
-    size = file.stat().st_size
-    unpacked = sum(entry.file_size for entry in inside)
-    if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in inside):
-        raise DataError(
-            f"'{file}' has {size:,} bytes and unpacks to {unpacked:,}, which no file of torch.save does: do not use it"
-        )
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:

@@ -144,7 +144,8 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
         offset = _header_bytes(path, entry.samples)
     except OSError as error:
         raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
-    if offset is None or size != offset + entry.samples * ROW.itemsize:
+    told = sum(shard.samples for shard in entry.shards)
+    if offset is None or size != offset + entry.samples * ROW.itemsize or told != entry.samples:
         raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
     digest = hashlib.sha256()
     try:

@@ -63,7 +63,7 @@ lint: $(READY)   ## Style and types
 docs: $(READY)   ## Write docs/support.md from the support matrix, docs/limits.md from the limits, docs/defaults.md from the default settings
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
-	$(BIN)/python -c 'from vitpar.train.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
+	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
 
 bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
 	$(BIN)/python experiments/bench_cpu.py

@@ -96,8 +96,8 @@ def bench(
         train__compile=compile_blocks,
     )
     from vitpar.parallel.attention import refuse_attention
-    from vitpar.train.auto_precision import resolve_precision
-    from vitpar.train.input import open_split, transforms
+    from vitpar.training.input import open_split, transforms
+    from vitpar.training.recipe.auto_precision import resolve_precision
 
     kind = choose_device(device)
     merged = resolve_precision(merged, kind)

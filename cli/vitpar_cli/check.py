@@ -8,7 +8,7 @@ import typer
 
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.train.plan_choice import first_that_fits
+from vitpar.training.recipe.plan_choice import first_that_fits
 from vitpar_cli import recipe_options as o
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.check import CheckResult
-    from vitpar.train.recipe import Recipe
+    from vitpar.training.recipe import Recipe
 
 ROWS_SHOWN = 4
 USED = (
@@ -89,7 +89,7 @@ def check(
     }
     merged = _recipe(recipe, options, assignments or [])
     from vitpar.parallel.attention import refuse_attention
-    from vitpar.train.auto_precision import resolve_precision
+    from vitpar.training.recipe.auto_precision import resolve_precision
 
     kind = choose_device(device)
     merged = resolve_precision(merged, kind)
@@ -128,7 +128,7 @@ def check(
 def _recipe(path: Path | None, options: dict[str, Any], assignments: list[str]) -> "Recipe":
     """The recipe whose training is checked."""
     from vitpar.check import recipe_to_check
-    from vitpar.train.recipe_file import read_recipe
+    from vitpar.training.recipe import read_recipe
 
     if path is None:
         return recipe_to_check(options, assignments)

@@ -39,7 +39,7 @@ def _opened(path: Path) -> "Checkpoint":
     """A checkpoint, or the newest of a run. Raises CheckpointError."""
     from vitpar.checkpoint import Checkpoint, Checkpoints
     from vitpar.errors import CheckpointError
-    from vitpar.train.resume import checkpoints_of, is_checkpoint
+    from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
 
     if is_checkpoint(path):
         return Checkpoint.open(path)
@@ -57,7 +57,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     """
     from vitpar.checkpoint import Checkpoint, Checkpoints
     from vitpar.errors import CheckpointError
-    from vitpar.train.resume import checkpoints_of
+    from vitpar.training.saving.resume import checkpoints_of
 
     there = Checkpoints(checkpoints_of(run))
     if not there.steps():
@@ -165,8 +165,8 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
     """
     from vitpar.checkpoint.names import RECIPE
     from vitpar.checkpoint.whole import differences
-    from vitpar.train.recipe_file import read_recipe
-    from vitpar.train.resume import changes
+    from vitpar.training.recipe import read_recipe
+    from vitpar.training.saving.resume import changes
 
     one, other = _opened(first), _opened(second)
     changed = changes(*(read_recipe(checkpoint.path / RECIPE) for checkpoint in (one, other)))

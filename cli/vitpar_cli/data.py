@@ -23,7 +23,7 @@ from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
 
 if TYPE_CHECKING:
-    from vitpar.train.recipe import Recipe
+    from vitpar.training.recipe import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -223,7 +223,7 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     """The contact sheet, as a PNG file."""
     from vitpar.data import ShardSet
     from vitpar.data.preview import contact_sheet
-    from vitpar.train.input import mixing, order_of, transforms
+    from vitpar.training.input import mixing, order_of, transforms
 
     shards = ShardSet.open(folder, "train")
     train, evaluated, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)

@@ -41,10 +41,10 @@ def evaluate(
     """
     from vitpar.errors import DataError
     from vitpar.parallel.attention import refuse_attention
-    from vitpar.train.auto_precision import resolve_precision
-    from vitpar.train.input import open_split, transforms
-    from vitpar.train.recipe import ParallelSection
-    from vitpar.train.recipe_file import read_recipe
+    from vitpar.training.input import open_split, transforms
+    from vitpar.training.recipe import read_recipe
+    from vitpar.training.recipe.auto_precision import resolve_precision
+    from vitpar.training.recipe.sections import ParallelSection
     from vitpar.weights.folder import RECIPE, read_config
 
     config = read_config(checkpoint)
@@ -75,8 +75,8 @@ def evaluate(
         from vitpar.parallel import parallelize
         from vitpar.parallel.attention import choose_attention
         from vitpar.parallel.compiling import choose_compiling
-        from vitpar.train.evaluate import evaluate
-        from vitpar.train.input import Input
+        from vitpar.training.evaluate import evaluate
+        from vitpar.training.input import Input
         from vitpar.weights.folder import load_weights
 
         train = recipe.train

@@ -120,7 +120,7 @@ def profiles_command(
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
-    from vitpar.train.auto_precision import planned_precision
+    from vitpar.training.recipe.auto_precision import planned_precision
 
     o.refuse_idle(assignments, "an import", ("model.…",))
     refuse_unwritable(hardware_out, model_out)

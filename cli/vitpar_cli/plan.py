@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitpar.train.auto_precision import resolve_precision
+from vitpar.training.recipe.auto_precision import resolve_precision
 from vitpar_cli import recipe_options as o
 from vitpar_cli.world import choose_device
 
@@ -83,7 +83,7 @@ def plan(
             typer.echo(f"warning: {chosen.because}", err=True)
     from vitpar.parallel.summary import summarize
     from vitpar.strategy import write_plan
-    from vitpar.train.state import state_bytes, state_words
+    from vitpar.training.state import state_bytes, state_words
     from vitpar_cli.plan_view import show
 
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged))

@@ -99,7 +99,7 @@ def model(
     """
     from vitpar.launch.cores import cpu_cores
     from vitpar.parallel.attention import refuse_attention
-    from vitpar.train.auto_precision import resolve_precision
+    from vitpar.training.recipe.auto_precision import resolve_precision
 
     o.refuse_idle(assignments, "a profile", USED)
     merged = o.merged_recipe(

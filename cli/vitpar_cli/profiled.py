@@ -15,7 +15,7 @@ from vitpar_cli import recipe_options as o
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.train.recipe import Recipe
+    from vitpar.training.recipe import Recipe
 
 HardwareFile = Annotated[
     Path | None,
@@ -115,7 +115,7 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.profile.hardware import read_hardware
     from vitpar.planner.profile.model import read_model_profile
-    from vitpar.train.auto_precision import planned_precision
+    from vitpar.training.recipe.auto_precision import planned_precision
 
     hardware = read_hardware(hardware_file or Path("hardware.json"))
     path = model_file or Path("model.json")
@@ -161,7 +161,7 @@ def estimated_costs(cluster: str, ranks: int | None, recipe: Recipe, num_classes
     from vitpar.planner.profile.cluster import find_cluster
     from vitpar.planner.profile.estimate import estimate_model
     from vitpar.planner.profile.model import tensors
-    from vitpar.train.auto_precision import planned_precision
+    from vitpar.training.recipe.auto_precision import planned_precision
 
     hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
     native = "bf16" if any(rate.dtype == "bfloat16" for rate in hardware.matmuls) else None

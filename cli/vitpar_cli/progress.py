@@ -21,7 +21,7 @@ from rich.text import Text
 
 from vitpar.strategy import batch_arithmetic
 from vitpar.strategy.words import count
-from vitpar.train.events import RunHeader
+from vitpar.training.events import RunHeader
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
@@ -32,7 +32,7 @@ PLAIN_WIDTH = 100  # of the header where there is no terminal
 
 
 class ConsoleReporter:
-    """A `vitpar.train.events.Reporter` that prints to the console. clock: seconds from any start, never backwards."""
+    """A `vitpar.training.events.Reporter` that prints to the console. clock: seconds from any start, never back."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or _console()
@@ -147,7 +147,7 @@ def _console() -> Console:
 def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     """What will run, as names and values of at most `width` columns where that is in our hand."""
     from vitpar.parallel.bubble import idle_share
-    from vitpar.train.state import state_words
+    from vitpar.training.state import state_words
 
     recipe, plan = header.recipe, header.plan
     batch = batch_arithmetic(plan, recipe.train.batch_size)

@@ -9,8 +9,7 @@ import typer
 
 from vitpar.errors import RecipeError, shown
 from vitpar.strategy import SCHEDULES
-from vitpar.train.recipe import Recipe
-from vitpar.train.recipe_file import DEFAULT_RECIPE, read_recipe
+from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
 RecipeFile = Annotated[
     Path | None,
@@ -141,7 +140,7 @@ def training_recipe(
     without: Collection[str] = (),
     **options: Any,
 ) -> tuple[Recipe, int | None]:
-    """Return the recipe of a training, and the number of images whose defaults it has (``vitpar.train.defaults``).
+    """Return the recipe of a training, and for how many images its defaults are (``vitpar.training.recipe.defaults``).
 
     Without a recipe file the defaults are the lowest layer where data is named; otherwise, and to begin with weights,
     the recipe is that of `merged_recipe` and the number None.
@@ -150,7 +149,7 @@ def training_recipe(
     named = data is not None or "data.path" in keys or any(key.startswith("stream.") for key in keys)
     if path is not None or not named:
         return merged_recipe(path, data, assignments, without=without, **options), None
-    from vitpar.train.defaults import with_defaults
+    from vitpar.training.recipe.defaults import with_defaults
 
     given = _given(data, options)
     begun = read_recipe(None, given, assignments or (), needs_length=False)
@@ -158,7 +157,7 @@ def training_recipe(
         return read_recipe(None, given, assignments or ()), None
     images = begun.stream.samples
     if images is None:
-        from vitpar.train.input import open_split
+        from vitpar.training.input import open_split
 
         images = len(open_split(begun, "train"))
     return with_defaults(begun, images), images

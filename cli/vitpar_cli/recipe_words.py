@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vitpar.strategy.words import count
-from vitpar.train.events import RunHeader
-from vitpar.train.optimizer_section import OptimizerSection
-from vitpar.train.recipe import Recipe
+from vitpar.training.events import RunHeader
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 
 def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:

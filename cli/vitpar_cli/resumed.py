@@ -17,7 +17,7 @@ class Resumed:
     @property
     def run(self) -> Path | None:
         """The folder of the run that goes on."""
-        from vitpar.train.resume import run_of
+        from vitpar.training.saving.resume import run_of
 
         return self.source and run_of(self.source)
 
@@ -25,14 +25,14 @@ class Resumed:
     def begins(self) -> bool:
         """Whether there is nothing to go on from."""
         from vitpar.checkpoint import Checkpoints
-        from vitpar.train.resume import checkpoints_of, is_checkpoint
+        from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
 
         source = self.source
         return source is None or not (is_checkpoint(source) or Checkpoints(checkpoints_of(source)).steps())
 
     def mesh(self) -> str | None:
         """The plan it had, where that was a file, which may be gone or another by now."""
-        from vitpar.train.recipe_file import read_recipe
+        from vitpar.training.recipe import read_recipe
 
         if self.recipe is None:
             return None
@@ -46,7 +46,7 @@ class Resumed:
 def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
     """What ``--resume`` means. Raises RecipeError."""
     from vitpar.checkpoint import Checkpoints
-    from vitpar.train.resume import checkpoints_of, is_checkpoint, run_of
+    from vitpar.training.saving.resume import checkpoints_of, is_checkpoint, run_of
 
     if resume is None or resume == "never":
         return Resumed()

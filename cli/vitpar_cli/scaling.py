@@ -72,7 +72,7 @@ def scaling(
     from vitpar.planner.report.scaling import scaling_page, scaling_to_json
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
-    from vitpar.train.state import moments
+    from vitpar.training.state import moments
 
     def costs(number: int | None) -> "LayerCosts":
         return costs_of(merged, cluster, hardware, model_profile, num_classes, number)

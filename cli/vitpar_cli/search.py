@@ -83,7 +83,7 @@ def search(
     from vitpar.planner.search.expand import Effort
     from vitpar.planner.search.space import FLAGS, Space
     from vitpar.strategy import SCHEDULES, validate, write_plan
-    from vitpar.train.state import moments
+    from vitpar.training.state import moments
     from vitpar_cli.search_view import SearchProgress, show
 
     costs = costs_of(merged, cluster, hardware, model_profile, num_classes, ranks)

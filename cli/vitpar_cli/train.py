@@ -109,14 +109,14 @@ def train(
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.parallel.attention import refuse_attention
-    from vitpar.train.auto_precision import resolve_precision
-    from vitpar.train.batch_size import refuse_huge_batch
-    from vitpar.train.begin import beginning
-    from vitpar.train.events import Origin
-    from vitpar.train.input import open_data, transforms
-    from vitpar.train.recipe_file import read_recipe
-    from vitpar.train.resume import same_run
-    from vitpar.train.run_folder import check_run_folder
+    from vitpar.training.begin import beginning
+    from vitpar.training.events import Origin
+    from vitpar.training.input import open_data, transforms
+    from vitpar.training.recipe import read_recipe
+    from vitpar.training.recipe.auto_precision import resolve_precision
+    from vitpar.training.recipe.batch_size import refuse_huge_batch
+    from vitpar.training.run_folder import check_run_folder
+    from vitpar.training.saving.resume import same_run
 
     kind = choose_device(device)
     automatic = merged.train.precision == "auto"
@@ -140,10 +140,10 @@ def train(
 
         from vitpar.launch import find_world
         from vitpar.planner.out_of_memory import explain_memory, memory_warning
-        from vitpar.train.events import Silent
-        from vitpar.train.stop_request import SAVED
-        from vitpar.train.trainer import Trainer
-        from vitpar.train.watchdog import Watchdog
+        from vitpar.training.events import Silent
+        from vitpar.training.faults.watchdog import Watchdog
+        from vitpar.training.saving.stop_request import SAVED
+        from vitpar.training.trainer import Trainer
         from vitpar_cli.progress import ConsoleReporter
 
         reporter = Silent() if as_json else ConsoleReporter()

@@ -60,7 +60,7 @@ def validate(
     from vitpar.planner.profile.correction import correction
     from vitpar.planner.report.accuracy import Row
     from vitpar.strategy.support import refuse_clashes
-    from vitpar.train.state import moments
+    from vitpar.training.state import moments
 
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):

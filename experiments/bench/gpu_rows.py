@@ -12,7 +12,7 @@ from bench.json_file import write_json
 from bench.one_gpu import settle
 from vitpar.models import ViTConfig
 from vitpar.parallel.compiling import compiler_fault
-from vitpar.train.metrics import peak_flops
+from vitpar.training.metrics import peak_flops
 
 
 def _beside(ours: str, other: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from bench.ours import VitparStep
 from bench.photographs import write_photographs
 from bench.timing import take_turns
 from vitpar.data import pack
-from vitpar.train.input import Input, open_split
-from vitpar.train.recipe import Recipe
+from vitpar.training.input import Input, open_split
+from vitpar.training.recipe import Recipe
 
 
 def beside_synthetic(

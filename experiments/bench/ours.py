@@ -9,12 +9,12 @@ from vitpar.parallel import ParallelModel, parallelize
 from vitpar.parallel.attention import Attention, choose_attention
 from vitpar.parallel.precision import precision as numbers
 from vitpar.strategy import Plan
-from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.step import TrainStep
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.step import TrainStep
 
 
 class VitparStep:
-    """The step of ``vitpar.train.trainer.Trainer``; a ``bench.settings.Step``."""
+    """The step of ``vitpar.training.trainer.Trainer``; a ``bench.settings.Step``."""
 
     def __init__(self, model: ParallelModel, attention: Attention) -> None:
         self.model, self.attention = model, attention

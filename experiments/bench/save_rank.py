@@ -27,8 +27,8 @@ from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.models import model_config
 from vitpar.parallel import parallelize
 from vitpar.strategy import parse, validate
-from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.step import TrainStep
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.step import TrainStep
 
 Tensors = dict[str, Tensor]
 Wait = Callable[[], object]

@@ -81,21 +81,21 @@ def backward(trap: Trap) -> None:
 
 def optimizer(trap: Trap) -> None:
     """When parameters are new and averages are not."""
-    from vitpar.train.optimizer import ShardedOptimizer
+    from vitpar.training.optim.optimizer import ShardedOptimizer
 
     after(ShardedOptimizer, "step", lambda _: trap(kill))
 
 
 def anywhere(trap: Trap) -> None:
     """Somewhere in a second after a step."""
-    from vitpar.train.trainer import Trainer
+    from vitpar.training.trainer import Trainer
 
     wait = time.time() % 1
     before(Trainer, "step", lambda *_: trap(lambda: threading.Timer(wait, kill).start()))
 
 
 def bug(trap: Trap) -> None:
-    from vitpar.train.trainer import Trainer
+    from vitpar.training.trainer import Trainer
 
     def fail() -> None:
         raise RuntimeError("a bug")
@@ -199,7 +199,7 @@ def removal(trap: Trap) -> None:
 
 def slow_rank(trap: Trap) -> None:
     """One rank stands still for a while, and the run is asked to end."""
-    from vitpar.train.trainer import Trainer
+    from vitpar.training.trainer import Trainer
 
     def stand() -> None:
         time.sleep(2)
@@ -214,7 +214,7 @@ def _ask_launcher(number: signal.Signals) -> None:
 
 def _asked(number: signal.Signals, ask: Callable[[signal.Signals], None]) -> Callable[[Trap], None]:
     def install(trap: Trap) -> None:
-        from vitpar.train.trainer import Trainer
+        from vitpar.training.trainer import Trainer
 
         before(Trainer, "step", lambda *_: trap(lambda: ask(number)))
 

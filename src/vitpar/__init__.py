@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vitpar.models.vit import ViT
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
-    from vitpar.train.trainer import Trainer
+    from vitpar.training.trainer import Trainer
 
 __version__ = "0.1.0"
 _LAZY = {
@@ -31,7 +31,7 @@ _LAZY = {
     "ParallelModel": "vitpar.parallel",
     "parallelize": "vitpar.parallel",
     "check_plan": "vitpar.check",
-    "Trainer": "vitpar.train.trainer",
+    "Trainer": "vitpar.training.trainer",
 }
 __all__ = [
     "ParallelModel",

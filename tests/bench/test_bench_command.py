@@ -23,10 +23,10 @@ from vitpar.bench.kernels import _kernel_flops
 from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.runner import STEADY, Runner
 from vitpar.parallel.phases import untimed
-from vitpar.train.build import Trained, build
-from vitpar.train.input import open_split
-from vitpar.train.optimizer import local
-from vitpar.train.recipe import Recipe
+from vitpar.training.build import Trained, build
+from vitpar.training.input import open_split
+from vitpar.training.optim.optimizer import local
+from vitpar.training.recipe import Recipe
 from vitpar_cli import bench_view
 from vitpar_cli.plan_words import percent
 

@@ -14,7 +14,7 @@ from vitpar.check import CheckResult
 from vitpar.check.compare import compare_numbers, kind, noise_of
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
-from vitpar.train.optimizer import local
+from vitpar.training.optim.optimizer import local
 
 SIZES = {"num_classes": 10, "depth": 2, "drop_path": 0.2, "dropout": 0.1}
 
@@ -64,26 +64,26 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         case "labels of mixed images not mixed":
             given(lambda x, y, k: (x, y if y.ndim == 1 else y[:, 0].long(), k))
         case "replicas count twice in the norm":
-            from vitpar.train import step
+            from vitpar.training import step
 
             total = step.total_norm
             patch.setattr(step, "total_norm", lambda *a, **k: total(*a, **k) * 2**0.5)
         case "not clipped":
-            patch.setattr("vitpar.train.step.clip_", lambda *_: None)
+            patch.setattr("vitpar.training.step.clip_", lambda *_: None)
         case "average decays too fast":
-            from vitpar.train.ema import EMA
+            from vitpar.training.optim.ema import EMA
 
             init = EMA.__init__
             patch.setattr(EMA, "__init__", lambda self, model, decay, *a: init(self, model, decay - 0.01, *a))
         case "no weight decay":
-            patch.setattr("vitpar.train.optimizer.decays", lambda name: False)
+            patch.setattr("vitpar.training.optim.optimizer.decays", lambda name: False)
         case "wrong rate":
-            from vitpar.train.optimizer import ShardedOptimizer
+            from vitpar.training.optim.optimizer import ShardedOptimizer
 
             move = ShardedOptimizer.step
             patch.setattr(ShardedOptimizer, "step", lambda self, lr: move(self, lr * 1.01))
         case "a repeat left out":
-            from vitpar.train.input import Input
+            from vitpar.training.input import Input
 
             take = Input.train_step
 

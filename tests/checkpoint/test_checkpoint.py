@@ -19,10 +19,10 @@ from helpers.small_data import pack_small
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
 from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
 from vitpar.errors import CheckpointError, RecipeError
-from vitpar.train.evaluate import Evaluation, evaluate
-from vitpar.train.optimizer import sharded_as
-from vitpar.train.recipe import Recipe
-from vitpar.train.resume import find
+from vitpar.training.evaluate import Evaluation, evaluate
+from vitpar.training.optim.optimizer import sharded_as
+from vitpar.training.recipe import Recipe
+from vitpar.training.saving.resume import find
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_the_best_is_kept(data: Path, tmp_path: Path, alone: None, monkeypatch: 
     def rated(*args: Any) -> Evaluation:
         return replace(evaluate(*args), top1=next(rates))
 
-    monkeypatch.setattr("vitpar.train.trainer.evaluate", rated)
+    monkeypatch.setattr("vitpar.training.trainer.evaluate", rated)
     best = {"checkpoint.every_steps": 4, "checkpoint.keep": 1, "checkpoint.keep_best": True, "train.eval_every": 1}
     recipe = recipe_of(data, "dp1", **best)
     trainer = trainer_of(recipe, tmp_path / "run")

@@ -25,7 +25,7 @@ from helpers.foreign_weights import (
 )
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, RecipeError, UserError
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import read_config
 from vitpar.weights.importing import import_weights
 

@@ -263,8 +263,8 @@ def test_a_check_takes_a_batch_that_the_plan_divides(strategy: str, fields: dict
 
 
 def test_the_header_of_a_run_shows_a_layerwise_plan() -> None:
-    from vitpar.train.events import RunHeader
-    from vitpar.train.recipe import Recipe
+    from vitpar.training.events import RunHeader
+    from vitpar.training.recipe import Recipe
     from vitpar_cli.progress import ConsoleReporter
 
     recipe = Recipe.model_validate(

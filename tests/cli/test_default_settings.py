@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from helpers.command_line import Command, refusal
 from helpers.run_folder import losses_of
 from helpers.small_data import CLASSES, TRAIN, pack_small
-from vitpar.train.defaults import recipe_for
-from vitpar.train.recipe_file import DEFAULT_RECIPE, read_recipe
+from vitpar.training.recipe import DEFAULT_RECIPE, read_recipe
+from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.recipe_options import training_recipe
 
 IMAGES = TRAIN * CLASSES
@@ -132,7 +132,7 @@ def test_commands_resolve_the_precision_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vitpar.parallel import attention
-    from vitpar.train import auto_precision
+    from vitpar.training.recipe import auto_precision
     from vitpar_cli import bench, check, evaluate, profile, train
 
     resolve, seen = auto_precision.resolve_precision, []
@@ -172,7 +172,7 @@ def test_a_run_keeps_its_precision(
         kept.append(recipe.train.precision)
         raise Resolved
 
-    monkeypatch.setattr("vitpar.train.auto_precision.resolve_precision", note)
+    monkeypatch.setattr("vitpar.training.recipe.auto_precision.resolve_precision", note)
     for words in ((), ("--recipe", "recipe.toml")):
         with pytest.raises(Resolved):
             printed(train.train, "--resume", "run", *words)

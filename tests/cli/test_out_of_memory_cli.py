@@ -15,8 +15,8 @@ if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PH
     def fail(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if os.environ["FAILING_PHASE"] == "build":
-        import vitpar.train.build
-        vitpar.train.build.parallelize = fail
+        import vitpar.training.build
+        vitpar.training.build.parallelize = fail
     else:
         import vitpar.models.vit
         vitpar.models.vit.Block.forward = fail

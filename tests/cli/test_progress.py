@@ -9,9 +9,9 @@ from rich.console import Console
 
 from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
-from vitpar.train.defaults import recipe_for
-from vitpar.train.events import Origin, Reporter, RunHeader
-from vitpar.train.recipe import Recipe
+from vitpar.training.events import Origin, Reporter, RunHeader
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.progress import ConsoleReporter, _duration
 
 RECIPE = Recipe.model_validate(

@@ -63,7 +63,7 @@ def alone_run(place: Path, vitpar: Command) -> Path:
 def test_a_run_folder_tells_its_story(alone_run: Path) -> None:
     from vitpar import parse
     from vitpar.strategy import read_plan
-    from vitpar.train.recipe_file import read_recipe
+    from vitpar.training.recipe import read_recipe
 
     assert {path.name for path in alone_run.iterdir()} == {
         *("recipe.toml", "plan.json", "env.json", "log.txt", "metrics.jsonl", "checkpoints", "weights")

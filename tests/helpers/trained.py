@@ -10,10 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
-from vitpar.train.events import Silent
-from vitpar.train.recipe import Recipe
-from vitpar.train.recipe_file import read_recipe
-from vitpar.train.trainer import Trainer
+from vitpar.training.events import Silent
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -14,7 +14,7 @@ from helpers.command_line import run, started
 from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
 from helpers.small_data import pack_small
 from vitpar.strategy import read_plan
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.recipe import read_recipe
 
 # Seconds: how soon a host is missed that does not answer, and how long others are waited for once there are enough.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=1"

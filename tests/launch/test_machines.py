@@ -124,7 +124,7 @@ def test_torchrun_shows_the_cause_and_not_the_peer_that_lost_it(place: Path) -> 
     # A rank that cannot write its part of a checkpoint raises; the other only loses it.
     (place / "crash.py").write_text(
         "import os, sys\n"
-        "from vitpar.train.trainer import Trainer\n"
+        "from vitpar.training.trainer import Trainer\n"
         "step = Trainer.step\n"
         "def broken(self, number, batch):\n"
         "    if number == 3 and self.rank == 1:\n"

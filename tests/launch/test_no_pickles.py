@@ -15,7 +15,7 @@ from vitpar import parse
 from vitpar.errors import FaultError
 from vitpar.launch import world_group
 from vitpar.launch.world_group import all_gather_json, broadcast_json
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.recipe import read_recipe
 
 VALUES = [None, True, 2**60, 1e-300, float("inf"), "é\ud800\n", [], {"a": [1, {"b": None}]}]
 
@@ -27,8 +27,8 @@ def refused(*args: Any, **kwargs: Any) -> Any:
 def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[str]:
     """Train two steps, with evaluation, checks, a checkpoint and going on from it, where torch cannot send an object.
     Returns what was done."""
-    from vitpar.train.events import Silent
-    from vitpar.train.trainer import Trainer
+    from vitpar.training.events import Silent
+    from vitpar.training.trainer import Trainer
 
     sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
     values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}

@@ -16,9 +16,9 @@ from helpers.collectives import Sent
 from helpers.ranks import RankPool
 from vitpar import ParallelModel, model_config, parallelize, parse, validate
 from vitpar.parallel import Communication
-from vitpar.train.gradient_norm import clip_, global_norm
-from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.recipe import OptimizerSection
+from vitpar.training.optim.gradient_norm import clip_, global_norm
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.recipe import OptimizerSection
 
 BATCH = 8
 

@@ -99,7 +99,7 @@ def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     program = (
         "import sys, torch\n"
-        "from vitpar.train.trainer import Trainer\n"
+        "from vitpar.training.trainer import Trainer\n"
         "step = Trainer.step\n"
         "def strict(self, number, batch):\n"
         "    if number > 3: torch.cuda.set_sync_debug_mode('error')\n"

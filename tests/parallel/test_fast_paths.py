@@ -24,7 +24,7 @@ from vitpar.parallel.attention import Attention, choose_attention, probe, use_at
 from vitpar.parallel.compiling import Compiling, choose_compiling, compiler_fault
 from vitpar.parallel.precision import precision, slow_here
 from vitpar.strategy import Plan
-from vitpar.train.garbage import Garbage
+from vitpar.training.garbage import Garbage
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BATCH = 8

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import RankPool
 from vitpar import ParallelModel, model_config, parallelize, parse, validate
-from vitpar.train.ema import EMA
-from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.optimizer_section import OptimizerSection
-from vitpar.train.step import TrainStep
+from vitpar.training.optim.ema import EMA
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.step import TrainStep
 
 CPU = torch.device("cpu")
 BATCH = 8

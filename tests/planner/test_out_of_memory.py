@@ -8,7 +8,7 @@ import torch
 from vitpar.errors import DeviceMemoryError, UserError
 from vitpar.planner import out_of_memory
 from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_warning
-from vitpar.train.recipe import Recipe
+from vitpar.training.recipe import Recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ERROR = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -19,9 +19,9 @@ from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.hardware import Hardware
 from vitpar.planner.profile.model import ModelProfile, tensors
-from vitpar.train.gradient_norm import global_norm
-from vitpar.train.optimizer import ShardedOptimizer
-from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.training.optim.gradient_norm import global_norm
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 BATCH = 16
 CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=32, depth=3, heads=4, hidden=64, num_classes=4)

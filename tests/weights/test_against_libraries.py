@@ -20,7 +20,7 @@ from helpers.foreign_weights import (
 )
 from helpers.imported import IMAGES, model_of
 from helpers.oracles import transformers
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.recipe import read_recipe
 from vitpar.weights.importing import Imported, import_weights
 
 LABELS = torch.arange(len(IMAGES)) % CLASSES

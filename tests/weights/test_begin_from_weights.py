@@ -19,8 +19,7 @@ from helpers.trained import trainer_of
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.strategy import parse
-from vitpar.train.recipe import Recipe
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import import_weights
 from vitpar.weights.positions import resampled

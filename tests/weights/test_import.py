@@ -26,7 +26,7 @@ from helpers.oracles import timm
 from vitpar.errors import DataError
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import Imported, import_weights
 from vitpar.weights.positions import resampled

@@ -21,16 +21,16 @@ from bench.settings import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY
 from vitpar.data import Batch
 from vitpar.data.shards.manifest import ROW, Manifest, ShardEntry, write_manifest, write_split
 from vitpar.launch import ALONE, join
-from vitpar.train.events import Silent
-from vitpar.train.recipe import Recipe
-from vitpar.train.step import Stepped
-from vitpar.train.trainer import Trainer
+from vitpar.training.events import Silent
+from vitpar.training.recipe import Recipe
+from vitpar.training.step import Stepped
+from vitpar.training.trainer import Trainer
 
 NEVER = 10**9
 
 
 class Ready:
-    """Stands for ``vitpar.train.input.Input``: batches that are on the device. Tells `turns` between two steps."""
+    """Stands for ``vitpar.training.input.Input``: batches that are on the device. Tells `turns` between two steps."""
 
     def __init__(self, job: Job, turns: Turns) -> None:
         self._job, self._turns = job, turns

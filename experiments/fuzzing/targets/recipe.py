@@ -15,8 +15,8 @@ from fuzzing.attacks.words import policy, url
 from fuzzing.process import EXPERIMENTS
 from fuzzing.target import Case, Files, FileTarget, tolerated
 from vitpar.data import parse_policy
-from vitpar.train.recipe import Recipe
-from vitpar.train.recipe_file import DEFAULT_RECIPE, read_data_section, read_recipe
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.file import DEFAULT_RECIPE, read_data_section, read_recipe
 
 STREAM = """
 [model]

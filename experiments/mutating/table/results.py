@@ -2,16 +2,16 @@
 
 from mutating.mutation import Mutation
 
-EVALUATION = "tests/train/test_evaluate.py::test_evaluation_equals_one_by_hand"
-AVERAGE = "tests/train/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
-RUN = "tests/train/test_run_by_hand.py::test_a_run_equals_a_loop_by_hand"
+EVALUATION = "tests/training/test_evaluate.py::test_evaluation_equals_one_by_hand"
+AVERAGE = "tests/training/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
+RUN = "tests/training/test_run_by_hand.py::test_a_run_equals_a_loop_by_hand"
 UPDATE = "                self.optimizer.step(lr)\n"
 AVERAGING = "                if self.ema:\n                    self.ema.update(number)\n"
 MUTATIONS = (
     Mutation(
         name="padding-evaluated",
         breaks="Evaluation counts the padding of the last batch as samples.",
-        file="src/vitpar/train/evaluate.py",
+        file="src/vitpar/training/evaluate.py",
         old="(labels != IGNORED).sum()",
         new="torch.ones_like(labels).sum()",
         caught_by=(f"pytest {EVALUATION}[val-dp1-{{}}]",),
@@ -19,7 +19,7 @@ MUTATIONS = (
     Mutation(
         name="replicas-evaluated",
         breaks="Evaluation counts a sample once for every rank that computes it.",
-        file="src/vitpar/train/evaluate.py",
+        file="src/vitpar/training/evaluate.py",
         old="if model.first_of_logits:",
         new="if model.gives_logits:",
         caught_by=(f"pytest {EVALUATION}[val-tp2-{{}}]",),
@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         name="ema-stays",
         breaks="After an evaluation the run trains on with the averaged parameters.",
-        file="src/vitpar/train/ema.py",
+        file="src/vitpar/training/optim/ema.py",
         old="        finally:\n            self._swap()\n",
         new="        finally:\n            pass\n",
         caught_by=(f"pytest {AVERAGE}[dp1]",),
@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation(
         name="ema-of-past-step",
         breaks="The moving average takes in the parameters before the update.",
-        file="src/vitpar/train/step.py",
+        file="src/vitpar/training/step.py",
         old=f"{UPDATE}{AVERAGING}",
         new=f"{AVERAGING}{UPDATE}",
         caught_by=(f"pytest {RUN}",),
@@ -43,7 +43,7 @@ MUTATIONS = (
     Mutation(
         name="ema-not-evaluated",
         breaks="Evaluation uses the parameters, although the run keeps averages.",
-        file="src/vitpar/train/trainer.py",
+        file="src/vitpar/training/trainer.py",
         old="        with self.ema.averaged() if self.ema else nullcontext():\n            beat",
         new="        with nullcontext():\n            beat",
         caught_by=(f"pytest {RUN}",),
@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         name="ema-not-exported",
         breaks="The weights of a finished run are its last parameters, although it keeps averages.",
-        file="src/vitpar/train/trainer.py",
+        file="src/vitpar/training/trainer.py",
         old="        with self.ema.averaged() if self.ema else nullcontext():\n            save_weights",
         new="        with nullcontext():\n            save_weights",
         caught_by=(f"pytest {RUN}",),
@@ -59,7 +59,7 @@ MUTATIONS = (
     Mutation(
         name="lr-of-past-step",
         breaks="Every step uses the learning rate of the step before, while the log shows the right one.",
-        file="src/vitpar/train/trainer.py",
+        file="src/vitpar/training/trainer.py",
         old="self._step(number, self.lr(number), ",
         new="self._step(number, self.lr(number - 1), ",
         caught_by=(f"pytest {RUN}",),
@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         name="clipping-off",
         breaks="A step does not clip gradients, whatever the recipe says.",
-        file="src/vitpar/train/step.py",
+        file="src/vitpar/training/step.py",
         old="(self._limit or self._scaler):",
         new="self._scaler:",
         caught_by=(f"pytest {RUN}",),

@@ -2,13 +2,13 @@
 
 from mutating.mutation import Mutation
 
-NORMS = "tests/train/test_training_parts.py::test_norm_and_clipping_equal_one_process"
-AVERAGE = "tests/train/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
+NORMS = "tests/training/test_training_parts.py::test_norm_and_clipping_equal_one_process"
+AVERAGE = "tests/training/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
 MUTATIONS = (
     Mutation(
         name="clipping-ignores-replicas",
         breaks="The norm of the gradients counts a gradient once for every rank that holds it.",
-        file="src/vitpar/train/gradient_norm.py",
+        file="src/vitpar/training/optim/gradient_norm.py",
         old="squares / replicas if replicas > 1 else squares",
         new="squares",
         caught_by=("vitpar check --mesh dp2",),
@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation(
         name="clipping-limit",
         breaks="Gradients below the limit are scaled up to it.",
-        file="src/vitpar/train/gradient_norm.py",
+        file="src/vitpar/training/optim/gradient_norm.py",
         old="(limit / (norm + 1e-6)).clamp(max=1.0)",
         new="(limit / (norm + 1e-6))",
         caught_by=(f"pytest {NORMS}[dp1]",),
@@ -32,23 +32,23 @@ MUTATIONS = (
     Mutation(
         name="trust-ratio-of-shards",
         breaks="LAMB and LARS take the norm of a rank's shard for that of the whole parameter.",
-        file="src/vitpar/train/whole_norms.py",
+        file="src/vitpar/training/optim/whole_norms.py",
         old="            dist.all_reduce(part, group=group)\n",
         new="",
-        caught_by=("pytest tests/train/test_optimizers.py::test_norms_count_every_element_once[fsdp2]",),
+        caught_by=("pytest tests/training/optim/test_optimizers.py::test_norms_count_every_element_once[fsdp2]",),
     ),
     Mutation(
         name="fp16-norm-scaled",
         breaks="In fp16 the norm is that of the scaled gradients, so clipping sees a norm that is too large.",
-        file="src/vitpar/train/step.py",
+        file="src/vitpar/training/step.py",
         old="            norm = norm / scale if self._scaler else norm\n",
         new="",
-        caught_by=("pytest tests/train/test_fp16.py::test_training_in_fp16_goes_as_in_fp32",),
+        caught_by=("pytest tests/training/optim/test_fp16.py::test_training_in_fp16_goes_as_in_fp32",),
     ),
     Mutation(
         name="ema-decay",
         breaks="The moving average gives the present parameters the weight of the past.",
-        file="src/vitpar/train/ema.py",
+        file="src/vitpar/training/optim/ema.py",
         old="list(self._shards.values()), 1.0 - self.decay(step))",
         new="list(self._shards.values()), self.decay(step))",
         caught_by=(f"pytest {AVERAGE}[dp1]",),
@@ -56,27 +56,27 @@ MUTATIONS = (
     Mutation(
         name="muon-qkv-order",
         breaks="Muon makes matrices of mixed rows of queries, keys and values orthogonal.",
-        file="src/vitpar/train/muon.py",
+        file="src/vitpar/training/optim/muon.py",
         old='"(h three d) i -> three (h d) i", three=3, h=self.heads)\n'
         '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)\n',
         new='"(three h d) i -> three (h d) i", three=3, h=self.heads)\n'
         '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (three h d) i", h=self.heads)\n',
-        caught_by=("pytest tests/train/test_muon.py::test_queries_keys_and_values_are_matrices_of_their_own",),
+        caught_by=("pytest tests/training/optim/test_muon.py::test_queries_keys_and_values_are_matrices_of_their_own",),
     ),
     Mutation(
         name="cosine-late",
         breaks="The cosine of the learning rate falls one step late.",
-        file="src/vitpar/train/lr_schedule.py",
+        file="src/vitpar/training/optim/lr_schedule.py",
         old="(step - 1 - self.warmup_steps) /",
         new="max(0, step - 2 - self.warmup_steps) /",
-        caught_by=("pytest tests/train/test_training_parts.py::test_cosine_with_warm_up",),
+        caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warm_up",),
     ),
     Mutation(
         name="decay-on-everything",
         breaks="Weight decay applies to biases, norms, tokens and positions too.",
-        file="src/vitpar/train/optimizer.py",
+        file="src/vitpar/training/optim/optimizer.py",
         old="    return not any(part in name for part in NO_DECAY)\n",
         new="    return True\n",
-        caught_by=("pytest tests/train/test_training_parts.py::test_only_matrices_decay",),
+        caught_by=("pytest tests/training/test_training_parts.py::test_only_matrices_decay",),
     ),
 )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
-from vitpar.train.input import ImageSet, Input
-from vitpar.train.recipe import Recipe
-from vitpar.train.synthetic import synthetic_batch
+from vitpar.training.input import ImageSet, Input
+from vitpar.training.recipe import Recipe
+from vitpar.training.synthetic import synthetic_batch
 
 Given = tuple[Tensor | None, Tensor, Tensor]
 """Images, labels and keys, as ``ParallelModel.forward_backward`` takes them."""

@@ -28,8 +28,8 @@ from vitpar.parallel import ParallelModel
 from vitpar.parallel.float8 import E4M3
 from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.work import Shape, copied, products
-from vitpar.train.build import Trained
-from vitpar.train.optimizer import local
+from vitpar.training.build import Trained
+from vitpar.training.optim.optimizer import local
 
 READINGS = 7
 LONG = 0.05  # seconds of a piece of work at least: ranks that share cores have to take turns on them, as in a step

@@ -24,10 +24,10 @@ from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ViTConfig
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
-from vitpar.train.build import build
-from vitpar.train.input import ImageSet
-from vitpar.train.metrics import memory_bytes, peak_flops
-from vitpar.train.recipe import Recipe
+from vitpar.training.build import build
+from vitpar.training.input import ImageSet
+from vitpar.training.metrics import memory_bytes, peak_flops
+from vitpar.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def bench(
 ) -> Benchmark:
     """Measure the steps of `recipe` under `plan`. Collective; equal for all ranks.
 
-    config, plan: as ``vitpar.train.build`` takes them. images: the training set to read (None: input is synthetic).
+    config, plan: as ``vitpar.training.build`` takes them. images: the training set to read (None: input is synthetic).
     traces: a folder for the profiler's traces, one a rank (None: nothing is profiled).
 
     The learning rate is 0, so that every step does the same work, whatever is trained. Raises DataError for data that

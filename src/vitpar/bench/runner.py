@@ -13,8 +13,8 @@ from vitpar.bench.feeds import Feed, Take
 from vitpar.bench.result import WarmUp
 from vitpar.parallel.phases import Phase, PhaseClock, untimed
 from vitpar.planner.measure.clock import Group
-from vitpar.train.build import Trained
-from vitpar.train.garbage import Garbage
+from vitpar.training.build import Trained
+from vitpar.training.garbage import Garbage
 
 STEADY, BETTER, MOST = 3, 0.05, 50
 """Steps are steady when so many in a row are not faster than the fastest before by that part; so many are tried."""

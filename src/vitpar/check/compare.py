@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.launch.world_group import all_reduce_, broadcast_
 from vitpar.parallel import ParallelModel
-from vitpar.train.optimizer import local
+from vitpar.training.optim.optimizer import local
 
 FACTOR = 5.0
 """How many times its noise a tensor may differ. In sound plans up to 2.6 is seen."""

@@ -21,7 +21,7 @@ from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
 from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import precision
-from vitpar.train.recipe import Recipe
+from vitpar.training.recipe import Recipe
 
 NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}
 """Relative changes of parameters and images that are as large as rounding, by precision. float8 has 3 bits of fraction,

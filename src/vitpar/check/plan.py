@@ -20,15 +20,14 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
 from vitpar.parallel import ParallelModel
 from vitpar.strategy import Plan
-from vitpar.train.auto_precision import resolve_precision
-from vitpar.train.build import Trained, build
-from vitpar.train.gradient_norm import multiply_
-from vitpar.train.input import Input
-from vitpar.train.loss_scale import LossScaleSection
-from vitpar.train.optimizer import ShardedOptimizer, local, sharded_as
-from vitpar.train.optimizer_section import OptimizerSection
-from vitpar.train.recipe import Recipe
-from vitpar.train.recipe_file import read_recipe
+from vitpar.training.build import Trained, build
+from vitpar.training.input import Input
+from vitpar.training.optim.gradient_norm import multiply_
+from vitpar.training.optim.loss_scale import LossScaleSection
+from vitpar.training.optim.optimizer import ShardedOptimizer, local, sharded_as
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.auto_precision import resolve_precision
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 LEARNING_RATE = 0.05
 """Of the SGD steps."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from vitpar.data import Mixed
 from vitpar.data.randomness import sample_keys
 from vitpar.models.config import ViTConfig
-from vitpar.train.input import mixing, order_of
-from vitpar.train.recipe import Recipe
+from vitpar.training.input import mixing, order_of
+from vitpar.training.recipe import Recipe
 
 
 @dataclass(frozen=True)

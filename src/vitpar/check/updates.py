@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 
 class Updates:

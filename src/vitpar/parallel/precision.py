@@ -12,7 +12,8 @@ In fp8 the large products of blocks are computed in float8 (``vitpar.parallel.fl
 
 Reduction is the sum over data-parallel ranks. A number type of 16 bits halves what it sends; where parameters are
 sharded several micro-batches then also add up in it before they are sent. Gradients are float32 again after it. float16
-ends at 65504 and loses what is below 6e-8, so the loss is scaled up before backward (``vitpar.train.loss_scale``).
+ends at 65504 and loses what is below 6e-8, so the loss is scaled up before backward
+(``vitpar.training.optim.loss_scale``).
 """
 
 from dataclasses import dataclass, replace

@@ -85,7 +85,7 @@ class PlanSummary:
 def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_parameter: int) -> PlanSummary:
     """The summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
-    bytes_per_parameter: what a rank keeps for every element of its parameters (``vitpar.train.state``).
+    bytes_per_parameter: what a rank keeps for every element of its parameters (``vitpar.training.state``).
     """
     batch = batch_arithmetic(plan, batch_size)
     return PlanSummary(

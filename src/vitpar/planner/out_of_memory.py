@@ -21,8 +21,8 @@ from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.model import tensors
 from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
 from vitpar.strategy.words import count, divisors, either, size
-from vitpar.train.recipe import Recipe
-from vitpar.train.state import moments
+from vitpar.training.recipe import Recipe
+from vitpar.training.state import moments
 
 # The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.
 _TEXT = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")

@@ -30,9 +30,9 @@ from vitpar.planner.profile.model import (
     WeightProfile,
     always_wrapped,
 )
-from vitpar.train.gradient_norm import global_norm
-from vitpar.train.optimizer import ShardedOptimizer, local
-from vitpar.train.optimizer_section import OptimizerSection
+from vitpar.training.optim.gradient_norm import global_norm
+from vitpar.training.optim.optimizer import ShardedOptimizer, local
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of a layer's step at most
 MOST_ROWS = 512

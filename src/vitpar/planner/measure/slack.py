@@ -14,7 +14,7 @@ from vitpar.parallel.held import layer_parameters
 from vitpar.planner.measure.resident import Peak
 from vitpar.planner.measure.steps import Training
 from vitpar.strategy import parse, validate
-from vitpar.train.recipe import Recipe
+from vitpar.training.recipe import Recipe
 
 TINY = {"width": 16, "depth": 4, "heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 COPIES = 4

@@ -22,9 +22,9 @@ from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.pace import Pace
 from vitpar.planner.measure.resident import Peak
 from vitpar.strategy import Plan
-from vitpar.train.build import build
-from vitpar.train.recipe import Recipe
-from vitpar.train.synthetic import synthetic_batch
+from vitpar.training.build import build
+from vitpar.training.recipe import Recipe
+from vitpar.training.synthetic import synthetic_batch
 
 T = TypeVar("T")
 

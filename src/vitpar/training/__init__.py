@@ -1,0 +1,1 @@
+"""Training: the loop, its step, input and evaluation; recipes, optimizers, faults and saving have their own folders."""

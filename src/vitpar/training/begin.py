@@ -1,0 +1,80 @@
+"""How a run begins from weights: the recipe's `model.weights`, instead of initial values.
+
+Parameters are those of the folder, under any plan. Where the data have another number of classes the classifier keeps
+its initial values, and where images have another size learned positions are interpolated: fine-tuning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from vitpar.errors import RecipeError
+from vitpar.models.config import ViTConfig
+from vitpar.models.initial import copy_whole_
+from vitpar.parallel import ParallelModel
+from vitpar.training.optim.ema import EMA
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.file import read_data_section
+from vitpar.weights.folder import RECIPE, load_weights, open_weights
+from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated
+from vitpar.weights.positions import resampled
+
+_OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
+"""What of the model's shape a run may have otherwise than its weights: it changes no parameter, or is dealt with."""
+
+
+def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
+    """What begins otherwise than as in the recipe's weights, in words. config: the run's.
+
+    Raises DataError for weights that cannot be read, RecipeError for those of another model.
+    """
+    assert recipe.model.weights is not None
+    folder = Path(recipe.model.weights)
+    there = open_weights(folder).config
+    other = [
+        f"{field.name} is {getattr(config, field.name)} where they have {getattr(there, field.name)}"
+        for field in fields(config)
+        if field.name not in _OF_THE_RUN and getattr(config, field.name) != getattr(there, field.name)
+    ]
+    if (config.layer_scale is None) != (there.layer_scale is None):
+        other.append(f"layer_scale is {config.layer_scale or 'not set'} where they have {there.layer_scale or 'none'}")
+    if other:
+        raise RecipeError(
+            f"the weights in '{folder}' are of another model: {'; '.join(other)}: use their model, as with --recipe "
+            f"{folder / RECIPE}"
+        )
+    told = []
+    if config.num_classes != there.num_classes:
+        told.append(f"the classifier of {config.num_classes:,} classes begins anew ({there.num_classes:,} were there)")
+    if config.image_size != there.image_size:
+        told.append(interpolated(there, config))
+    known = read_data_section(folder / RECIPE)
+    for name in ("mean", "std"):
+        if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
+            told.append(f"images are normalised with {name} {mine}, for the weights it was {theirs}")
+    return told
+
+
+@torch.no_grad()
+def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
+    """Fill `model`, which has its initial values, and its averages, from the recipe's weights. Returns what to tell the
+    user. Collective. Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged."""
+    told, config = beginning(recipe, model.config), model.config
+    assert recipe.model.weights is not None
+    folder = Path(recipe.model.weights)
+    weights = open_weights(folder)
+    without = set(CLASSIFIERS) if config.num_classes != weights.config.num_classes else set[str]()
+    grid, before = (c.image_size // c.patch_size for c in (config, weights.config))
+    if grid != before:
+        without.add(POSITIONS)
+    load_weights(model, folder, without)
+    for name, parameter in model.named_parameters():
+        if name == POSITIONS and grid != before:
+            copy_whole_(parameter, resampled(weights.read(POSITIONS), config.prefix_tokens, grid))
+    model.parameters_changed()
+    if ema:
+        ema.restart()
+    return "; ".join((f"parameters are those in {folder}", *told))

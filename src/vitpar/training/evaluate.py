@@ -1,0 +1,87 @@
+"""Evaluation over a whole data set: exact under any plan and with an uneven tail."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitpar.data import Skipped, StreamSet
+from vitpar.errors import DataError
+from vitpar.launch.world_group import all_reduce_
+from vitpar.models import IGNORED
+from vitpar.parallel import ParallelModel
+from vitpar.strategy.words import count
+from vitpar.training.input import ImageSet, Input
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result over `samples` images: mean cross-entropy (no label smoothing) and the fractions right at rank 1 and
+    within 5. skipped: bad images that are not among them. promised: images that a stream was said to have."""
+
+    samples: int
+    loss: float
+    top1: float
+    top5: float
+    skipped: Skipped
+    promised: int | None = None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What counts, by name."""
+        return {"samples": self.samples, "loss": self.loss, "top1": self.top1, "top5": self.top5}
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell the user about images that were skipped, or that a stream did not have or had besides."""
+        times, shards = self.skipped.times, self.skipped.shards
+        words = [count(times, "image")] * bool(times) + [count(shards, "shard")] * bool(shards)
+        told = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)
+        if self.promised is not None and self.promised != self.samples + times:
+            told.append(f"the stream gave {self.samples + times} images, but the recipe says {self.promised}")
+        return "; ".join(told) or None
+
+
+@torch.no_grad()
+def evaluate(
+    model: ParallelModel, source: Input, images: ImageSet, beat: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Run `model` over all of `images` and count. Collective; equal results on every rank.
+
+    beat: called before every batch and after the last. Raises DataError when bad samples are skipped and all of them
+    are bad.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
+    rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
+    loader = source.eval_batches(images)
+    with closing(iter(loader)) as batches:
+        beat()
+        for batch in batches:
+            if (labels := source.evaluated(batch)) is None:
+                break
+            logits = model.predict(source.images(batch), len(labels))
+            if model.first_of_logits:
+                assert logits is not None
+                sums += _count(logits, labels[rows])
+            beat()
+    model.parameters_changed()
+    all_reduce_(sums)
+    samples, loss, top1, top5 = sums.tolist()
+    if not samples:
+        raise DataError(f"none of the {len(images)} images of '{images.place}' could be read: pack the data set again")
+    promised = len(images) if isinstance(images, StreamSet) else None
+    return Evaluation(int(samples), loss / samples, top1 / samples, top5 / samples, source.skipped(loader), promised)
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    """[samples, summed loss, top-1 hits, top-5 hits] of one batch, float64.
+
+    logits: [batch, classes], labels: [batch].
+    """
+    loss = F.cross_entropy(logits.double(), labels, ignore_index=IGNORED, reduction="sum")
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # no label is IGNORED's -1, so padding never hits
+    hits = best == labels[:, None]
+    return torch.stack([(labels != IGNORED).sum(), loss, hits[:, 0].sum(), hits.sum()]).double()

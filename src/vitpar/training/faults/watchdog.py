@@ -1,0 +1,187 @@
+"""Notices that a run hangs, has every rank write down what it is doing, and ends the run with one sentence.
+
+    watchdog thread   counts the time since the last beat; at the end of its patience, or when called, it
+                      writes <run>/hang/rank3.txt (before the run has a folder, into a temporary one of its own),
+                      leaves its answer in the store, waits some seconds for the others', and ends this process
+    listening thread  looks every few seconds whether another rank calls
+
+Ranks talk through the store where they met, since collectives are what hangs. A rank that is stopped, or whose machine
+is gone, gives no answer: the others say so. The first sentence that a rank puts into the store is that of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from tempfile import mkdtemp
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from vitpar.errors import FaultError
+from vitpar.launch import report_failure
+from vitpar.training.faults.hang import Answer, dump, issued, leave, sentence
+
+STARTING = "starting"
+WAITING = "waiting for the data of step"
+COMPUTING = "computing step"
+EVALUATING = "evaluating after step"
+SAVING = "saving the checkpoint of step"
+FINISHING = "saving the weights"
+
+START_FACTOR, LEAST_START_S = 3.0, 120.0
+"""Until the first step is done, which compiles and reads for the first time, patience is so much longer, at least."""
+LISTEN_S = 2.0
+"""Seconds between two looks into the store, at most."""
+ANSWER_S = 5.0
+"""Seconds that a rank has to answer, once it has noticed that another calls."""
+_PREFIX = "vitpar/hang"
+
+
+class Watchdog:
+    """Ends this process, with exit code 1, when `minutes` pass inside the ``with`` without a beat. 0: never.
+
+    Only for programs whose process may be ended, such as ``vitpar train``; all ranks of the world have one. folder:
+    where dumps go, once it is known. doing: tells the collective that this rank is at, where something knows.
+    """
+
+    def __init__(self, minutes: float = 0.0) -> None:
+        self._minutes = minutes
+        self._place = (STARTING, 0)
+        self._ended = threading.Event()
+        self._called = False
+        self.settled = False
+        """Whether the first step is done. Set it then."""
+        self.folder: Path | None = None
+        self.doing: Callable[[], str] = str
+
+    def __enter__(self) -> Watchdog:
+        if not self._minutes:
+            return self
+        self._world, self._rank = dist.get_world_size(), dist.get_rank()
+        self._listen_every = min(LISTEN_S, self._minutes * 60 / 10)
+        threads = [threading.Thread(target=self._watch, name="vitpar-watchdog", daemon=True)]
+        if self._world > 1:
+            # A client of its own for each thread: a call that waits holds up all others of the same one.
+            store = dist.distributed_c10d._get_default_store()
+            self._store, heard = (dist.PrefixStore(_PREFIX, store.clone()) for _ in range(2))
+            threads.append(threading.Thread(target=self._listen, args=(heard,), name="vitpar-listen", daemon=True))
+        for thread in threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+
+    def beat(self, phase: str, step: int) -> None:
+        """Something came to an end, and `phase` of `step` begins. As cheap as writing an attribute."""
+        self._place = phase, step
+
+    def outlive(self) -> None:
+        """Let collectives wait longer than the patience, so that it is the hang that is told and not their timeout.
+        For all process groups that there are."""
+        if self._minutes:
+            # upstream: public in torch 2.15, not in 2.13; there the private name warns.
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            for group in dist.distributed_c10d._world.pg_map:
+                set_timeout(timedelta(seconds=self._start_seconds + 60), group)
+
+    @property
+    def _start_seconds(self) -> float:
+        return max(START_FACTOR * self._minutes * 60, LEAST_START_S)
+
+    def _watch(self) -> None:
+        seen, seconds = self._place, 0.0
+        tick = min(1.0, self._minutes * 60 / 20)
+        while not self._called:
+            if self._ended.wait(tick):
+                return
+            # Ticks are counted, not the clock: who was stopped for an hour and goes on has not waited for an hour.
+            seconds = seconds + tick if self._place is seen else 0.0
+            seen = self._place
+            if seconds >= (self._minutes * 60 if self.settled else self._start_seconds):
+                break
+        try:
+            self._end(seconds)
+        finally:
+            os._exit(1)
+
+    def _listen(self, store: Any) -> None:
+        with suppress(dist.DistError):  # the one that holds the store is gone: so will be this rank
+            while not self._ended.wait(self._listen_every):
+                if store.check(["call"]):
+                    self._called = True
+                    return
+
+    def _end(self, seconds: float) -> None:
+        """End this process, in some seconds, whatever does not answer: the store or the disk may be what hangs."""
+        phase, step = self._place
+        called = _within(1.0, issued) or {}
+        folder = self.folder or _within(1.0, lambda: Path(mkdtemp(prefix="vitpar-hang-")))
+        doing = _within(1.0, self.doing) or ""
+        answer = Answer(self._rank, phase, step, called, doing, str(folder or ""))
+        minutes = self._minutes if self.settled else self._start_seconds / 60
+        if folder:
+            _within(ANSWER_S / 2, lambda: leave(folder, self._rank, dump(answer, seconds)))
+        patience = 2 * self._listen_every + ANSWER_S
+        told = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes))
+        author, text = told or (self._rank, sentence({self._rank: answer}, self._world, minutes))
+
+        def tell() -> None:
+            reported = report_failure(FaultError(text))
+            if author == self._rank and not reported:
+                os.write(2, f"error: {text}\n".encode())
+            # One sentence is enough: what the main thread has to say of lost connections, from now on, is not shown.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+        if author == self._rank and self.folder:
+            log = self.folder.parent / "log.txt"
+            _within(1.0, lambda: _log(log, text))
+        _within(1.0, tell)
+        time.sleep(1.0 if self._rank == 0 else 0.5)  # all have read the sentence; rank 0 may hold the store
+        os._exit(1)
+
+    def _agree(self, answer: Answer, patience: float, minutes: float) -> tuple[int, str]:
+        """The sentence of all, and the rank that made it."""
+        if self._world == 1:
+            return 0, sentence({0: answer}, 1, minutes)
+        store = self._store
+        store.set("call", "")
+        store.set(f"answer/{answer.rank}", answer.text())
+        deadline = time.monotonic() + patience
+        missing = set(range(self._world))
+        while missing and time.monotonic() < deadline and not store.check(["sentence"]):
+            time.sleep(0.1)
+            missing = {rank for rank in missing if not store.check([f"answer/{rank}"])}
+        answers = {rank: Answer.read(store.get(f"answer/{rank}")) for rank in range(self._world) if rank not in missing}
+        mine = json.dumps([answer.rank, sentence(answers, self._world, minutes)])
+        author, text = json.loads(store.compare_set("sentence", "", mine))
+        return author, text
+
+
+def _log(path: Path, text: str) -> None:
+    with suppress(OSError), path.open("a") as log:
+        log.write(f"{time.strftime('%H:%M:%S')} error: {text}\n")
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work` returns, None if it takes longer than `seconds` or fails: the process is to end in any case."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(work())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

@@ -1,0 +1,269 @@
+"""From images, packed or streamed, to what a step takes: this rank's batches, its normalised images and its labels, as
+the recipe says."""
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitpar.data import (
+    Batch,
+    EvalBatch,
+    EvalLoader,
+    EvalTransform,
+    Labels,
+    Mix,
+    Normalize,
+    Order,
+    Part,
+    ShardSet,
+    Skipped,
+    StreamEvalLoader,
+    StreamLoader,
+    StreamSet,
+    TrainLoader,
+    TrainTransform,
+    parse_policy,
+)
+from vitpar.data.stream.urls import expand
+from vitpar.errors import DataError
+from vitpar.launch.cores import cpu_share
+from vitpar.launch.world_group import all_gather_json, all_reduce_
+from vitpar.models import IGNORED
+from vitpar.parallel import ParallelModel
+from vitpar.strategy.words import count
+from vitpar.training.recipe import Recipe
+
+ImageSet = ShardSet | StreamSet
+"""Has `len()`, `num_classes`, and `place` for messages."""
+MOST_THREADS = {"cuda": 16, "cpu": 2}
+"""Decoding threads of a rank by default, at most. On CPUs the model computes on the same cores."""
+
+
+def decoding_threads(recipe: Recipe, device_type: str) -> int:
+    """Return the decoding threads of a rank: ``data.workers``, or what its share of the machine's cores allows.
+
+    By default a rank with a GPU leaves one core to the thread that starts kernels. The number changes the speed only.
+    """
+    if recipe.data.workers is not None:
+        return recipe.data.workers
+    cores = cpu_share(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, min(MOST_THREADS[device_type], cores - 1 if device_type == "cuda" else cores))
+
+
+def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet]:
+    """The training and validation sets of a recipe. Raises DataError."""
+    return open_split(recipe, "train"), open_split(recipe, "val")
+
+
+def open_split(recipe: Recipe, split: str) -> ImageSet:
+    """One split of a recipe's data; a stream has `train` and `val`. Raises DataError."""
+    if recipe.data.path is not None:
+        return ShardSet.open(Path(recipe.data.path), split)
+    s = recipe.stream
+    sides = {"train": (s.train, s.samples), "val": (s.val, s.val_samples)}
+    if split not in sides:
+        raise DataError(f"no split '{split}' in a stream: it has train and val")
+    patterns, samples = sides[split]
+    assert patterns is not None and samples is not None and s.classes is not None, "the recipe has checked it"
+    labels = Labels.parse(s.label)
+    return StreamSet(expand(patterns), samples, s.classes, labels, s.shuffle_buffer, s.allow_pipe)
+
+
+def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
+    """How images of `size` pixels are prepared. Raises RecipeError for a setting out of its range."""
+    d, a = recipe.data, recipe.augment
+    train = TrainTransform(
+        size,
+        d.crop_scale,
+        d.crop_ratio,
+        d.flip,
+        d.interpolation,
+        policy=parse_policy(a.policy) if a.policy else None,
+        color_jitter=a.color_jitter if isinstance(a.color_jitter, tuple) else (a.color_jitter,) * 3,
+        erase=a.random_erasing,
+        mean=d.mean,
+        std=d.std,
+    )
+    return train, EvalTransform(size, d.crop_pct, d.interpolation), Normalize(d.mean, d.std)
+
+
+def mixing(recipe: Recipe) -> Mix:
+    """How images are mixed."""
+    a = recipe.augment
+    return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
+
+
+def order_of(recipe: Recipe, samples: int) -> Order:
+    """The order in which `samples` training samples come. Raises RecipeError for a setting out of its range."""
+    data, augment = recipe.data, recipe.augment
+    return Order(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)
+
+
+class Input:
+    """Input of one rank of `model`. All ranks make it together.
+
+    Only ranks that hold the stem decode images; those that take the same images share the work. All ranks read the
+    batch's labels from the index; of a stream, those that decode tell all.
+    """
+
+    def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
+        self._recipe, self._model = recipe, model
+        self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
+        self._normalize = replace(normalize, compiled=model.compiled)
+        self._mix = mixing(recipe)
+        self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._rows = model.image_rows(model.batch_size) if model.takes_images else []
+        self._peers: dist.ProcessGroup | None = None
+        for ranks in model.image_groups:
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            self._peers = group if dist.get_rank() in ranks else self._peers
+
+    def train_batches(self, images: ImageSet, start: int = 0) -> TrainLoader | StreamLoader:
+        """Every global batch after `start` samples, with this rank's share of the images, without end. Raises DataError
+        for a stream of fewer shards than ranks that decode."""
+        if isinstance(images, StreamSet):
+            part, parts = self._part()
+            images.refuse_few(parts)
+            seed, settings = self._recipe.train.seed, self._settings(self._rows)
+            return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
+        order = order_of(self._recipe, len(images))
+        return TrainLoader(images, self._train, order=order, start=start, **self._settings(self._needed()))
+
+    @property
+    def train_rows(self) -> list[int]:
+        """Which rows of a training batch this rank decodes itself."""
+        return self._settings(self._needed())["rows"]
+
+    def eval_batches(self, images: ImageSet) -> EvalLoader | StreamEvalLoader:
+        """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with
+        IGNORED labels. Those of a stream go on until `evaluated` says that all have ended."""
+        if isinstance(images, StreamSet):
+            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
+        return EvalLoader(images, self._eval, **self._settings(self._rows))
+
+    def skipped(self, loader: TrainLoader | EvalLoader | StreamLoader | StreamEvalLoader) -> Skipped:
+        """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
+        if self._recipe.data.bad_sample == "fail":
+            return Skipped()
+        everyone = all_gather_json(asdict(loader.skipped))
+        return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
+
+    def warning(self, loader: TrainLoader | StreamLoader) -> str | None:
+        """What to tell the user about what all ranks skipped together. Collective as `skipped` is."""
+        skipped = self.skipped(loader)
+        counts = {"images": skipped.times, "shards": skipped.shards}
+        words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
+        return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
+
+    def train_step(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What ``ParallelModel.forward_backward`` takes: images, which are normalised, augmented and mixed, labels and
+        keys, all on the device."""
+        labels, keys = self._labels_and_keys(batch)
+        mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
+        if mixed is not None:
+            labels = mixed.labels(labels, IGNORED)
+        if not self._model.takes_images:
+            return None, labels, keys
+        needed, compute = self._needed(), self._model.precision.compute
+        images = self._gathered(batch.images, len(needed))
+        if mixed is None:
+            return self._normalize(images, compute), labels, keys
+        return mixed.images(self._normalize(images), needed, len(self._rows)).to(compute), labels, keys
+
+    def images(self, batch: EvalBatch) -> Tensor | None:
+        """This rank's images, normalised, on the device in the compute precision, [rows, 3, size, size], or None where
+        there are none."""
+        if not self._model.takes_images:
+            return None
+        return self._normalize(self._gathered(batch.images, len(self._rows)), self._model.precision.compute)
+
+    def labels(self, batch: Batch | EvalBatch) -> Tensor:
+        """Labels of the whole batch on the device, int64 [batch], IGNORED where there is no usable image.
+
+        Which images are unusable is known where they are decoded; all ranks are told.
+        """
+        labels = self.to_device(batch.labels)
+        if not batch.whole:
+            return self._together(labels)
+        if self._recipe.data.bad_sample == "skip":
+            all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
+        return labels
+
+    def evaluated(self, batch: EvalBatch) -> Tensor | None:
+        """`labels` of a batch, or None when no rank has any images left."""
+        if batch.whole:
+            return self.labels(batch)
+        goes_on = torch.tensor([0 if batch.ended else 1])
+        told = self._together(self.to_device(torch.cat([batch.labels, goes_on])))
+        return told[:-1] if told[-1].item() else None
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device. A GPU copies it while it computes what it was given before."""
+        if self._copies is None:
+            return tensor
+        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # a pinned tensor is itself
+        with torch.cuda.stream(self._copies):
+            sent = pinned.to(self._model.device, non_blocking=True)
+        computing.wait_stream(self._copies)
+        sent.record_stream(computing)
+        return sent
+
+    def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Those of the whole batch, on the device."""
+        if batch.whole:
+            return self.labels(batch), self.to_device(batch.keys)
+        labels, keys = self._together(self.to_device(torch.stack([batch.labels, batch.keys])))
+        return labels, keys
+
+    def _together(self, numbers: Tensor) -> Tensor:
+        """What the rank that has a row knows of it, on all: others have less than any label or key, IGNORED or 0."""
+        all_reduce_(numbers, dist.ReduceOp.MAX)
+        return numbers
+
+    def _needed(self) -> list[int]:
+        """Which rows of a training batch this rank and its peers decode: theirs, and those that are mixed into them."""
+        return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
+
+    def _part(self) -> tuple[Part | None, int]:
+        """Which of the ranks that decode the rows of a batch this is, None for none of them; how many there are."""
+        groups, rank = self._model.image_groups, dist.get_rank()
+        count = self._model.batch_size // len(groups)  # rows that a group takes
+        share = -(-count // len(groups[0]))
+        decoding = -(-count // share)  # of a group; in a large one the last may have nothing to do
+        assert not self._rows or len(self._rows) == count, "groups take equally many rows"
+        readers = [reader for group in groups for reader in group[:decoding]]
+        return (Part(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
+
+    def _settings(self, rows: list[int]) -> dict[str, Any]:
+        """Of a loader that gives this rank's share of `rows`."""
+        if self._peers is not None:
+            share = -(-len(rows) // dist.get_world_size(self._peers))
+            begin = share * dist.get_rank(self._peers)
+            rows = rows[begin : begin + share]
+        data = self._recipe.data
+        return {
+            "batch_size": self._model.batch_size,
+            "rows": rows,
+            "workers": decoding_threads(self._recipe, self._model.device.type),
+            "bad_sample": data.bad_sample,
+            "pin_memory": self._model.device.type == "cuda",
+        }
+
+    def _gathered(self, images: Tensor | None, count: int) -> Tensor:
+        """All `count` images, on the device, of which `images` are this rank's share."""
+        size = self._model.config.image_size
+        mine = self.to_device(torch.empty(0, 3, size, size, dtype=torch.uint8) if images is None else images)
+        if self._peers is None:
+            return mine
+        peers = dist.get_world_size(self._peers)
+        share = -(-count // peers)
+        if len(mine) < share:
+            mine = torch.cat([mine, mine.new_zeros(share - len(mine), *mine.shape[1:])])
+        whole = mine.new_empty(peers * share, *mine.shape[1:])
+        dist.all_gather(list(whole.chunk(peers)), mine, group=self._peers)
+        return whole[:count]

@@ -1,0 +1,148 @@
+"""LAMB and LARS: optimizers that scale the step of each matrix to the norm of the whole matrix.
+
+Both work on local shards as plain tensors. What is elementwise are foreach operations on the shards; the norms are of
+whole parameters (`WholeNorms`), one message a step for each process group over which parameters are split.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitpar.training.optim.whole_norms import WholeNorms
+
+
+class _Layerwise(torch.optim.Optimizer):
+    """The step that LAMB and LARS share.
+
+    groups: parameter groups of local shards, in the order of the model, with `weight_decay`. adapted: the shards whose
+    steps trust ratios scale, each with the parameter that it is the local part of. A parameter has a gradient on all
+    ranks that hold a part of it or on none.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], adapted: Mapping[Tensor, Tensor], defaults: dict[str, Any]
+    ) -> None:
+        super().__init__(groups, defaults)
+        self._adapted = [[p for p in group["params"] if p in adapted] for group in self.param_groups]
+        self._norms = [WholeNorms([adapted[p] for p in shards]) if shards else None for shards in self._adapted]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of all shards that have a gradient. Collective."""
+        for group, adapted, norms in zip(self.param_groups, self._adapted, self._norms, strict=True):
+            shards = [p for p in group["params"] if p.grad is not None]
+            if not shards:
+                continue
+            directions, measured = self._directions(group, shards)
+            if norms is not None:
+                scaled, compared = (dict(zip(shards, tensors, strict=True)) for tensors in (directions, measured))
+                nothing = shards[0].new_empty(0)  # messages are of one length, whatever gradients there are
+                own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
+                ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0)
+                # Offloaded shards are on the host, norms are not.
+                there = {device: ratios.to(device).unbind() for device in {p.device for p in adapted}}
+                pairs = [(scaled[p], there[p.device][i]) for i, p in enumerate(adapted) if p in scaled]
+                torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
+            self._move(group, shards, directions)
+
+    def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """For each shard what trust ratios scale, in memory of its own, and what the parameter's norm is compared
+        with."""
+        raise NotImplementedError
+
+    def _trust_ratios(self, group: dict[str, Any], own: Tensor, other: Tensor) -> Tensor:
+        """From norms of parameters and of what they are compared with, [parameters]; used where both are above 0."""
+        raise NotImplementedError
+
+    def _move(self, group: dict[str, Any], shards: list[Tensor], directions: list[Tensor]) -> None:
+        torch._foreach_add_(shards, directions, alpha=-group["lr"])
+
+
+class LAMB(_Layerwise):
+    """Adam's bias-corrected step plus decoupled weight decay, scaled to the norm of the parameter.
+
+    The trust ratio is ``‖parameter‖ / ‖step‖``, not clamped; 1 where a norm is zero. State of each shard: `step`,
+    `exp_avg`, `exp_avg_sq`. Source: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+    (arXiv 1904.00962), algorithm 2.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        adapted: Mapping[Tensor, Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, adapted, {"lr": lr, "betas": betas, "eps": eps})
+
+    def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        for p in shards:
+            if not self.state[p]:
+                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = {"step": torch.zeros(()), **moments}  # steps are counted on the host, as torch does
+        gradients = [p.grad for p in shards]
+        steps, means, squares = ([self.state[p][key] for p in shards] for key in ("step", "exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        times = [step.item() for step in steps]
+        roots = torch._foreach_div(squares, [1 - beta2**t for t in times])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        directions = torch._foreach_div(means, [1 - beta1**t for t in times])
+        torch._foreach_div_(directions, roots)
+        torch._foreach_add_(directions, shards, alpha=group["weight_decay"])
+        return directions, directions
+
+    def _trust_ratios(self, group: dict[str, Any], own: Tensor, other: Tensor) -> Tensor:
+        return own / other
+
+
+class LARS(_Layerwise):
+    """Momentum SGD whose gradient, weight decay included, is scaled to the norm of the parameter.
+
+    The trust ratio is ``trust_coefficient · ‖parameter‖ / (‖gradient‖ + weight_decay · ‖parameter‖)``; 1 where a norm
+    is zero. The learning rate stands outside the momentum, as in torch.optim.SGD. State of each shard:
+    `momentum_buffer`, none without momentum. Source: "Large Batch Training of Convolutional Networks" (arXiv
+    1708.03888).
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        adapted: Mapping[Tensor, Tensor],
+        *,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        trust_coefficient: float,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "trust_coefficient": trust_coefficient}
+        super().__init__(groups, adapted, defaults)
+
+    def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        gradients = [p.grad for p in shards]
+        return list(torch._foreach_add(gradients, shards, alpha=group["weight_decay"])), gradients
+
+    def _trust_ratios(self, group: dict[str, Any], own: Tensor, other: Tensor) -> Tensor:
+        return group["trust_coefficient"] * own / (other + group["weight_decay"] * own)
+
+    def _move(self, group: dict[str, Any], shards: list[Tensor], directions: list[Tensor]) -> None:
+        if group["momentum"]:
+            for p in shards:
+                if not self.state[p]:
+                    self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+            buffers = [self.state[p]["momentum_buffer"] for p in shards]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, directions)
+            if group["nesterov"]:
+                torch._foreach_add_(directions, buffers, alpha=group["momentum"])
+            else:
+                directions = buffers
+        super()._move(group, shards, directions)

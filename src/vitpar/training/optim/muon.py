@@ -1,0 +1,164 @@
+"""Muon: momentum, made orthogonal, for the matrices of the blocks; AdamW for every other parameter.
+
+Momentum and AdamW are elementwise and run on local shards. Orthogonalisation is a function of the whole matrix: each is
+gathered from its shards, one at a time, and every rank that holds a part of it computes the same and keeps its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.adamw import adamw
+
+if TYPE_CHECKING:
+    from vitpar.training.recipe.optimizer_section import AdjustLr
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+
+
+def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
+    """Matrices with about the same singular vectors and with singular values about 1 (0.7 to 1.2 after 5 steps).
+
+    matrices: [..., rows, columns]. Returns the same shape and dtype. On CUDA the iteration computes in bfloat16, unless
+    `matrices` are float64, elsewhere in their own dtype. The quintic Newton-Schulz iteration with its coefficients is
+    of Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
+    (kellerjordan.github.io/posts/muon).
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices  # the smaller Gram matrix
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_EPS)  # the largest singular value is now at most 1
+    if x.is_cuda and x.dtype is not torch.float64:
+        x = x.bfloat16()
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How one parameter of two dims is a matrix, or several.
+
+    parameter: whole or a DTensor. heads: for queries, keys and values in one parameter [heads · 3 · features, inputs],
+    else None. These are three linear maps that happen to be stored as one: their singular values have nothing to do
+    with each other, and made orthogonal together, the map with the largest gradients would take the step of the others.
+    """
+
+    parameter: Tensor
+    heads: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of each matrix."""
+        rows, columns = self.parameter.shape
+        return rows // (3 if self.heads else 1), columns
+
+    def orthogonal(self, shard: Tensor, steps: int) -> Tensor:
+        """The local shard of the orthogonalised whole tensor whose local shard is `shard`. Collective."""
+        p = self.parameter
+        if not isinstance(p, DTensor):
+            return self._orthogonal(shard, steps)
+        layout = p.device_mesh, p.placements
+        whole = DTensor.from_local(shard, *layout, run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
+        # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
+        part = distribute_tensor(self._orthogonal(whole, steps), *layout, src_data_rank=None).to_local()
+        assert part.shape == shard.shape, f"a shard of shape {tuple(shard.shape)} is cut as {tuple(part.shape)}"
+        return part.to(shard.device)  # offloaded shards are on the host, where meshes are not
+
+    def _orthogonal(self, whole: Tensor, steps: int) -> Tensor:
+        if self.heads is None:
+            return orthogonalise(whole, steps)
+        maps = rearrange(whole, "(h three d) i -> three (h d) i", three=3, h=self.heads)
+        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for the shards in `matrices`, torch.optim.AdamW for all others, with one learning rate.
+
+    groups: parameter groups of local shards, in the order of the model, with `weight_decay`, which is decoupled.
+    matrices: the shards to orthogonalise. A parameter has a gradient on all ranks that hold a part of it or on none.
+    betas, eps: of AdamW. State of each shard: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
+
+    adjust_lr_fn: `original` times √max(1, rows/columns), for a learning rate of Muon's own; `match_rms_adamw` times
+    0.2·√max(rows, columns), so that steps are as large as AdamW's and its learning rate serves all parameters.
+    Source of the latter: "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: Mapping[Tensor, Matrix],
+        *,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        ns_steps: int,
+        adjust_lr_fn: AdjustLr,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, **muon})
+        self._matrices = dict(matrices)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of all shards that have a gradient. Collective."""
+        for group in self.param_groups:
+            shards = [p for p in group["params"] if p.grad is not None]
+            self._muon(group, [p for p in shards if p in self._matrices])
+            self._adamw(group, [p for p in shards if p not in self._matrices])
+
+    def _muon(self, group: dict[str, Any], shards: list[Tensor]) -> None:
+        if not shards:
+            return
+        for p in shards:
+            if not self.state[p]:
+                self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+        gradients, buffers = [p.grad for p in shards], [self.state[p]["momentum_buffer"] for p in shards]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, buffers, group["momentum"]) if group["nesterov"] else buffers
+        torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
+        for p, update in zip(shards, updates, strict=True):
+            matrix = self._matrices[p]
+            factor = _lr_factor(group["adjust_lr_fn"], *matrix.shape)
+            p.add_(matrix.orthogonal(update, group["ns_steps"]), alpha=-group["lr"] * factor)
+
+    def _adamw(self, group: dict[str, Any], shards: list[Tensor]) -> None:
+        if not shards:
+            return
+        for p in shards:
+            if not self.state[p]:
+                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = {"step": torch.zeros(()), **moments}
+        means, squares, steps = ([self.state[p][key] for p in shards] for key in ("exp_avg", "exp_avg_sq", "step"))
+        adamw(
+            shards,
+            [p.grad for p in shards],
+            means,
+            squares,
+            [],
+            steps,
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _lr_factor(adjust_lr_fn: AdjustLr, rows: int, columns: int) -> float:
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))

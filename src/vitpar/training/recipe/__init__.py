@@ -1,0 +1,6 @@
+"""Recipes: every setting of a training, where each comes from, and what is refused before anything starts."""
+
+from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe
+from vitpar.training.recipe.recipe import Recipe
+
+__all__ = ["DEFAULT_RECIPE", "Recipe", "read_recipe"]

@@ -1,0 +1,286 @@
+"""Default settings by the size of the training set, from published recipes, for training from initial values.
+
+`vitpar train` puts them under the options when no recipe is named but data is. A recipe file has fixed defaults
+instead (``vitpar.training.recipe.sections``), so what a file says does not depend on the data. `make docs` writes the
+table to docs/defaults.md.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vitpar.models.config import ViTConfig
+from vitpar.training.recipe.file import checked, read_recipe
+from vitpar.training.recipe.recipe import STREAM_CANNOT, Recipe
+
+MAX_WARMUP = 0.1
+"""Largest part of a run that is warm-up: what 2112.13492 has, and shorter runs of the other recipes should not pass."""
+MAX_LR = 2e-3
+"""Largest learning rate that the batch can lead to: above the published ones at 4,096 images."""
+LAMB_LR, LAMB_BATCH = 3e-3, 2048  # of DeiT III (2204.07118)
+SMALL_IMAGE = 64
+"""Images of so many pixels a side or fewer are cropped as CIFAR's are."""
+SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
+BASE_WIDTH, BASE_DEPTH = 768, 12  # of ViT-B: wider or deeper models are the larger ones of `Row`
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings for training sets of up to `most` images."""
+
+    most: int | None
+    """Largest training set; None for any."""
+    example: str
+    """A data set of this size."""
+    lr: float
+    """Learning rate of AdamW at `batch` images a step."""
+    batch: int
+    """Batch size of the published recipe."""
+    epochs: int
+    warmup_epochs: float
+    settings: Mapping[str, Any]
+    """Other settings by dotted key."""
+    sources: str
+    """Where the figures are published."""
+    larger: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ for models larger than ViT-B; `lr` among them stands for the row's."""
+
+
+_MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0}
+_RAND = {"augment.policy": "rand-m9-mstd0.5-inc1"}
+_DEIT = {
+    **_RAND,
+    **_MIXED,
+    "augment.random_erasing": 0.25,
+    "augment.repeats": 3,
+    "train.label_smoothing": 0.1,
+    "model.drop_path": 0.1,
+    "optimizer.weight_decay": 0.05,
+}
+
+ROWS = (
+    Row(
+        10_000,
+        "Flowers-102",
+        *(5e-4, 96),
+        epochs=300,
+        warmup_epochs=10,
+        settings={
+            **_RAND,
+            **_MIXED,
+            "data.crop_scale": (0.8, 1.0),
+            "train.label_smoothing": 0.1,
+            "model.drop_path": 0.1,
+            "optimizer.weight_decay": 0.06,
+        },
+        sources="Compact Transformers (2104.05704), its published configuration for Flowers-102",
+    ),
+    Row(
+        100_000,
+        "CIFAR, Tiny-ImageNet",
+        *(1e-3, 128),
+        epochs=100,
+        warmup_epochs=10,
+        settings={**_DEIT, "augment.mixup": 1.0, "augment.mixup_prob": 0.5},
+        sources="Vision Transformer for Small-Size Datasets (2112.13492), 93.6 % on CIFAR-10 with a plain ViT of 2.8 M "
+        "parameters; RandAugment in place of its CIFAR policy, and crops of 0.8 to 1 of small images in place of "
+        "padding, are those of Compact Transformers (2104.05704)",
+    ),
+    Row(
+        500_000,
+        "ImageNet-100",
+        *(1e-3, 1024),
+        epochs=300,
+        warmup_epochs=10,
+        settings=_DEIT,
+        sources="DeiT (2012.12877), as for ImageNet-1k; the warm-up is as long as in the rows above, since epochs are "
+        "shorter",
+        larger={"model.drop_path": 0.2},
+    ),
+    Row(
+        2_000_000,
+        "ImageNet-1k",
+        *(1e-3, 1024),
+        epochs=300,
+        warmup_epochs=5,
+        settings=_DEIT,
+        sources="DeiT (2012.12877), 79.8 % with ViT-S and 81.8 % with ViT-B; drop-path of larger models: Masked "
+        "Autoencoders (2111.06377, A.2), training from scratch",
+        larger={"model.drop_path": 0.2},
+    ),
+    Row(
+        50_000_000,
+        "ImageNet-21k",
+        *(1e-3, 4096),
+        epochs=30,
+        warmup_epochs=3,
+        settings={"augment.policy": "rand-m10-n2-p1", "augment.mixup": 0.2, "optimizer.weight_decay": 0.1},
+        sources="How to train your ViT (2106.10270): its light2 for ViT-B/16 and medium2 for ViT-L/16, of 30 and 300 "
+        "epochs the fewer; warm-up of 10,000 steps",
+        larger={"augment.mixup": 0.5, "model.drop_path": 0.1},
+    ),
+    Row(
+        None,
+        "JFT-300M",
+        *(8e-4, 4096),
+        epochs=7,
+        warmup_epochs=0.14,
+        settings={"optimizer.weight_decay": 0.1},
+        sources="An Image is Worth 16x16 Words (2010.11929), tables 3 and 4; warm-up of 10,000 steps",
+        larger={"lr": 4e-4},
+    ),
+)
+"""The table, by increasing size."""
+
+NOTES = (
+    "Clipping of gradients at norm 1 is the fixed default, as in 2106.10270, 2204.07118 and 2205.01580. Weights are "
+    "not averaged: in DeiT that adds 0.1 points, gone after fine-tuning, and it takes a copy of all parameters.",
+    f"The learning rate is the row's times the square root of `train.batch_size` over the row's batch (2205.10287 for "
+    f"Adam), and at most {MAX_LR:g}. DeiT's own rule is linear; the two agree at the row's batch. LAMB begins with "
+    f"{LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and follows the same rule (1904.00962); Muon has AdamW's rate, "
+    "if it is scaled to match AdamW's updates (2502.16982). SGD and LARS keep the fixed defaults: give them a rate.",
+    f"The warm-up is at most {MAX_WARMUP:.0%} of the run, so shorter runs have a shorter one.",
+    f"Models for images of up to {SMALL_IMAGE} pixels crop 0.8 to 1 of an image's area, and nothing in evaluation "
+    "(2104.05704).",
+    "Streams leave out repeats, mixup and CutMix, which they cannot do.",
+    "Larger than ViT-B is a model with more than 12 blocks or a width above 768.",
+)
+
+
+def row_for(samples: int) -> Row:
+    """Return the row of the table for a training set of `samples` images."""
+    return next(row for row in ROWS if row.most is None or samples <= row.most)
+
+
+def with_defaults(recipe: Recipe, samples: int) -> Recipe:
+    """Return `recipe` with the table's values for `samples` training images in the settings that it leaves out.
+
+    Raises RecipeError where a value contradicts one that the recipe gives, and ModelError for a wrong [model].
+    """
+    values = recipe.model_dump(exclude_unset=True)
+    for key, value in _found(recipe, recipe.config(1), samples).items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {}).setdefault(name, value)
+    return checked(values)
+
+
+def recipe_for(samples: int, options: Mapping[str, Any] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+    """Return the recipe that `vitpar train` makes without a recipe file for data of `samples` training images.
+
+    options: settings by dotted key, of which ``data.path`` or those of a stream are needed. assignments: as ``--set``
+    takes them. Raises RecipeError, ModelError.
+
+    Example: ``recipe_for(50_000, {"data.path": "data_shards/mine", "model.name": "vit_tiny_patch4_32"})``
+    """
+    return with_defaults(read_recipe(None, options, assignments, needs_length=False), samples)
+
+
+def _found(recipe: Recipe, config: ViTConfig, samples: int) -> dict[str, Any]:
+    """Return the table's values by dotted key."""
+    row = row_for(samples)
+    larger = row.larger if config.width > BASE_WIDTH or config.depth > BASE_DEPTH else {}
+    found = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
+    if config.image_size <= SMALL_IMAGE:
+        found |= SMALL
+    if recipe.stream:
+        found = {key: value for key, value in found.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
+    rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
+    if rate is None:
+        del found["optimizer.weight_decay"]  # of AdamW
+    else:
+        found["optimizer.lr"] = rate
+    return found | _length(recipe, row, samples)
+
+
+def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
+    """Return the learning rate for the recipe's optimizer and batch; None where no rule is known."""
+    optimizer = recipe.optimizer
+    if optimizer.name == "lamb":
+        lr, batch, most = LAMB_LR, LAMB_BATCH, 2 * LAMB_LR
+    elif optimizer.name == "adamw" or (optimizer.name == "muon" and optimizer.adjust_lr_fn == "match_rms_adamw"):
+        most = MAX_LR
+    else:
+        return None
+    return float(f"{min(most, lr * math.sqrt(recipe.train.batch_size / batch)):.3g}")
+
+
+def _length(recipe: Recipe, row: Row, samples: int) -> dict[str, Any]:
+    """Return epochs and warm-up where the recipe has none."""
+    train, schedule = recipe.train, recipe.lr_schedule
+    found: dict[str, Any] = {}
+    epochs = train.epochs or row.epochs
+    if train.steps is not None:
+        epochs = train.steps * train.batch_size / samples
+    else:
+        found["train.epochs"] = epochs
+    if schedule.warmup_steps is None and schedule.warmup_epochs is None:
+        warmup = min(row.warmup_epochs, MAX_WARMUP * epochs)
+        if train.steps is None:
+            found["lr_schedule.warmup_epochs"] = float(f"{warmup:.3g}")
+        else:
+            found["lr_schedule.warmup_steps"] = round(warmup * samples / train.batch_size)
+    return found
+
+
+_LINES = (
+    ("epochs", "train.epochs"),
+    ("warm-up, epochs", "lr_schedule.warmup_epochs"),
+    ("learning rate, at images a step", "optimizer.lr"),
+    ("weight decay", "optimizer.weight_decay"),
+    ("drop-path", "model.drop_path"),
+    ("label smoothing", "train.label_smoothing"),
+    ("crop, part of the area", "data.crop_scale"),
+    ("policy", "augment.policy"),
+    ("random erasing", "augment.random_erasing"),
+    ("mixup", "augment.mixup"),
+    ("CutMix", "augment.cutmix"),
+    ("probability of either", "augment.mixup_prob"),
+    ("repeats", "augment.repeats"),
+)
+
+
+def markdown() -> str:
+    """Return the page docs/defaults.md."""
+    sizes = [f"up to {row.most:,}" if row.most else "more" for row in ROWS]
+    lines = [f"| images to train on | {' | '.join(sizes)} |", "|---" * (len(ROWS) + 1) + "|"]
+    lines.append(f"| such as | {' | '.join(row.example for row in ROWS)} |")
+    for words, key in _LINES:
+        lines.append(f"| {words} (`{key}`) | {' | '.join(_cell(row, key) for row in ROWS)} |")
+    about = (
+        "`vitpar train --data DIR` without `--recipe` trains with these settings, by the number of training images. "
+        "They lie under the options: what you give by an option or `--set` wins, one setting at a time. With "
+        "`--recipe FILE`, what the file leaves out has the fixed default of its section, whatever the data; so it is "
+        "with `--weights`, since the table is for training from initial values. `recipe.toml` in the run's folder has "
+        "all values, so `--recipe runs/<run>/recipe.toml` and `--resume` repeat them. Other commands do not use the "
+        'table.\n\nFrom Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …})`.\n\n'
+        "Written by `make docs` from `src/vitpar/training/recipe/defaults.py`. Numbers in parentheses are arXiv's; "
+        "after a slash, models larger than ViT-B."
+    )
+    sources = [_wrapped(f"- **{size}**: {row.sources}.") for size, row in zip(sizes, ROWS, strict=True)]
+    notes = [_wrapped(f"- {note}") for note in NOTES]
+    about = "\n\n".join(map(_wrapped, about.split("\n\n")))
+    return "\n".join(
+        ["# Default settings", "", about, "", *lines, "", "## Rules", "", *notes, "", "## Sources", "", *sources, ""]
+    )
+
+
+def _wrapped(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _cell(row: Row, key: str) -> str:
+    own = {"train.epochs": row.epochs, "lr_schedule.warmup_epochs": row.warmup_epochs, "optimizer.lr": row.lr}
+    value, larger = {**row.settings, **own}.get(key), row.larger.get("lr" if key == "optimizer.lr" else key)
+    words = _shown(value) if larger is None else f"{_shown(value) or 0} / {_shown(larger)}"
+    return f"{words}, at {row.batch:,}" if key == "optimizer.lr" else words
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " to ".join(f"{part:g}" for part in value)
+    return "" if value is None else value if isinstance(value, str) else f"{value:g}"

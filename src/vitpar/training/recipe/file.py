@@ -1,0 +1,172 @@
+"""Reads recipes: a TOML file, which names only what differs from the defaults, then command-line options, then
+``--set section.key=value``; later ones win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from vitpar.errors import RecipeError, literal, nearest, shown
+from vitpar.files import parse_toml, read_toml
+from vitpar.training.recipe.recipe import Recipe
+from vitpar.training.recipe.sections import DataSection
+
+# Several ways to say one thing: a later source that gives one of them replaces the other.
+_ALTERNATIVES = (
+    ("train", "epochs", "steps"),
+    ("lr_schedule", "warmup_epochs", "warmup_steps"),
+    ("parallel", "microbatches", "microbatch_size"),
+    ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
+)
+_SIZES = ("image_size", "patch_size", "width", "depth", "heads", "hidden")
+DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
+"""What runs when neither a recipe nor data is named."""
+
+
+def read_recipe(
+    path: Path | None,
+    options: Mapping[str, Any] | None = None,
+    assignments: Iterable[str] = (),
+    *,
+    without: Collection[str] = (),
+    needs_length: bool = True,
+) -> Recipe:
+    """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
+    assignments.
+
+    without: sections of the file to leave out. needs_length: whether epochs or steps have to be given. A later
+    model.name, if another than the file's, brings its own sizes; a later train.precision drops the file's
+    train.reduce_dtype and [loss_scale]. Options whose value is None are left out. Raises RecipeError naming the key,
+    its value and what would be right.
+    """
+    values = _read_toml(path) if path is not None else {}
+    values = {section: settings for section, settings in values.items() if section not in without}
+    _refuse_unknown(values)
+    _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    assigned = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(
+                f"'{shown(assignment)}' sets nothing: write --set section.key=value, as in --set train.seed=1"
+            )
+        assigned[key.strip()] = _parse_value(text.strip())
+    for source in (given, assigned):
+        _check_alternatives(source)
+    changes = [*given.items(), *assigned.items()]
+    # First those that clear what only the file's model or precision uses.
+    for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
+        section, dot, name = key.partition(".")
+        if not dot:
+            raise RecipeError(f"'{shown(key)}' names no setting: use section.key, as in train.seed")
+        values.setdefault(section, {})
+        for group, *ways in _ALTERNATIVES:
+            if section == group and name in ways:
+                values[section] = {k: v for k, v in values[section].items() if k not in ways}
+        if key == "data.path":
+            values.pop("stream", None)
+        if section == "stream":
+            values.get("data", {}).pop("path", None)
+        if key == "model.name" and value != values["model"].get("name"):
+            # Another model brings its own sizes; how it is built (pooling, positions, drop-path, …) stays.
+            values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
+        if key == "train.precision" and value != values["train"].get("precision"):
+            values["train"].pop("reduce_dtype", None)
+            values.pop("loss_scale", None)
+        values[section][name] = value
+    _refuse_unknown(values)
+    recipe = checked(values)
+    if needs_length and recipe.train.epochs is None and recipe.train.steps is None:
+        raise RecipeError("the recipe says neither train.epochs nor train.steps: give --epochs N or --steps N")
+    return recipe
+
+
+def checked(values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with `values`, by section and name. Raises RecipeError."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_sentence(error)) from None
+
+
+def read_data_section(path: Path) -> DataSection:
+    """How the recipe `path` prepares images, whatever else it says. Raises RecipeError."""
+    try:
+        section = _read_toml(path).get("data", {})
+        _refuse_unknown({"data": section})
+        return DataSection.model_validate(section)
+    except ValidationError as error:
+        raise RecipeError(_sentence(error)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return read_toml(path)
+    except FileNotFoundError:
+        raise RecipeError(
+            f"there is no recipe '{path}': recipes are TOML files such as experiments/digits.toml"
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"the recipe '{shown(path)}' cannot be read: {error.strerror}: name another") from None
+    except ValueError as error:
+        raise RecipeError(f"the recipe '{path}' is not valid TOML: {shown(error)}: correct it") from None
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    """Refuse the first section or setting that no recipe has."""
+    for section, settings in values.items():
+        field = Recipe.model_fields.get(section)
+        if field is None:
+            raise RecipeError(f"unknown recipe key '{shown(section)}'{_nearest_key(section)}")
+        if not isinstance(settings, dict):
+            raise RecipeError(f"recipe key '{section}' is {literal(settings)}: write a table, [{section}]")
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        unknown = next((key for key in settings if key not in field.annotation.model_fields), None)
+        if unknown is not None:
+            key = f"{section}.{unknown}"
+            raise RecipeError(f"unknown recipe key '{shown(key)}'{_nearest_key(key)}")
+
+
+def _check_alternatives(keys: Collection[str]) -> None:
+    """Refuse several ways to say one thing in one source. keys: dotted, all that the source gives."""
+    for group, *ways in _ALTERNATIVES:
+        given = [f"{group}.{way}" for way in ways if f"{group}.{way}" in keys]
+        if len(given) > 1:
+            raise RecipeError(f"both {given[0]} and {given[1]} are given: keep one")
+    if "data.path" in keys and (streamed := next((key for key in keys if key.startswith("stream.")), None)):
+        raise RecipeError(f"both data.path and {streamed} are given: keep one")
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value where `text` is one, else the text itself."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first complaint of pydantic as one sentence with the key, the value and the fix."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":  # a sentence of ours
+        return str(first["ctx"]["error"])
+    said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"
+
+
+def _nearest_key(key: str) -> str:
+    keys: dict[str, None] = {}
+    for section, field in Recipe.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        keys |= {f"{section}.{name}": None for name in field.annotation.model_fields}
+    name = key.partition(".")[2]
+    if not name:
+        return nearest(key, Recipe.model_fields) or f": sections are {', '.join(Recipe.model_fields)}"
+    elsewhere = [known for known in keys if known.endswith(f".{name}")]  # the right name in the wrong section
+    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else nearest(key, keys)

@@ -1,0 +1,153 @@
+"""A run's folder, which tells its whole story.
+
+runs/<date>-<model>-<strategy>/
+    recipe.toml      every setting, merged      plan.json       the plan
+    env.json         versions, hardware, git commit, command, kernels
+    log.txt          what happened when         metrics.jsonl   one object a line
+    checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
+    hang/            what each rank was doing, of a run that hung (``vitpar.training.faults.watchdog``)
+    weights/         what it made, as safetensors (``vitpar.weights.folder``)
+"""
+
+import fcntl
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitpar.errors import RecipeError
+from vitpar.files import write_text
+from vitpar.strategy import Plan, write_plan
+from vitpar.training.faults.non_finite import skip_words
+from vitpar.training.recipe import Recipe
+
+RUNS = Path("runs")
+"""Where runs go whose folder is not named."""
+
+
+def check_run_folder(path: Path | None, goes_on: bool = False) -> None:
+    """Refuse a folder that another run used or that cannot be made. None: the default place. goes_on: a run may be in
+    it, but nothing else. Raises RecipeError."""
+    used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if path is not None and used and not (goes_on and (path / "log.txt").is_file()):
+        raise RecipeError(
+            f"the run folder '{path}' exists and is not empty: name another one with --run-dir, or remove it"
+        )
+    place = (path or RUNS).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise RecipeError(
+            f"the run folder '{path or RUNS}' cannot be made, since '{place}' is not a folder one can write to: name "
+            f"another one with --run-dir"
+        )
+
+
+class RunFolder:
+    """Writes the files of one run; only the rank that owns it (rank 0) has one.
+
+    path: None for a new one under `RUNS`. goes_on: whether its run began earlier. Raises RecipeError where another
+    process writes to the folder.
+    """
+
+    def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, goes_on: bool = False) -> None:
+        check_run_folder(path, goes_on)
+        self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._log = (self.path / "log.txt").open("a")
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(f"the run in '{self.path}' is still going on: wait for it, or end it") from None
+        except OSError:  # a mount without locks
+            pass
+
+    def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int, kernels: dict[str, Any]) -> None:
+        """What is to be trained now. after: the step after which a run goes on that began earlier; what it did after
+        that is dropped from metrics.jsonl, since it does that again. kernels: what it computes with."""
+        write_text(self.path / "recipe.toml", recipe.to_toml())
+        write_plan(self.path / "plan.json", plan)
+        write_text(self.path / "env.json", json.dumps(_environment(command) | kernels, indent=1))
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            write_text(metrics, "".join(_rows_until(metrics, after)))
+        self._metrics = metrics.open("a")
+
+    def discard(self) -> None:
+        """Remove the folder of a run that did not begin."""
+        self._log.close()
+        shutil.rmtree(self.path)
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Append one object to metrics.jsonl."""
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def trained(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append the rows of steps to metrics.jsonl, and to log.txt which of them were skipped."""
+        for row in rows:
+            self.metric(row)
+            if row.get("skipped"):
+                self.log(skip_words(row))
+
+    def log(self, text: str) -> None:
+        """Append to log.txt with the time of day."""
+        self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._log.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._log.close()
+
+
+def _rows_until(metrics: Path, step: int) -> Iterator[str]:
+    """Lines of `metrics` up to that of `step`. What was being written when the run was killed is no JSON."""
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        with suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                yield line.rstrip("\n") + "\n"
+
+
+def _fresh(parent: Path, name: str) -> Path:
+    """Make ``parent/name``, with a number behind it if that exists."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("there is no last number")
+
+
+def _short(plan: Plan) -> str:
+    """The plan in a folder's name. A layerwise one would be long and full of what shells take apart."""
+    return str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
+
+
+def _environment(command: Sequence[str]) -> dict[str, Any]:
+    """Versions, hardware, git commit and command."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
+    return {
+        "command": list(command),
+        "git_commit": commit,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }

@@ -1,0 +1,1 @@
+"""What a run saves, when, and how another goes on from it."""

@@ -1,0 +1,293 @@
+"""The training loop: the same for every plan."""
+
+from collections.abc import Sequence
+from contextlib import closing, nullcontext, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
+from vitpar.data import Batch
+from vitpar.errors import CheckpointError, DataError, RecipeError
+from vitpar.launch.world_group import broadcast_json
+from vitpar.strategy import Plan
+from vitpar.strategy.words import count
+from vitpar.training.begin import begin
+from vitpar.training.build import build
+from vitpar.training.evaluate import Evaluation, evaluate
+from vitpar.training.events import Origin, Reporter, RunHeader
+from vitpar.training.faults.debug_checks import DebugChecks
+from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
+from vitpar.training.garbage import Garbage
+from vitpar.training.input import Input, decoding_threads, open_data
+from vitpar.training.input_watch import InputWatch
+from vitpar.training.log_file import Logged
+from vitpar.training.metrics import StepLog
+from vitpar.training.optim.lr_schedule import CosineWithWarmup
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.auto_precision import refuse_disagreement, resolve_precision
+from vitpar.training.recipe.batch_size import large_batch_warning
+from vitpar.training.run_folder import RunFolder
+from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
+from vitpar.training.saving.saver import Saver
+from vitpar.training.saving.stop_request import StopRequest
+from vitpar.training.saving.training_state import TrainingState, texts
+from vitpar.training.state import state_size
+from vitpar.training.step import Stepped, nothing
+from vitpar.weights.folder import save_weights
+
+LOOK_S = 5.0
+"""Seconds in which ranks ask each other whether to go on, where steps are not longer."""
+
+
+class Trainer:
+    """One run of a recipe under a plan. All ranks make it and call `run` together.
+
+    plan: validated, its degrees known, its world the one torch.distributed was started with.
+    reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
+    run_dir: its folder (None: a new one under runs/). resume: a checkpoint to go on from, or the folder of a run whose
+    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.training.saving.resume``.
+    notes: warnings to print at the start. origin: of settings, for the header. watchdog: is told of all that comes to
+    an end, and ends the process where nothing does (None: nobody is told).
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        device: torch.device,
+        *,
+        reporter: Reporter,
+        run_dir: Path | None,
+        command: Sequence[str] = (),
+        resume: Path | None = None,
+        allow_change: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        origin: Origin = Origin(),
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.watchdog = watchdog or Watchdog()
+        recipe = resolve_precision(recipe, device.type)
+        refuse_disagreement(recipe)
+        self.recipe, self.plan, self.device, self.origin = recipe, plan, device, origin
+        self.train_set, self.val_set = open_data(recipe)
+        self.config = recipe.config(self.train_set.num_classes)
+        trained = build(recipe, self.config, plan, device)
+        self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
+        self.scaler, self.non_finite = trained.scaler, trained.non_finite
+        self.total_steps = recipe.total_steps(len(self.train_set))
+        self.lr = CosineWithWarmup(
+            recipe.optimizer.lr, self.total_steps, recipe.warmup_steps(len(self.train_set)), recipe.lr_schedule.min_lr
+        )
+        self.input = Input(recipe, self.model)
+        self.rank = dist.get_rank()
+        self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
+        self.checks = DebugChecks(self.model, self.state, recipe) if recipe.faults.debug_checks else None
+        if self.checks:
+            self.watchdog.doing = self.checks.doing
+        self.done, self.samples = 0, 0
+        goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
+        self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
+        self.reporter = Logged(self.folder, reporter) if self.folder else reporter
+        path = broadcast_json(str(self.folder.path) if self.folder else None)
+        assert path is not None, "rank 0 has a folder"
+        self.path = Path(path)
+        self.watchdog.folder = self.path / "hang"
+        self.saver = Saver(
+            Checkpoints(checkpoints_of(self.path)),
+            self.state,
+            recipe.checkpoint,
+            interval=recipe.checkpoint.interval(len(self.train_set), recipe.train.batch_size),
+            last=self.total_steps,
+            texts=self._texts,
+            log=self.folder.log if self.folder else lambda text: None,
+            beat=lambda: self.watchdog.beat(SAVING, self.done),
+        )
+        self._step = trained.step(
+            after_gradients=self.checks.gradients if self.checks else nothing, before_update=self.saver.staged
+        )
+        if self.folder:
+            self.saver.checkpoints.clear()
+        try:
+            found = find(resume, self.reporter.note) if resume else None
+            self.attention = trained.choose_attention(found.facts.attention if found else None)
+            if found:
+                self._go_on(found, allow_change, goes_on)
+            elif recipe.model.weights is not None:
+                told = begin(self.model, recipe, self.ema)
+                if self.folder:
+                    self.reporter.told(told)
+        except (CheckpointError, DataError, RecipeError):
+            if self.folder and not goes_on:
+                self.folder.discard()
+            raise
+        if self.folder:
+            kernels: dict[str, object] = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
+            kernels["threads"] = torch.get_num_threads()
+            self.folder.begin(recipe, plan, command, self.done, kernels)
+            for told in (*notes, *trained.warnings, self.attention.warning):
+                if told:
+                    self.reporter.note(told)
+        self.watchdog.outlive()
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank).
+
+        At SIGTERM, SIGUSR1 or Ctrl-C to any rank all write a checkpoint and end; the summary then says `stopped`.
+        """
+        train = self.recipe.train
+        eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
+        self._start()
+        threads = decoding_threads(self.recipe, self.device.type)
+        self.watch = InputWatch(threads, torch.get_num_threads(), first=self.done + 1)
+        log = StepLog(self.recipe, self.config, self.model, self.done)
+        last: Evaluation | None = None
+        log.resume_clock()
+        loader = self.input.train_batches(self.train_set, start=self.samples)
+        with StopRequest() as stop, closing(iter(loader)) as batches, Garbage() as garbage:
+            first = look_at = self.done + 1
+            pace = 0.0
+            for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
+                self.watchdog.beat(COMPUTING, number)
+                log.data_ready()
+                with self.checks.around(number) if self.checks else nullcontext():
+                    log.add(number, batch, self.lr(number), self.step(number, batch))
+                due = number == self.total_steps or number % eval_every == 0
+                stuck = self.non_finite.stuck(number)
+                self.done, self.samples = number, batch.samples
+                save, stopped = self.saver.due(number), False
+                logged = bool(due or stuck or save or number % train.log_every == 0 or number == first)
+                if logged or number >= look_at:
+                    rows, told = log.flush(stop.asked is not None, pace, self.saver.minutes, self.saver.progress)
+                    stopped, save = bool(told[0]), save or self.saver.late(told[2])
+                    pace, slowest = rows[-1]["step_ms"] / 1e3, told[1]
+                    look_at = number + (max(1, int(LOOK_S / slowest)) if slowest else 1)
+                    self._record(rows, shown=logged)
+                    self.saver.advance(told[3])
+                    garbage.look(number, slowest)
+                    self.watchdog.settled = True
+                self._refuse(stuck)
+                if due or save or stopped:  # what is wrong by now must not be evaluated or saved
+                    self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
+                if due:
+                    last = self.evaluate(number)
+                    save = self.saver.best(number, last.top1) or save
+                    garbage.collect()
+                if save or stopped:
+                    self.saver.save(self.done, self.samples)
+                if stopped and number < self.total_steps:
+                    return self._stopped(stop.asked)
+                if due or save:
+                    log.resume_clock()
+                self.watchdog.beat(WAITING, number + 1)
+            self.saver.finish()
+        last = last or self._evaluated()  # of a run that was done
+        warning = self.input.warning(loader)
+        if self.folder and warning:
+            self.reporter.note(f"training: {warning}")
+        return self._finish(last, log)
+
+    def step(self, number: int, batch: Batch) -> Stepped:
+        """Update `number`, from 1."""
+        return self._step(number, self.lr(number), *self.input.train_step(batch))
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
+        result = self._evaluated()
+        if self.folder:
+            row = {"kind": "eval", "step": step, **result.figures}
+            self.folder.metric(row)
+            self.reporter.evaluated(row)
+            if result.warning:
+                self.reporter.note(f"validation: {result.warning}")
+        return result
+
+    def _evaluated(self) -> Evaluation:
+        with self.ema.averaged() if self.ema else nullcontext():
+            beat = partial(self.watchdog.beat, EVALUATING, self.done)
+            return evaluate(self.model, self.input, self.val_set, beat)
+
+    def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
+        scale, data = self.state.loss_scale, self.train_set.fingerprint
+        paths = {"attention": self.attention.backend, "compiled": self.model.compiled}
+        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)
+        return texts(facts, self.recipe, self.config, self.plan)
+
+    def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
+        """Be as the run was in `found`."""
+        changed = allowed_changes(found, self.recipe, self.train_set.fingerprint, allow_change)
+        self.samples = found.facts.samples
+        # With another batch size, where the schedule has the learning rate of so many samples.
+        self.done = found.facts.step
+        if "train.batch_size" in changed:
+            self.done = self.samples // self.recipe.train.batch_size
+        if same_folder and self.done != found.facts.step:
+            raise CheckpointError(
+                f"with train.batch_size {self.recipe.train.batch_size} the run in '{self.path}' would count its steps "
+                "anew: name another folder with --run-dir"
+            )
+        self.state.load(found, changed)
+        for name, mine in (("compiled", self.model.compiled), ("attention", self.attention.backend)):
+            if self.folder and (before := getattr(found.facts, name)) not in (None, mine):
+                self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
+        if same_folder:
+            self.saver.go_on(found)
+        if self.folder:
+            self.reporter.told(f"going on from {found.path}: {count(self.done, 'step')} done")
+
+    def _start(self) -> None:
+        parameters, state = state_size(self.model, self.recipe)
+        if self.folder:
+            sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
+            header = RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes, self.origin)
+            self.reporter.started(header)
+            for warning in (self.lr.warning, large_batch_warning(self.recipe, len(self.train_set))):
+                if warning:
+                    self.reporter.note(warning)
+
+    def _record(self, rows: Sequence[dict[str, Any]], shown: bool) -> None:
+        rows, diverged = self.non_finite.until_diverged(rows)
+        if self.folder:
+            self.folder.trained(rows)
+        self._refuse(diverged)
+        if self.folder and shown:
+            self.reporter.stepped(rows[-1])
+            if waiting := self.watch.look(rows):
+                self.reporter.note(waiting)
+
+    def _refuse(self, sentence: str | None) -> None:
+        """Stop, where there is a sentence to stop with. It is the same on every rank, so all stop together."""
+        if sentence is None:
+            return
+        with suppress(CheckpointError):
+            self.saver.finish()
+        if self.folder:
+            self.folder.log(f"error: {sentence}")
+        raise RecipeError(sentence)
+
+    def _stopped(self, signal: Signals | None) -> dict[str, Any]:
+        """What a run says that was asked to end, by a signal to this rank or to another."""
+        self.saver.finish()
+        path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
+        if self.folder:
+            by = signal.name if signal else "a signal to another rank"
+            further = f"vitpar train --resume {self.path}" if path else "nothing was saved, as the recipe says"
+            self.reporter.told(f"stopped by {by} after step {self.done:,}: {further}")
+            self.folder.close()
+        return {"steps": self.done, "stopped": True, "checkpoint": path}
+
+    def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
+        self.watchdog.beat(FINISHING, 0)
+        weights = self.path / "weights"
+        with self.ema.averaged() if self.ema else nullcontext():
+            save_weights(self.model, weights, self.recipe.to_toml())
+        summary = {**last.figures, "steps": self.done, "images_per_second": log.mean_rate, "weights": str(weights)}
+        if self.folder:
+            self.reporter.finished(summary)
+            self.folder.close()
+        return summary

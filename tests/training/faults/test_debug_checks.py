@@ -1,0 +1,187 @@
+"""`faults.debug_checks`: they find what is wrong on one rank, name it, and change nothing where all is well."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from vitpar import parse
+from vitpar.errors import FaultError
+from vitpar.training.faults.debug_checks import checksums
+from vitpar.training.optim.optimizer import local
+from vitpar.training.recipe import Recipe, read_recipe
+
+CPU = torch.device("cpu")
+WEIGHT = "blocks.1.mlp.fc1.weight"
+ZBV = {"parallel__schedule": "zbvzerobubble", "parallel__virtual_stages": 2, "parallel__microbatches": 4}
+AS = r"step 2: as collective \d+ of ranks 0 and 1, rank 0 called"
+GATHER = "(allgather_|_allgather_base_)"  # the second in torch 2.15
+FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
+    sizes["init"] = "moco"  # every parameter has a gradient from the first step on
+    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 8}
+    values |= {"train.steps": 3, "train.eval_every": 3, "train.ema_decay": 0.9, "faults.debug_checks": True}
+    return read_recipe(None, {**values, **{key.replace("__", "."): value for key, value in settings.items()}})
+
+
+def train(device: torch.device, recipe: Recipe, folder: Path, wrong: str = "", rank: int = 0) -> str | None:
+    """The sentence that the run stopped with, if it did, where something is `wrong` on `rank` at step 2. On every
+    rank."""
+    from vitpar.training.events import Silent
+    from vitpar.training.trainer import Trainer
+
+    trainer = Trainer(recipe, recipe.plan(recipe.config(7)), CPU, reporter=Silent(), run_dir=folder)
+    parameters = dict(trainer.model.named_parameters())
+    backward, step = trainer.model.forward_backward, trainer.step
+    now = [0]
+
+    def poke(tensor: Tensor, value: float | None = None) -> None:
+        part = local(tensor.detach()).view(-1)
+        if value is None:
+            part.view(torch.int32)[3] ^= 1  # one bit, the last of the number
+        else:
+            part[3] = value
+
+    def spoilt_backward(*args: Any) -> Tensor:
+        loss = backward(*args)
+        if now[0] == 2 and trainer.rank == rank:
+            if wrong == "missing":
+                parameters[WEIGHT].grad = None
+            if wrong == "gradient":
+                poke(parameters[WEIGHT].grad, float("nan"))  # type: ignore[arg-type]
+            if wrong == "more":
+                dist.all_reduce(torch.ones(3))
+        if now[0] == 2 and wrong == "late" and trainer.rank == rank:
+            time.sleep(5)
+            raise FaultError("too late")
+        if now[0] == 2 and wrong == "other":
+            dist.all_reduce(torch.ones(3 if trainer.rank == rank else 4))
+        if now[0] == 2 and wrong == "fewer" and trainer.rank != rank:
+            dist.all_reduce(torch.ones(3))
+        return loss
+
+    def spoilt_step(number: int, batch: Any) -> Any:
+        now[0] = number
+        result = step(number, batch)
+        if number == 2 and trainer.rank == rank:
+            if wrong == "bit":
+                poke(parameters[WEIGHT])
+            if wrong == "moment":
+                poke(trainer.optimizer.state()[f"exp_avg.{WEIGHT}"])
+            if wrong == "average":
+                assert trainer.ema is not None
+                poke(trainer.ema.average[WEIGHT])
+            if wrong == "parameter":
+                poke(parameters[WEIGHT], float("inf"))
+            if wrong == "last":
+                dist.all_reduce(torch.ones(3))
+        return result
+
+    trainer.model.forward_backward, trainer.step = spoilt_backward, spoilt_step  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except FaultError as error:
+        return str(error)
+    return None
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row.get("grad_norm", 0.0)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("pp2xdp2", {"optimizer__name": "lamb"}),
+        ("dp2xfsdp2", {"optimizer__name": "muon"}),
+        pytest.param("tp2xdp2+zero1", {"train__precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param("dp1", {}, marks=pytest.mark.slow),
+        pytest.param("tp2+sp", {"parallel__microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("tp4+2d", {"faults__non_finite": "skip"}, marks=pytest.mark.slow),
+        pytest.param("pp2xtp2", ZBV, marks=pytest.mark.slow),
+        pytest.param("pp2: stem=fsdp2, 0=tp2, *=dp2+ckpt", {}, marks=pytest.mark.slow),
+        pytest.param("fsdp4+ckpt", {"model__distillation": True, "model__layer_scale": 0.1}, marks=pytest.mark.slow),
+        pytest.param("tp2xfsdp2+offload", {}, marks=pytest.mark.slow),
+        pytest.param("dp2xtp2+zero2", {"train__precision": "bf16", "data__bad_sample": "skip"}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_losses_stay_what_they_are(
+    mesh: str, settings: dict[str, Any], data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    for checked in (False, True):
+        recipe = recipe_of(data, mesh, **settings, faults__debug_checks=checked)
+        size = recipe.requested_plans()[0].world_size
+        assert ranks(size).run(train, recipe, tmp_path / str(checked)) == [None] * size
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "wrong", "rank", "sentence"),
+    [
+        ("pp2xdp2", "bit", 1, f"after step 2 {WEIGHT} differs between rank 0 and rank 1"),
+        ("dp2xfsdp2", "bit", 2, f"after step 2 {WEIGHT} differs between rank 0 and rank 2"),
+        ("dp2", "moment", 1, f"after step 2 optimizer.exp_avg.{WEIGHT} differs between rank 0 and rank 1"),
+        ("dp2", "average", 0, f"after step 2 ema.{WEIGHT} differs between rank 0 and rank 1"),
+        ("fsdp2", "parameter", 1, f"after step 2 {WEIGHT} on rank 1 is not finite"),
+        ("fsdp2", "missing", 1, f"after backward of step 2 {WEIGHT} has no gradient on rank 1"),
+        ("tp2", "gradient", 0, f"after backward of step 2 the gradient of {WEIGHT} on rank 0 is not finite"),
+        ("dp2", "other", 1, rf"{AS} {FOUR}, but rank 1 called {THREE}"),
+        ("tp2", "more", 1, rf"{AS} {GATHER} of .*, but rank 1 called {THREE}"),
+        ("tp2", "fewer", 0, rf"{AS} {GATHER} of .*, but rank 1 called {THREE}"),
+        ("dp2", "last", 1, rf"{AS} nothing more, but rank 1 called {THREE}"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_on_one_rank_is_named(
+    mesh: str, wrong: str, rank: int, sentence: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    for error in ranks(parse(mesh).world_size).run(train, recipe_of(data, mesh), tmp_path / "run", wrong, rank):
+        assert error is not None and re.fullmatch(sentence, error), error
+
+
+def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
+    """As `train`, where rank 1 does not come to the collectives of step 2. On every rank."""
+    from vitpar.training.faults import collective_order
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(collective_order, "WAIT_S", 1.0)
+    try:
+        return train(device, recipe, folder, "late", 1)
+    finally:
+        patch.undo()
+
+
+def test_a_rank_that_does_not_come_is_named(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    told, _ = ranks(2).run(late, recipe_of(data, "tp2"), tmp_path / "run")
+    assert told is not None and "\n" not in told
+    assert re.match(rf"step 2: rank 1 did not come within 1 s to collective \d+ of ranks 0 and 1, {GATHER} of ", told)
+
+
+def test_a_checksum_tells_changes_and_exchanges() -> None:
+    def of(values: list[float], dtype: torch.dtype = torch.float32) -> int:
+        return next(iter(checksums({"x": torch.tensor(values, dtype=dtype)}).values()))
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        sums = {of(values, dtype) for values in ([1, 2, 3], [2, 1, 3], [1, 3, 2], [1, 2, 3.5], [0, 0, 0], [-0.0, 0, 0])}
+        assert len(sums) == 6
+    assert of([float("nan"), 1]) == of([float("nan"), 1])
+    assert checksums({"empty": torch.empty(0)}) == {}

@@ -1,0 +1,238 @@
+"""Runs that hang: noticed by every rank that can, ended with one sentence, and what each rank was doing on the disk."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import clean_environment, run, started
+from helpers.killed_runs import alive, lines, ranks_of, wait_for
+from helpers.small_data import pack_small
+from vitpar.training.faults.hang import Answer, behind, sentence
+from vitpar.training.faults.watchdog import COMPUTING, WAITING, Watchdog
+from vitpar.training.recipe import read_recipe
+from vitpar.training.saving.resume import changes
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 2
+heads = 4
+
+[data]
+path = "data"
+workers = 0
+
+[train]
+steps = 100000
+batch_size = 8
+log_every = 1
+
+[checkpoint]
+every_steps = 0
+
+[faults]
+hang_minutes = 0.05
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed data and a recipe."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+@contextmanager
+def training(
+    place: Path, name: str, mesh: str, launcher: tuple[str, ...] = ()
+) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
+    """A run in its steps, and its ranks."""
+    words = ["--recipe", "recipe.toml", "--mesh", mesh, "--run-dir", name, "--set", "train.eval_every=100000"]
+    process = started(place, ["train", *words], launcher)
+    try:
+        wait_for(lambda: lines(place / name) > 3, process)
+        yield process, ranks_of(process.pid)
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2", "pp2xdp2"])
+def test_a_stopped_rank_ends_the_run_in_one_sentence(mesh: str, place: Path) -> None:
+    name = f"stopped-{mesh}"
+    with training(place, name, mesh) as (process, ranks):
+        os.kill(
+            next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()), signal.SIGSTOP
+        )
+        begun = time.monotonic()
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert errors.startswith("error: the run hangs: nothing came to an end in 0.05 minutes; rank 1 gave no sign, ")
+        assert errors.count("\n") == 1 and errors.endswith(f"stacks are in '{name}/hang'\n"), errors
+        assert "computing step" in errors
+        assert time.monotonic() - begun < 60
+        wait_for(lambda: not alive(ranks), process, ended=True)
+    dumps = {path.name: path.read_text() for path in (place / name / "hang").iterdir()}
+    assert dumps.keys() == {f"rank{rank}.txt" for rank in range(len(ranks)) if rank != 1}
+    # The collectives of a step: of gradients or activations, of their norm, of the logged losses.
+    waits = ("forward_backward", "total_norm", "flush")
+    for text in dumps.values():
+        assert "thread MainThread:" in text and any(name in text for name in waits), text
+    assert "error: the run hangs" in (place / name / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_rank_tells(place: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with training(place, "torchrun", "dp2", launcher) as (process, ranks):
+        os.kill(max(ranks), signal.SIGSTOP)
+        _, errors = process.communicate(timeout=150)
+        assert process.returncode != 0
+        assert errors.count("error: the run hangs: ") == 1 and "rank 1 gave no sign" in errors, errors
+        assert "gloo" not in errors
+        wait_for(lambda: not alive(ranks), process, ended=True)
+
+
+HELD = """
+import sys, time
+from vitpar.training.trainer import Trainer
+real = Trainer.step
+def step(self, number, batch):
+    if number == 5 and self.rank == 1:
+        time.sleep(1000)
+    return real(self, number, batch)
+Trainer.step = step
+from vitpar_cli.main import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_rank_that_does_not_come_is_named(place: Path) -> None:
+    """It sleeps, so it can answer; its stack says where."""
+    (place / "held.py").write_text(HELD)
+    words = ["--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "held", "--set", "train.eval_every=1000"]
+    spawn = "from vitpar.launch import spawn; sys.exit(spawn(2, ['held.py', *sys.argv[3:]], device='cpu'))"
+    done = run(place, ["train", *words], ("-c", f"import sys; {spawn}"))
+    assert done.returncode == 1
+    assert (
+        "rank 1 had not come to a collective that rank 0 had called, ranks 0 and 1 were computing step 5" in done.stderr
+    )
+    assert done.stderr.count("\n") == 1
+    assert "time.sleep(1000)" in (place / "held" / "hang" / "rank1.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_alone_is_ended_too(place: Path) -> None:
+    (place / "held.py").write_text(HELD.replace("self.rank == 1", "True"))
+    words = ["--recipe", "recipe.toml", "--run-dir", "alone", "--set", "train.eval_every=1000"]
+    done = run(place, ["train", *words], ("-c", "import sys; sys.argv[1:3] = []; exec(open('held.py').read())"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "error: the run hangs: nothing came to an end in 0.05 minutes; it was computing step 5;"
+    )
+
+
+ALONE_AND_STUCK = """
+import sys, time
+from pathlib import Path
+from vitpar.launch import ALONE, join
+from vitpar.training.faults.watchdog import Watchdog
+join(ALONE, "cpu")
+with Watchdog(0.005) as watchdog:
+    watchdog.settled = True
+    watchdog.folder = Path(sys.argv[1]) if sys.argv[1:] else None
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_stacks_are_not_written_through_links(known: bool, tmp_path: Path) -> None:
+    """Nor to a name that somebody else could have taken before."""
+    folder, victim = tmp_path / ("hang" if known else "vitpar-hang"), tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("mine")
+    (folder / "rank0.txt").symlink_to(victim)
+    words = [sys.executable, "-c", ALONE_AND_STUCK, *([str(folder)] if known else [])]
+    env = clean_environment() | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    found = re.search(r"; stacks are in '(.+)'\n$", done.stderr)
+    assert found and victim.read_text() == "mine", done.stderr
+    dump = Path(found[1]) / "rank0.txt"
+    assert dump.is_file() and not dump.is_symlink() and "thread MainThread:" in dump.read_text()
+    if known:
+        assert dump.parent == folder
+    else:
+        assert dump.parent.name.startswith("vitpar-hang-") and dump.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_slow_steps_are_no_hang_and_0_is_for_ever() -> None:
+    """Beats keep it quiet, whatever time passes in all; the first step has more; without minutes there is no thread."""
+    with Watchdog(0) as off:
+        assert not hasattr(off, "_world")
+    begun = time.perf_counter()
+    for step in range(100_000):
+        off.beat(COMPUTING, step)
+    assert (time.perf_counter() - begun) / 100_000 < 5e-6
+
+
+# what is made of the answers
+
+
+def answer(
+    rank: int, number: int, phase: str = COMPUTING, step: int = 7, group: tuple[int, ...] = (0, 1, 2, 3)
+) -> Answer:
+    return Answer(rank, phase, step, {"0": (number, list(group))}, folder="run/hang")
+
+
+def test_who_is_behind() -> None:
+    assert behind([answer(0, 5), answer(1, 4), answer(2, 5), answer(3, 5)]) == ([1], [0, 2, 3])
+    assert behind([answer(0, 5), answer(1, 5)]) == ([], [])
+    # 3 waits for 2 in one group, 2 for 0 in another: 0 is who holds up all.
+    two = Answer(2, COMPUTING, 7, {"a": (3, [2, 3]), "b": (9, [0, 2])})
+    three = Answer(3, COMPUTING, 7, {"a": (4, [2, 3])})
+    none = Answer(0, COMPUTING, 7, {"b": (8, [0, 2])})
+    assert behind([none, two, three]) == ([0], [2, 3])
+
+
+def test_the_sentence() -> None:
+    answers = {rank: answer(rank, 5) for rank in range(4)}
+    said = sentence(answers, 4, 10)
+    assert "10 minutes; ranks 0-3 were computing step 7, which one holds up the others cannot be told; " in said
+    assert said.endswith("; stacks are in 'run/hang'")
+    answers[2] = answer(2, 4, WAITING)
+    said = sentence(answers, 4, 10)
+    assert (
+        "rank 2 had not come to a collective that ranks 0, 1 and 3 had called, ranks 0, 1 and 3 were computing" in said
+    )
+    assert "rank 2 was waiting for the data of step 7" in said
+    for rank in range(4):
+        answers[rank] = replace(answers[rank], folder=f"/tmp/{rank}")
+    assert sentence(answers, 4, 10).endswith("; stacks are in '/tmp/0' and '/tmp/1' and '/tmp/2' and '/tmp/3'")
+    answers[4] = replace(answers[3], rank=4, folder="/tmp/4")
+    assert sentence(answers, 5, 10).endswith(" and '/tmp/3' and 1 more")
+    del answers[2], answers[0], answers[4]
+    assert "; ranks 0 and 2 gave no sign, ranks 1 and 3 were computing step 7; stacks" in sentence(answers, 4, 10)
+    assert Answer.read(answers[1].text()).place == "computing step 7"
+
+
+def test_patience_does_not_change_the_training(place: Path) -> None:
+    before = read_recipe(place / "recipe.toml")
+    assert not changes(
+        before, read_recipe(place / "recipe.toml", {"faults.hang_minutes": 3, "faults.non_finite": "skip"})
+    )

@@ -1,0 +1,58 @@
+"""The warm-up of the parameters' moving average: against timm's own code, and through a recipe's steps."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.oracles import timm
+from vitpar import ViTConfig, model_config, parallelize, parse, validate
+from vitpar.errors import RecipeError
+from vitpar.training.build import build
+from vitpar.training.optim.ema import EMA
+from vitpar.training.recipe import read_recipe
+
+BATCH, CPU = 8, torch.device("cpu")
+VALUES = {"data.path": "x", "train.steps": 9, "train.batch_size": BATCH}
+
+
+def config_of() -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2, "num_classes": 3}
+    return model_config("vit_custom", **sizes)
+
+
+@pytest.mark.parametrize(("decay", "warmup"), [(0.9, False), (0.9, True), (0.3, True)])
+def test_moving_average_is_timms(decay: float, warmup: bool, alone: None) -> None:
+    """Without a warm-up timm's trainer, unlike vitpar, begins with the parameters after the first step."""
+    config = config_of()
+    plan = validate(parse("dp1"), config, BATCH)
+    model = parallelize(config, plan, batch_size=BATCH, device=CPU, precision_name="fp64")
+    theirs = nn.ParameterList(p.detach().clone() for _, p in model.named_parameters())
+    average = timm.utils.ModelEmaV3(theirs, decay=decay, use_warmup=warmup)
+    ours = EMA(model, decay, warmup)
+    for step in range(1, 40):
+        for (_, p), q in zip(model.named_parameters(), theirs, strict=True):
+            p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64))
+            q.data.copy_(p.data)
+        ours.update(step)
+        average.update(theirs, step=step if warmup else None)
+        for mine, other in zip(ours.average.values(), average.module, strict=True):
+            torch.testing.assert_close(mine, other.detach(), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(True, 0.75), (False, 0.9)])
+def test_a_recipes_steps_warm_the_average_up(warmup: bool, decay: float, alone: None) -> None:
+    """After update 8 the decay is 1 - 8^(-2/3)."""
+    recipe = read_recipe(None, {**VALUES, "train.ema_decay": 0.9, "train.ema_warmup": warmup})
+    config = config_of()
+    parts = build(recipe, config, validate(parse("dp1"), config, BATCH), CPU)
+    assert parts.ema is not None
+    before = {name: average.clone() for name, average in parts.ema.average.items()}
+    parts.step()(8, 0.1, torch.randn(BATCH, 3, 8, 8), torch.arange(BATCH) % 3, torch.arange(BATCH))
+    for name, p in parts.model.named_parameters():
+        expected = decay * before[name] + (1 - decay) * p.detach()
+        torch.testing.assert_close(parts.ema.average[name], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_warm_up_of_no_average_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"ema_warmup is true, which does nothing without train\.ema_decay"):
+        read_recipe(None, {**VALUES, "train.ema_warmup": True})

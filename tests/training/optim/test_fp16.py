@@ -1,0 +1,274 @@
+"""Training in fp16: steps that overflow somewhere, what it computes, and what its gradients are summed in."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.parity import check
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from vitpar import model_config, parse, validate
+from vitpar.check import CheckResult
+from vitpar.errors import RecipeError
+from vitpar.training.optim.optimizer import local
+from vitpar.training.recipe import Recipe, read_recipe
+
+CPU = torch.device("cpu")
+FP16_LOSS = 2e-3
+"""Relative difference of losses after some steps in fp16, which has 11 bits (5e-4); seen: 4e-4 to 1.1e-3, by CPU."""
+
+# training
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2}
+    sizes["init"] = "timm"  # every parameter has a gradient from the first step on
+    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh}
+    values |= {"train.batch_size": 8, "train.steps": 6, "train.eval_every": 6, "train.precision": "fp16"}
+    return read_recipe(None, {**values, **{key.replace("__", "."): value for key, value in settings.items()}})
+
+
+class Watch:
+    """A trainer, and what each of its steps did to all that this rank keeps.
+
+    spoil: the value to write into one gradient of rank `rank`, reduced already, in `steps`.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, spoil: float | None, rank: int, steps: tuple[int, ...]) -> None:
+        from vitpar.training.events import Silent
+        from vitpar.training.trainer import Trainer
+
+        plan = recipe.plan(recipe.config(7))
+        self.trainer = Trainer(recipe, plan, CPU, reporter=Silent(), run_dir=folder)
+        self.seen: list[dict[str, Any]] = []
+        self._spoil, self._rank, self._steps = spoil, rank, steps
+        self._real = self.trainer.step
+        self._backward = self.trainer.model.forward_backward
+        self.trainer.step = self._step  # type: ignore[method-assign]
+        self.trainer.model.forward_backward = self._spoilt  # type: ignore[method-assign]
+
+    def _spoilt(self, *args: Any) -> Tensor:
+        loss = self._backward(*args)
+        if self._number in self._steps and self.trainer.rank == self._rank and self._spoil is not None:
+            gradients = [local(p.grad) for _, p in self.trainer.model.named_parameters() if local(p.grad).numel()]
+            gradients[-1].view(-1)[0] = self._spoil
+        return loss
+
+    def _step(self, number: int, batch: Any) -> Any:
+        self._number = number
+        before, scale = self._kept(), self.trainer.scaler.scale if self.trainer.scaler else None
+        result = self._real(number, batch)
+        after = self._kept()
+        equal = [torch.equal(old, new) for old, new in zip(before, after, strict=False)]
+        same = len(before) == len(after) and all(equal)  # the first update makes the optimizer's numbers
+        finite = all(bool(value.isfinite().all()) for value in after)
+        dropped = all(p.grad is None for _, p in self.trainer.model.named_parameters() if local(p).numel())
+        self.seen.append(
+            {"same": same, "changed": not any(equal), "finite": finite, "dropped": dropped, "scale": scale}
+        )
+        return result
+
+    def _kept(self) -> list[Tensor]:
+        """Copies of the parameters that have elements here, their averages and the optimizer's numbers."""
+        trainer = self.trainer
+        kept = [local(p.detach()) for _, p in trainer.model.named_parameters()]
+        kept += list(trainer.ema.average.values()) if trainer.ema else []
+        states = trainer.optimizer.torch_optimizer.state.values()
+        kept += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [value.clone() for value in kept if value.numel()]
+
+
+def watched(
+    device: torch.device,
+    recipe: Recipe,
+    folder: Path,
+    spoil: float | None = None,
+    rank: int = 0,
+    steps: tuple[int, ...] = (),
+) -> tuple[list[dict[str, Any]], str | None]:
+    """What each step did here, and the sentence that the run stopped with, if it did; runs on every rank."""
+    watch = Watch(recipe, folder, spoil, rank, steps)
+    try:
+        watch.trainer.run()
+    except RecipeError as error:
+        return watch.seen, str(error)
+    return watch.seen, None
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank", "value"),
+    [("dp2", 1, math.inf), ("tp2xfsdp2", 3, math.nan), ("pp2xdp2", 2, -math.inf), ("pp2xdp2", 1, math.nan)],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    mesh: str, rank: int, value: float, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    recipe = recipe_of(
+        data,
+        mesh,
+        train__ema_decay=0.9,
+        loss_scale__initial_scale=1024.0,
+        loss_scale__growth_interval=2,
+        lr_schedule__warmup_steps=4,
+    )
+    pool = ranks(parse(mesh).world_size)
+    for seen, error in pool.run(watched, recipe, tmp_path / "run", value, rank, (2, 3)):
+        assert error is None
+        assert [step["same"] for step in seen] == [False, True, True, False, False, False]
+        assert [step["changed"] for step in seen] == [True, False, False, True, True, True]
+        assert all(step["finite"] and step["dropped"] for step in seen)
+        assert [step["scale"] for step in seen] == [1024, 1024, 1024, 512, 512, 1024]
+    rows = rows_of(tmp_path / "run")
+    assert [row["skipped"] for row in rows] == [False, True, True, False, False, False]
+    assert [row["loss_scale"] for row in rows] == [1024, 1024, 1024, 512, 512, 1024]
+    assert [row["grad_norm"] is None for row in rows] == [row["skipped"] for row in rows]
+    assert [row["loss"] > 0 for row in rows] == [True] * 6  # the losses themselves were finite
+    assert [row["lr"] for row in rows[:4]] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "skipped step 2: overflow under loss scale 1,024\n" in log and "skipped step 4" not in log
+
+
+def test_training_in_fp16_goes_as_in_fp32(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    # SGD, and clipping at the norms that are seen: a wrong scale moves the parameters by another length.
+    runs = {}
+    for name, precision, lr in (("single", "fp32", 0.2), ("half", "fp16", 0.2), ("other", "fp32", 0.19)):
+        settings = {"optimizer__name": "sgd", "optimizer__lr": lr, "train__clip_grad_norm": 1.9}
+        recipe = recipe_of(data, "tp2", **settings, train__steps=12, train__eval_every=12, train__precision=precision)
+        assert all(error is None for _, error in ranks(2).run(watched, recipe, tmp_path / name))
+        runs[name] = rows_of(tmp_path / name)
+    losses = {name: [row["loss"] for row in rows] for name, rows in runs.items()}
+    assert losses["half"] == pytest.approx(losses["single"], rel=FP16_LOSS)
+    assert losses["other"] != pytest.approx(losses["single"], rel=FP16_LOSS), "the steps hardly change the losses"
+    norms = [[row["grad_norm"] for row in runs[name]] for name in ("half", "single")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    assert not any(key in row for row in runs["single"] for key in ("loss_scale", "skipped"))
+    assert [row["loss_scale"] for row in runs["half"]] == [65536.0] * 12
+
+
+def test_a_scale_that_is_too_large_falls_until_it_fits(
+    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    settings = {"initial_scale": 2.0**40, "max_scale": 2.0**40, "backoff_factor": 2.0**-12, "hysteresis": 1}
+    recipe = recipe_of(data, "fsdp2", **{f"loss_scale__{name}": value for name, value in settings.items()})
+    for seen, error in ranks(2).run(watched, recipe, tmp_path / "run"):
+        assert error is None
+        assert [step["scale"] for step in seen] == [2.0**40, 2.0**28, 2.0**16, 2.0**16, 2.0**16, 2.0**16]
+        assert [step["same"] for step in seen] == [not step["changed"] for step in seen] == [True, True, *[False] * 4]
+    rows = rows_of(tmp_path / "run")
+    assert [row["skipped"] for row in rows] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "spoil", "last", "sentence"),
+    [
+        ({"initial_scale": 2.0, "hysteresis": 1}, math.nan, 3, "loss_scale.min_scale 1, so"),
+        (
+            {"dynamic": False, "initial_scale": 2.0**60, "hysteresis": 2},
+            None,
+            2,
+            "loss_scale.initial_scale 1.152921505e+18, so",
+        ),
+    ],
+    ids=["smallest", "constant"],
+)
+def test_a_run_that_overflows_under_the_smallest_scale_stops(
+    settings: dict[str, Any],
+    spoil: float | None,
+    last: int,
+    sentence: str,
+    data: Path,
+    tmp_path: Path,
+    ranks: Callable[[int], RankPool],
+) -> None:
+    given = {f"loss_scale__{name}": value for name, value in settings.items()}
+    recipe = recipe_of(data, "dp2", **given, train__log_every=100)
+    steps = (2, 3, 4, 5, 6)
+    for seen, error in ranks(2).run(watched, recipe, tmp_path / "run", spoil, 1, steps):
+        assert error is not None and "\n" not in error
+        assert error.startswith(f"float16 overflows still at step {last} under {sentence}")
+        assert len(seen) == last
+    assert [row["skipped"] for row in rows_of(tmp_path / "run")][1:] == [True] * (last - 1)
+    assert "error: float16 overflows still" in (tmp_path / "run" / "log.txt").read_text()
+
+
+# against one process
+
+
+def checked(device: torch.device, mesh: str, microbatches: int | None, **settings: Any) -> CheckResult:
+    """Check a plan; runs on every rank."""
+    from dataclasses import replace
+
+    config = model_config("vit_nano_patch4_16", num_classes=10)
+    plan = validate(replace(parse(mesh), microbatches=microbatches), config, 16)
+    return check(config, plan, 16, device, **{"precision": "fp16", **settings})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("dp2", {}),
+        ("pp2", {}),
+        ("tp2xfsdp2", {}),
+        ("fsdp2", {"reduce_dtype": "fp16"}),
+        ("fsdp2", {"precision": "bf16", "reduce_dtype": "bf16"}),
+    ],
+    ids=str,
+)
+def test_plan_equals_one_process(mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+    results = ranks(parse(mesh).world_size).run(checked, mesh, 2, **settings)
+    assert all(result.passed for result in results), results[0].worst
+    if not settings:
+        gradients = results[0].quantities["gradient"]
+        assert max(c.error for c in gradients if c.metric != "scale") > 1e-5, "this was not computed in float16"
+
+
+def reduced_in(device: torch.device, mesh: str, name: str, reduce_dtype: str | None) -> set[str]:
+    """The number types in which gradients are summed; runs on every rank."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    seen: set[str] = set()
+    patch = pytest.MonkeyPatch()
+    for kind in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
+        real = getattr(collectives.dist, kind, None)
+        if real is None:
+            continue
+
+        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            tensor = kwargs.get("input", kwargs.get("tensor", args[-1] if args else None))
+            if isinstance(tensor, Tensor) and tensor.numel() > 100:
+                seen.add(str(tensor.dtype))
+            return real(*args, **kwargs)
+
+        patch.setattr(collectives.dist, kind, spy)
+    try:
+        checked(device, mesh, None, precision=name, reduce_dtype=reduce_dtype)
+    finally:
+        patch.undo()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce_dtype", "expected"),
+    [("fp16", None, "float32"), ("fp16", "fp16", "float16"), ("bf16", "bf16", "bfloat16"), ("bf16", "fp32", "float32")],
+)
+def test_gradients_are_summed_in_what_was_asked(
+    name: str, reduce_dtype: str | None, expected: str, ranks: Callable[[int], RankPool]
+) -> None:
+    assert ranks(2).run(reduced_in, "dp2", name, reduce_dtype) == [{f"torch.{expected}"}] * 2

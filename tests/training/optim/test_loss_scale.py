@@ -1,0 +1,237 @@
+"""The loss scale of fp16: over the steps, what it asks of the gradients, and how recipes and lines show it."""
+
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitpar.errors import RecipeError
+from vitpar.parallel.precision import PRECISIONS, precision
+from vitpar.training.optim.gradient_norm import clip_, global_norm
+from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
+from vitpar.training.recipe import Recipe, read_recipe
+
+# the scale over the steps
+
+
+def scaler(**settings: Any) -> LossScaler:
+    """Starts at 64; small settings, each another number."""
+    base = {"initial_scale": 64.0, "growth_interval": 3, "hysteresis": 2}
+    return LossScaler(LossScaleSection(**{**base, **settings}))
+
+
+def scales(subject: LossScaler, steps: str) -> list[float]:
+    """The scale after each of `steps`: "." for a good one, "x" for an overflow."""
+    found = []
+    for step in steps:
+        subject.update(step == "x")
+        found.append(subject.scale)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        ({}, "......", [64, 64, 128, 128, 128, 256]),
+        ({"growth_interval": 2}, "....", [64, 128, 128, 256]),
+        ({"growth_factor": 8.0}, "...", [64, 64, 512]),
+        ({"max_scale": 200.0}, ".........", [64, 64, 128, 128, 128, 200, 200, 200, 200]),
+        ({}, "xxx", [64, 32, 16]),  # once hysteresis is used up, every overflow counts
+        ({"hysteresis": 1}, "xx", [32, 16]),
+        ({"hysteresis": 3}, "xxxx", [64, 64, 32, 16]),
+        ({"backoff_factor": 0.25}, "xxx", [64, 16, 4]),
+        ({"min_scale": 24.0}, "xxxx", [64, 32, 24, 24]),
+        ({}, "x.x", [64, 64, 32]),  # good steps too few to grow fill nothing up again
+        ({}, "x...xx", [64, 64, 64, 128, 128, 64]),  # growing does
+        ({}, "..x...", [64, 64, 64, 64, 64, 128]),  # an overflow starts the interval again
+        ({"dynamic": False}, "...xxxx...", [64] * 10),
+    ],
+)
+def test_scale_over_the_steps(settings: dict[str, Any], steps: str, expected: list[float]) -> None:
+    subject = scaler(**settings)
+    assert subject.scale == 64
+    assert scales(subject, steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        ({"min_scale": 16.0}, "xxxxx", [False, False, False, True, True]),
+        ({"min_scale": 64.0}, "xx.x", [False, True, False, True]),
+        ({"min_scale": 64.0}, "x...xx", [False, False, False, False, False, False]),  # it has grown to 128 and falls
+        ({"dynamic": False}, "x..xx...x", [False, False, False, True, True, False, False, False, False]),
+    ],
+)
+def test_exhausted_where_it_should_fall_and_cannot(settings: dict[str, Any], steps: str, expected: list[bool]) -> None:
+    subject, found = scaler(**settings), []
+    for step in steps:
+        subject.update(step == "x")
+        found.append(subject.exhausted)
+    assert found == expected
+
+
+def test_floor_names_the_setting() -> None:
+    assert scaler(min_scale=2.0).floor == "loss_scale.min_scale 2"
+    assert scaler(dynamic=False).floor == "loss_scale.initial_scale 64"
+
+
+def test_a_scaler_goes_on_from_its_state() -> None:
+    steps = "..x...x.xx....."
+    whole = scales(scaler(), steps)
+    for cut in range(len(steps)):
+        first, second = scaler(), scaler()
+        before = scales(first, steps[:cut])
+        second.load_state(json.loads(json.dumps(first.state())))
+        assert before + scales(second, steps[cut:]) == whole
+
+
+def test_a_state_is_kept_within_other_settings() -> None:
+    state = {"scale": 64.0, "good_steps": 2, "hysteresis_left": 2}
+    constant = scaler(dynamic=False, initial_scale=8.0)
+    constant.load_state(state)
+    assert scales(constant, "....") == [8] * 4
+    stricter = scaler(hysteresis=1, growth_interval=2, max_scale=100.0)
+    stricter.load_state(state)
+    assert scales(stricter, ".x") == [100, 50]
+
+
+# what is finite
+
+
+def judged(gradients: dict[str, Tensor], loss: float = 1.0, name: str = "fp16") -> float:
+    model: Any = SimpleNamespace(device=torch.device("cpu"), precision=PRECISIONS[name], replicas=lambda tensor: 1)
+    return global_norm(gradients, model, torch.tensor(loss)).item()
+
+
+@pytest.mark.usefixtures("alone")
+def test_norm_is_finite_exactly_if_everything_is() -> None:
+    huge = {"a": torch.tensor([3e30, 0.0]), "b": torch.tensor([[4e30]])}
+    assert judged(huge) == pytest.approx(5e30)  # the squares are beyond float32
+    assert judged(huge, name="fp32") == math.inf
+    for bad in (math.inf, -math.inf, math.nan):
+        assert not math.isfinite(judged({**huge, "c": torch.tensor([0.0, bad])}))
+        assert not math.isfinite(judged(huge, loss=bad))
+    assert judged({}, loss=3.0) == 0.0
+
+
+def test_gradients_are_unscaled_and_clipped_at_once() -> None:
+    def clipped(limit: float, scale: float) -> list[float]:
+        gradients = {"a": torch.tensor([6.0]) * scale, "b": torch.tensor([8.0]) * scale}
+        clip_(gradients, torch.tensor(10.0, dtype=torch.float64), limit, scale)
+        return [value.item() for value in gradients.values()]
+
+    assert clipped(0.0, 1024.0) == [6.0, 8.0]
+    assert clipped(20.0, 1024.0) == [6.0, 8.0]
+    assert clipped(5.0, 1024.0) == pytest.approx([3.0, 4.0], rel=1e-5)
+    assert clipped(5.0, 1.0) == pytest.approx([3.0, 4.0], rel=1e-5)
+
+
+# recipes
+
+
+def test_precision_refuses_other_reductions() -> None:
+    assert precision("fp16").reduce is torch.float32 and precision("bf16", "bf16").reduce is torch.bfloat16
+    for name, reduce_dtype in (("fp32", "bf16"), ("fp64", "fp32"), ("bf16", "fp16"), ("fp16", "bf16")):
+        with pytest.raises(RecipeError, match=f"{name} cannot reduce gradients in '{reduce_dtype}'"):
+            precision(name, reduce_dtype)
+
+
+BASE = {"data.path": "x", "train.steps": 1}
+REFUSED = [
+    (["train.reduce_dtype=bf16"], "train.reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"),
+    (["train.precision=fp64", "train.reduce_dtype=fp32"], "does nothing with train.precision 'fp64': leave it out"),
+    (["train.precision=bf16", "train.reduce_dtype=fp16"], "'bf16' does not have: use 'fp32' or 'bf16'"),
+    (["train.precision=fp16", "train.reduce_dtype=bf16"], "'fp16' does not have: use 'fp32' or 'fp16'"),
+    (["train.precision=fp8", "train.reduce_dtype=fp16"], "'fp8' does not have: use 'fp32' or 'bf16'"),
+    (["loss_scale.initial_scale=2"], "loss_scale.initial_scale is 2.0, which does nothing with train.precision 'fp32'"),
+    (["train.precision=bf16", "loss_scale.dynamic=false"], "loss_scale.dynamic is False, which does nothing with"),
+    (["loss_scale.initial_scale=0.5"], "loss_scale.initial_scale 0.5 is not within min_scale 1.0 and max_scale"),
+    (["loss_scale.max_scale=4096"], "loss_scale.initial_scale 65536.0 is not within"),
+    (["loss_scale.min_scale=0"], "recipe key 'loss_scale.min_scale' is 0: input should be greater than 0"),
+    (["loss_scale.growth_factor=1"], "'loss_scale.growth_factor' is 1: input should be greater than 1"),
+    (["loss_scale.backoff_factor=1"], "'loss_scale.backoff_factor' is 1: input should be less than 1"),
+    (["loss_scale.growth_interval=0"], "'loss_scale.growth_interval' is 0: input should be greater than or equal to 1"),
+    (["loss_scale.hysteresis=0"], "'loss_scale.hysteresis' is 0: input should be greater than or equal to 1"),
+    (["loss_scale.initial_scale=inf"], "'loss_scale.initial_scale' is inf: input should be a finite number"),
+    (["loss_scale.hysterisis=3"], r"unknown recipe key 'loss_scale.hysterisis' \(did you mean 'loss_scale.hysteresis'"),
+    (
+        ["loss_scale.dynamic=false", "loss_scale.growth_factor=4"],
+        "loss_scale.growth_factor is 4.0, which a constant scale does not use: leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("assignments", "message"), REFUSED, ids=str)
+def test_wrong_settings_get_a_sentence(assignments: list[str], message: str) -> None:
+    base = {**BASE, "train.precision": "fp32" if "does nothing" in message else "fp16"}
+    with pytest.raises(RecipeError, match=message) as caught:
+        read_recipe(None, base, assignments)
+    assert "\n" not in str(caught.value)
+
+
+def written(folder: Path, recipe: Recipe) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(recipe.to_toml())
+    return path
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train.precision": "fp16"},
+        {"train.precision": "bf16", "train.reduce_dtype": "bf16"},
+        {"train.precision": "fp16", "loss_scale.growth_factor": 4.0, "train.reduce_dtype": "fp32"},
+        {"train.precision": "fp16", "loss_scale.dynamic": False, "loss_scale.initial_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_a_written_recipe_is_read_again(settings: dict[str, Any], tmp_path: Path) -> None:
+    recipe = read_recipe(None, {**BASE, **settings})
+    assert read_recipe(written(tmp_path, recipe)) == recipe
+    assert ("loss_scale" in recipe.to_toml()) == (recipe.train.precision == "fp16")
+
+
+def test_another_precision_drops_what_only_the_files_uses(tmp_path: Path) -> None:
+    settings = {"train.precision": "fp16", "train.reduce_dtype": "fp16", "loss_scale.hysteresis": 5}
+    file = written(tmp_path, read_recipe(None, {**BASE, **settings}))
+    plain = read_recipe(file, {"train.precision": "fp32"})
+    assert plain.train.reduce_dtype is None and plain.loss_scale == LossScaleSection()
+    same = read_recipe(file, {"train.precision": "fp16"}, ["loss_scale.growth_interval=7"])
+    assert (same.train.reduce_dtype, same.loss_scale.hysteresis, same.loss_scale.growth_interval) == ("fp16", 5, 7)
+    with pytest.raises(RecipeError, match=r"train\.reduce_dtype is 'fp16', which does nothing"):
+        read_recipe(file, {"train.reduce_dtype": "fp16", "train.precision": "fp32"})
+
+
+# what is shown
+
+
+def test_progress_and_log_show_the_scale() -> None:
+    from rich.console import Console
+
+    from vitpar.training.events import Silent
+    from vitpar.training.log_file import Logged
+    from vitpar_cli.progress import ConsoleReporter
+
+    speed = {"images_per_second": 100.0, "step_ms": 10.0, "data_ms": 0.1, "lr": 0.1}
+    skipped = {"step": 3, "loss": None, "grad_norm": None, "loss_scale": 1024.0, "skipped": True, **speed}
+    lines: list[str] = []
+    folder: Any = SimpleNamespace(log=lines.append)
+    file = io.StringIO()
+    console = ConsoleReporter(Console(file=file, force_terminal=False, width=200), lambda: 0.0)
+    console._header, console._first = SimpleNamespace(steps=10), None  # type: ignore[assignment]
+    for shown in (skipped, {**skipped, "skipped": False, "loss": 2.25, "grad_norm": 0.5}):
+        Logged(folder, Silent()).stepped(shown)
+        console._printed = float("-inf")
+        console.stepped(shown)
+    assert lines[0].startswith("step 3  loss nan  lr 0.1  gradients nan  scale 1,024  100.0 images/s")
+    assert lines[1].startswith("step 3  loss 2.2500  lr 0.1  gradients 0.5  scale 1,024  100.0 images/s")
+    first, second = file.getvalue().splitlines()
+    assert first.startswith("step 3/10  loss ?  scale 1,024 skipped  100 images/s")
+    assert second.startswith("step 3/10  loss 2.2500  scale 1,024  100 images/s")

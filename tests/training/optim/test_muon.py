@@ -1,0 +1,74 @@
+"""Muon on whole matrices: against torch's, and what its iteration makes of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.optimizer_references import MUON, RATES, rows_of_maps, section
+from helpers.sharded_parameters import HEADS, drawn
+from vitpar.training.optim.muon import orthogonalise
+from vitpar.training.optim.optimizer import ShardedOptimizer
+
+
+@pytest.mark.parametrize(("exact", "tolerance"), [(True, 1e-13), (False, 0.03)])
+@pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9)])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}, {"ns_steps": 3}], ids=str)
+def test_muon_equals_torchs(
+    options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if exact:  # torch's iterates in bfloat16 everywhere; it casts by `to` in 2.15
+        real = torch.Tensor.to
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))
+    chosen = section({"name": "muon", **options})
+    mine, theirs = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
+    ours = ShardedOptimizer([("blocks.0.attn.proj.weight", mine)], chosen)
+    torchs = torch.optim.Muon(
+        [theirs],
+        weight_decay=0.3,
+        momentum=chosen.momentum,
+        nesterov=chosen.nesterov,
+        ns_steps=chosen.ns_steps,
+        adjust_lr_fn=chosen.adjust_lr_fn,
+    )
+    for rate in RATES:
+        mine.grad = torch.randn(shape, dtype=torch.float64)
+        theirs.grad = mine.grad.clone()
+        torchs.param_groups[0]["lr"] = rate
+        torchs.step()
+        ours.step(rate)
+    torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+    assert (mine != 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 8), (30, 10), (10, 30), (3, 10, 30)])
+def test_singular_values_become_about_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = orthogonalise(1e-4 * matrices, 5)
+    assert (result.shape, result.dtype) == (matrices.shape, dtype)
+    for matrix, whitened in zip(matrices.view(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
+        u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+        values = u.mT @ whitened.double() @ v.mT  # diagonal, if the singular vectors are the same
+        off = values - values.diagonal().diag()
+        assert values.diagonal().min() > 0.5 and values.diagonal().max() < 1.3
+        assert off.abs().max() < (0.1 if dtype is torch.bfloat16 else 1e-3)
+    assert not orthogonalise(torch.zeros(shape, dtype=dtype), 5).any()
+
+
+def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
+    """A large gradient of the keys leaves the step of queries and values as it is."""
+    name, rows = "blocks.0.attn.qkv.weight", rows_of_maps("blocks.0.attn.qkv.weight")
+    moved = []
+    for factor in (1.0, 1e6):
+        p = nn.Parameter(drawn("value", name))
+        p.grad = drawn("1", name)
+        p.grad[rows[1]] *= factor
+        ShardedOptimizer([(name, p)], section(MUON), heads=HEADS).step(0.1)
+        moved.append(p.detach() - drawn("value", name))
+    torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
+    p.grad = drawn("1", name)
+    with pytest.raises(AssertionError, match=r"queries, keys and values of blocks\.0\.attn\.qkv\.weight"):
+        ShardedOptimizer([(name, p)], section(MUON))

@@ -1,0 +1,95 @@
+"""LAMB, LARS, weight decay and the learning rate's schedule, compared with timm's own code."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.optimizer_references import LAMB, LARS, RATES, section, shown
+from helpers.oracles import timm
+from vitpar import model_config
+from vitpar.models.vit import ViT
+from vitpar.training.optim.lr_schedule import CosineWithWarmup
+from vitpar.training.optim.optimizer import ShardedOptimizer, decays
+
+NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.weight", "head.fc.weight")
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (6,), (4,), (3, 4))
+    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.0])
+@pytest.mark.parametrize("settings", [LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}], ids=shown)
+def test_layerwise_optimizers_are_timms(settings: dict[str, Any], decay: float) -> None:
+    """Without weight decay timm adapts nothing by default; vitpar, as the papers do, adapts matrices all the same."""
+    mine, theirs = parameters(), parameters()
+    chosen = section({**settings, "weight_decay": decay})
+    ours = ShardedOptimizer(zip(NAMES, mine, strict=True), chosen)
+    matrices = [p for name, p in zip(NAMES, theirs, strict=True) if "fc" in name and "weight" in name]
+    others = [p for p in theirs if all(p is not matrix for matrix in matrices)]
+    groups = [
+        {"params": matrices, "weight_decay": decay, "always_adapt": True},
+        {"params": others, "weight_decay": 0.0, "always_adapt": False},
+    ]
+    other: torch.optim.Optimizer
+    if chosen.name == "lamb":
+        other = timm.optim.Lamb(groups, betas=chosen.betas, eps=chosen.eps, max_grad_norm=None)
+    else:
+        moments = {"momentum": chosen.momentum, "nesterov": chosen.nesterov, "eps": 0.0}
+        other = timm.optim.Lars(groups, trust_coeff=chosen.trust_coefficient, **moments)
+    for step, rate in enumerate(RATES):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            q.grad = p.grad.clone()
+        for group in other.param_groups:
+            group["lr"] = rate
+        ours.step(rate)
+        other.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-11, rtol=1e-11)
+
+
+def timms_rates(peak: float, total: int, warmup: int, min_lr: float) -> list[float]:
+    """The rates of every update and one more, with the warm-up before the cosine."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = timm.scheduler.CosineLRScheduler(
+        optimizer, t_initial=total - warmup, lr_min=min_lr, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False
+    )
+    rates = [optimizer.param_groups[0]["lr"]]
+    for update in range(1, total + 1):
+        scheduler.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("total", "warmup", "min_lr"), [(100, 0, 0.0), (100, 10, 1e-5), (37, 5, 1e-3), (1000, 999, 0.0), (12, 1, 0.0)]
+)
+def test_schedule_is_timms_but_for_the_warm_up(total: int, warmup: int, min_lr: float) -> None:
+    """timm's first update has rate 0, and the first after the warm-up the peak; vitpar is one step ahead until then."""
+    peak = 3e-3
+    rate = CosineWithWarmup(peak, total, warmup, min_lr)
+    theirs = timms_rates(peak, total, warmup, min_lr)
+    found = [rate(step) for step in range(1, total + 2)]
+    assert found[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
+    assert found[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12, abs=1e-18)
+    assert not warmup or (theirs[0] == 0 and found[warmup - 1] == pytest.approx(peak))
+
+
+def test_weight_decay_leaves_out_what_timm_leaves_out() -> None:
+    """Of a ViT with every kind of parameter, which both call by other names: told apart by their sizes."""
+    options = {"image_size": 8, "patch_size": 4, "depth": 1, "num_classes": 5, "qk_norm": True, "layer_scale": 0.1}
+    ours = ViT(model_config("vit_custom", width=12, heads=2, registers=3, **options))
+    theirs: Any = timm.models.vision_transformer.VisionTransformer(
+        img_size=8, patch_size=4, depth=1, num_classes=5, qk_norm=True, init_values=0.1,
+        embed_dim=12, num_heads=2, reg_tokens=3,
+    )  # fmt: skip
+    left_out = theirs.no_weight_decay()
+    groups = timm.optim.param_groups_weight_decay(theirs, 0.1, no_weight_decay_list=left_out)
+    expected = sorted(p.numel() for group in groups if group["weight_decay"] for p in group["params"])
+    assert sorted(p.numel() for name, p in ours.named_parameters() if decays(name)) == expected

@@ -1,0 +1,87 @@
+"""Automatic precision: what it becomes on which device, and the settings it is checked with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.ranks import RankPool
+from vitpar.errors import RecipeError
+from vitpar.strategy import parse, validate
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.auto_precision import planned_precision, refuse_disagreement, resolve_precision
+
+
+def recipe(**train: Any) -> Recipe:
+    return Recipe.model_validate({"data": {"path": "x"}, "train": {"steps": 1, **train}})
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The compute capabilities of this machine's devices, to be filled."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: found[index])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "name"),
+    [([(8, 0)], "bf16"), ([(9, 0)] * 8, "bf16"), ([(12, 0)], "bf16"), ([(7, 5)], "fp32"), ([(8, 0), (7, 0)], "fp32")],
+)
+def test_gpus_that_compute_in_bf16_do_so(
+    gpus: list[tuple[int, int]], capabilities: list[tuple[int, int]], name: str
+) -> None:
+    gpus += capabilities
+    found = resolve_precision(recipe(), "cuda")
+    assert (found.train.precision, found.train.steps) == (name, 1)
+    assert resolve_precision(found, "cpu") is found
+    assert resolve_precision(recipe(precision="fp16"), "cuda").train.precision == "fp16"
+    assert resolve_precision(recipe(), "cpu").train.precision == "fp32"
+
+
+def test_settings_that_do_nothing_are_refused_before_and_after(gpus: list[tuple[int, int]]) -> None:
+    gpus.append((8, 0))
+    reduced = recipe(reduce_dtype="bf16")
+    assert resolve_precision(reduced, "cuda").train.reduce_dtype == "bf16"
+    with pytest.raises(RecipeError, match=r"reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"):
+        resolve_precision(reduced, "cpu")
+    for words in ("train.reduce_dtype=fp16", "loss_scale.hysteresis=1"):
+        with pytest.raises(RecipeError, match=r"with train.precision 'auto'|train.precision 'auto' does not have"):
+            read_recipe(None, {"data.path": "x", "train.steps": 1}, [words])
+
+
+@pytest.mark.parametrize(
+    ("profiled", "device", "name"),
+    [(None, "cuda", "fp32"), ("bf16", "cuda", "bf16"), ("fp32", "cuda", "fp32"), ("bf16", "cpu", "fp32")],
+)
+def test_planning_takes_what_was_profiled(profiled: str | None, device: str, name: str) -> None:
+    assert planned_precision(recipe(), profiled, device).train.precision == name
+    assert planned_precision(recipe(precision="fp64"), profiled, device).train.precision == "fp64"
+
+
+def test_machines_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitpar.launch import world_group
+
+    names = ["bf16", "fp32"]
+    monkeypatch.setattr(world_group, "all_gather_json", lambda name: names)
+    with pytest.raises(RecipeError, match="bf16 on some machines and fp32 on others"):
+        refuse_disagreement(recipe(precision="bf16"))
+    names[:] = ["bf16", "bf16"]
+    refuse_disagreement(recipe(precision="bf16"))
+
+
+def _built(device: torch.device) -> tuple[str, torch.dtype]:
+    from vitpar.training.build import build
+
+    tiny = Recipe.model_validate(
+        {"model": {"name": "vit_nano_patch4_8"}, "data": {"path": "x"}, "train": {"steps": 1, "batch_size": 4}}
+    )
+    config = tiny.config(4)
+    trained = build(tiny, config, validate(parse("dp1"), config, 4), device)
+    return trained.recipe.train.precision, trained.model.precision.compute
+
+
+def test_the_library_resolves_it_too(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1).run(_built) == [("fp32", torch.float32)]

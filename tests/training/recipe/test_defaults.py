@@ -1,0 +1,150 @@
+"""The table of default settings: the settings of each row, what wins over them, and the page that shows them."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.command_line import clean_environment
+from helpers.paths import ROOT
+from vitpar.data import parse_policy
+from vitpar.errors import ModelError, RecipeError
+from vitpar.training.input import transforms
+from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.defaults import MAX_LR, ROWS, markdown, recipe_for, row_for, with_defaults
+
+HERE = {"data.path": "x"}
+STREAM = {
+    "stream.train": "a",
+    "stream.val": "b",
+    "stream.samples": 50_000,
+    "stream.val_samples": 9,
+    "stream.classes": 4,
+}
+SIZES = (60, 1_437, 50_000, 126_689, 1_281_167, 13_000_000, 300_000_000)
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert (ROOT / "docs/defaults.md").read_text() == markdown(), "write it with `make docs`"
+
+
+def test_rows_are_in_order_and_have_sources() -> None:
+    most = [row.most or math.inf for row in ROWS]
+    assert most == sorted(set(most)) and most[-1] == math.inf
+    assert all(re.search(r"\(\d{4}\.\d{5}", row.sources) for row in ROWS)
+    assert [row_for(samples).example for samples in (10_000, 10_001, 10**9)] == [
+        *("Flowers-102", "CIFAR, Tiny-ImageNet", "JFT-300M")
+    ]
+
+
+@pytest.mark.parametrize("samples", SIZES)
+@pytest.mark.parametrize("model", ["vit_tiny_patch4_32", "vit_large_patch16_224"])
+@pytest.mark.parametrize("source", [HERE, STREAM], ids=["data", "stream"])
+def test_every_row_is_a_whole_recipe(samples: int, model: str, source: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_for(samples, {**source, "model.name": model})
+    transforms(recipe, recipe.config(10).image_size)
+    assert recipe.augment.policy is None or parse_policy(recipe.augment.policy)
+    assert recipe.train.epochs and recipe.lr_schedule.warmup_epochs
+    assert 0 < recipe.optimizer.lr <= MAX_LR and recipe.optimizer.weight_decay > 0
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    assert read_recipe(tmp_path / "recipe.toml") == recipe
+
+
+def test_a_row_has_its_published_values() -> None:
+    recipe = recipe_for(1_281_167, {**HERE, "train.batch_size": 1024})
+    augment, train = recipe.augment, recipe.train
+    assert (augment.policy, augment.repeats, augment.random_erasing) == ("rand-m9-mstd0.5-inc1", 3, 0.25)
+    assert (augment.mixup, augment.cutmix, train.label_smoothing, train.epochs) == (0.8, 1.0, 0.1, 300)
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.lr_schedule.warmup_epochs) == (1e-3, 0.05, 5)
+    assert (recipe.config(10).drop_path, train.clip_grad_norm, train.ema_decay) == (0.1, 1.0, None)
+    large = recipe_for(1_281_167, {**HERE, "model.name": "vit_large_patch16_224"})
+    assert large.config(10).drop_path == 0.2
+    assert recipe_for(10**9, {**HERE, "train.batch_size": 4096}).optimizer.lr == 8e-4
+    assert (
+        recipe_for(10**9, {**HERE, "train.batch_size": 4096, "model.name": "vit_huge_patch14_224"}).optimizer.lr == 4e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "lr"),
+    [
+        (1024, {}, 1e-3),
+        (256, {}, 5e-4),
+        (64, {}, 2.5e-4),
+        (16_384, {}, MAX_LR),
+        (256, {"optimizer.name": "muon"}, 5e-4),
+        (2048, {"optimizer.name": "lamb"}, 3e-3),
+        (512, {"optimizer.name": "lamb"}, 1.5e-3),
+        (256, {"optimizer.name": "sgd"}, 1e-3),  # the fixed default
+        (256, {"optimizer.name": "lars"}, 1e-3),
+        (256, {"optimizer.lr": 0.7}, 0.7),
+    ],
+)
+def test_the_learning_rate_follows_the_batch(batch: int, options: dict[str, Any], lr: float) -> None:
+    recipe = recipe_for(1_000_000, {**HERE, "train.batch_size": batch, **options})
+    assert recipe.optimizer.lr == pytest.approx(lr, rel=1e-3)
+
+
+def test_the_warm_up_is_a_part_of_the_run() -> None:
+    schedule = recipe_for(50_000, HERE).lr_schedule
+    assert schedule.warmup_epochs == 10
+    assert recipe_for(50_000, {**HERE, "train.epochs": 20}).lr_schedule.warmup_epochs == 2
+    short = recipe_for(50_000, {**HERE, "train.steps": 100})
+    assert (short.lr_schedule.warmup_steps, short.lr_schedule.warmup_epochs) == (10, None)
+    assert (short.train.steps, short.train.epochs) == (100, None)
+    long = recipe_for(50_000, {**HERE, "train.steps": 100_000})
+    assert long.lr_schedule.warmup_steps == round(10 * 50_000 / 128)
+    assert recipe_for(50_000, {**HERE, "lr_schedule.warmup_steps": 7}).lr_schedule.model_dump() == {
+        **schedule.model_dump(),
+        "warmup_steps": 7,
+        "warmup_epochs": None,
+    }
+
+
+def test_what_is_given_wins_setting_by_setting() -> None:
+    given = [
+        *("augment.mixup=0.0", "model.drop_path=0.0", "train.label_smoothing=0.0", "augment.repeats=1"),
+        *("data.crop_scale=[0.5, 1.0]", "optimizer.weight_decay=0.3", "train.clip_grad_norm=0"),
+    ]
+    recipe = recipe_for(50_000, {**HERE, "model.name": "vit_tiny_patch4_32"}, given)
+    assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0, 1, 1)
+    assert (recipe.model.drop_path, recipe.train.label_smoothing, recipe.train.clip_grad_norm) == (0, 0, 0)
+    assert (recipe.data.crop_scale, recipe.data.crop_pct, recipe.optimizer.weight_decay) == ((0.5, 1.0), 1.0, 0.3)
+
+
+def test_small_images_are_cropped_little() -> None:
+    small, large = (
+        recipe_for(50_000, {**HERE, "model.name": name}).data for name in ("vit_tiny_patch4_32", "vit_tiny_patch16_224")
+    )
+    assert (small.crop_scale, small.crop_pct) == ((0.8, 1.0), 1.0)
+    assert (large.crop_scale, large.crop_pct) == ((0.08, 1.0), 0.875)
+
+
+def test_streams_go_without_what_they_cannot_do() -> None:
+    recipe, packed = recipe_for(50_000, STREAM), recipe_for(50_000, HERE)
+    assert (packed.augment.mixup, packed.augment.cutmix, packed.augment.repeats) == (1, 1, 3)
+    assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0, 0, 1)
+    assert (recipe.augment.mixup_prob, recipe.augment.random_erasing) == (1, 0.25)
+    with pytest.raises(RecipeError, match=r"augment.mixup is 0.5, which a stream cannot do"):
+        recipe_for(50_000, {**STREAM, "augment.mixup": 0.5})
+
+
+def test_contradictions_and_unknown_models_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"lr_schedule.min_lr 0.0009 is above optimizer.lr 0.000125"):
+        recipe_for(1_000_000, {**HERE, "lr_schedule.min_lr": 9e-4, "train.batch_size": 16})
+    with pytest.raises(ModelError, match="unknown model"):
+        recipe_for(100, {**HERE, "model.name": "resnet"})
+
+
+def test_defaults_are_filled_in_once() -> None:
+    recipe = recipe_for(50_000, HERE)
+    assert with_defaults(recipe, 1_000_000) == recipe
+
+
+def test_the_table_needs_no_torch() -> None:
+    program = "import sys, vitpar.training.recipe.defaults; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], env=clean_environment(), check=False).returncode == 0

@@ -1,0 +1,217 @@
+"""Recipes of strangers: whatever they claim is refused at once, in a sentence that stays short."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.command_line import refusal
+from vitpar.data import EvalTransform, parse_policy
+from vitpar.errors import RecipeError, StrategyError, UserError
+from vitpar.files import parse_toml
+from vitpar.limits import MAX_ALTERNATIVES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
+from vitpar.training.input import transforms
+from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+
+pytestmark = pytest.mark.timeout(20)
+NINES = "9" * 5_000
+
+
+def read(path: Path | None, *assignments: str) -> Recipe:
+    return read_recipe(path, {"data.path": "here", "train.steps": 1}, assignments)
+
+
+def refused(path: Path | None, message: str, *assignments: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        read(path, *assignments)
+    said = str(caught.value)
+    assert len(said) < 2 * MAX_QUOTED_CHARS + 400 and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a." * 100_000 + "a = 1", "not valid TOML: a key has 100,000 dots, and at most 8 are read"),
+        ("[" + "a." * 100_000 + "a]", "not valid TOML: a key has 100,000 dots"),
+        ("[[" + "a . " * 50_000 + "a]]", "not valid TOML: a key has 50,000 dots"),
+        ("a = {" + "b." * 100_000 + "b = 1}", "not valid TOML: a key has 100,000 dots"),
+        ('a = 1 # "\nb' + ".b" * 100_000 + " = 1", "not valid TOML: a key has 100,000 dots"),
+        ('a = """x""""\nb' + ".b" * 100_000 + " = 1", "not valid TOML: a key has 100,000 dots"),
+        ('a = "\\""\nb' + ".b" * 100_000 + " = 1", "not valid TOML: a key has 100,000 dots"),
+        ('"x"' + '."."' * 50_000 + " = 1", "not valid TOML: a key has 50,000 dots"),
+        ("a = " + "[" * 200_000, "not valid TOML: it is nested too deeply"),
+        ("a = " + "{a = " * 40_000, "not valid TOML: it is nested too deeply"),
+        (f"[train]\nsteps = {NINES}", "not valid TOML: Exceeds the limit"),
+        ("#" * (MAX_TOML_BYTES + 1), "it has more than 262,144 bytes"),
+        ("x" * 200_000 + " = 1", "unknown recipe key 'x{198}…'"),
+        ("[model]\n" + "x" * 200_000 + " = 1", "unknown recipe key 'model.x+…'"),
+        ("[model]\n" + "\n".join(f"k{index} = 1" for index in range(20_000)), "unknown recipe key 'model.k0'"),
+        ("\n".join(f"[k{index}]" for index in range(20_000)), "unknown recipe key 'k0'"),
+        ("model = 3", "recipe key 'model' is 3"),
+    ],
+)
+def test_files_that_claim_too_much(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    refused(path, message)
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    refused(Path("/dev/zero"), "cannot be read: it is not a regular file")
+    refused(tmp_path, "cannot be read: it is a folder")
+    refused(tmp_path / ("x" * 5_000), "cannot be read: File name too long")
+    os.mkfifo(path)
+    refused(path, "cannot be read: it is not a regular file")
+
+
+def test_dots_outside_of_keys() -> None:
+    url = "https://" + "a." * 1_000 + "org"
+    texts = {"basic": f'"{url}"', "literal": f"'{url}'", "long": f'"""\n{url}"""', "raw": f"'''{url}'''"}
+    for text in texts.values():
+        assert parse_toml(f"# {url}\nx.y = {text} # {url}\nz = [0.5, 1.5, {text}]")["x"]["y"] == url
+    assert parse_toml("x = [" + "0.5, " * 1_000 + "]")["x"] == [0.5] * 1_000
+    assert parse_toml("a.b.c.d.e.f.g.h.i = 1")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.seed=" + "[" * 100_000, r"recipe key 'train.seed' is '\[+…"),
+        (f"train.seed={NINES}", "recipe key 'train.seed' is '9+…"),
+        ("train." + "a." * 60_000 + "b=1", "unknown recipe key 'train.a.*…'"),
+        ("a." * 60_000 + "b=1", "unknown recipe key 'a'"),
+        ("train.seed=1\n" + "a." * 60_000 + "b=1", r"recipe key 'train.seed' is '1"),
+        ("x" * 100_000, "'x{198}…' sets nothing"),
+        ("x" * 100_000 + "=1", "'x{198}…' names no setting"),
+    ],
+)
+def test_assignments_that_claim_too_much(assignment: str, message: str) -> None:
+    refused(None, message, assignment)
+
+
+def test_a_section_that_is_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("data = 3")
+    with pytest.raises(RecipeError, match="recipe key 'data' is 3: write a table"):
+        read_recipe(path, {"train.steps": 1}, ["stream.train=x"])
+
+
+ABSURD = "9" * 400
+SETTINGS = {
+    "data": ("shuffle_window", "shuffle_block", "workers"),
+    "stream": ("samples", "val_samples", "classes", "shuffle_buffer"),
+    "augment": ("repeats",),
+    "lr_schedule": ("warmup_steps", "warmup_epochs"),
+    "train": ("batch_size", "epochs", "steps", "seed", "eval_every", "log_every"),
+    "checkpoint": ("every_steps", "every_epochs", "every_samples", "every_minutes", "keep", "keep_every_steps"),
+    "faults": ("max_skipped", "hang_minutes"),
+    "loss_scale": ("growth_interval", "hysteresis", "initial_scale"),
+    "optimizer": ("ns_steps", "lr", "eps"),
+    "communication": ("prefetch", "bucket_cap_mb"),
+}
+
+
+@pytest.mark.parametrize("key", [f"{section}.{name}" for section, names in SETTINGS.items() for name in names])
+def test_numbers_that_no_setting_has(key: str) -> None:
+    with pytest.raises(RecipeError, match=rf"recipe key '{key}' is (9+…|inf): input should be") as caught:
+        read_recipe(None, {"train.steps": None if key == "train.epochs" else 1}, [f"{key}={ABSURD}"])
+    assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 100
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.batch_size=16777217", "is 16777217: input should be less than or equal to 16777216"),
+        ("data.workers=1000000000", "is 1000000000: input should be less than or equal to 1024"),
+        ("stream.shuffle_buffer=1000000000", "less than or equal to 1048576"),
+        ("augment.repeats=1000000000", "less than or equal to 16777216"),
+        ("faults.hang_minutes=1e300", "less than or equal to 1000000"),
+        ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
+        ("data.mean=" + "[" * 50 + "]" * 50, "recipe key 'data.mean"),
+        ("parallel.otherwise=[" + "'dp1'," * 20_000 + "]", f"'parallel.otherwise' is .*…: .*{MAX_ALTERNATIVES} items"),
+        ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
+    ],
+)
+def test_settings_that_would_take_all_there_is(assignment: str, message: str) -> None:
+    refused(None, message, assignment)
+
+
+def test_long_runs_are_fine() -> None:
+    assert read_recipe(None, {"data.path": "here"}, [f"train.steps={10**15}"]).total_steps(10) == 10**15
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("parallel.mesh=dp999999999", "is 999999999: use 1 to 65,536"),
+        ("parallel.mesh=" + "dp2x" * 25_000, "has 100,000 characters: write at most 65,536"),
+        ("parallel.virtual_stages=999999999", "virtual_stages is 999999999: use 1 to 1,024"),
+        ("parallel.microbatches=999999999", "microbatches is 999999999: use 1 to 16,777,216"),
+        ("parallel.split=[" + "1," * 20_000 + "]", "split is for 20,000 stages"),
+        ("parallel.split=" + "x" * 100_000, "unknown split 'x{198}…'"),
+        ("parallel.schedule=" + "x" * 100_000, "unknown schedule 'x{198}…'"),
+    ],
+)
+def test_plans_that_claim_too_much(assignment: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message) as caught:
+        read(None, assignment).requested_plans()
+    assert len(str(caught.value)) < 3 * MAX_QUOTED_CHARS
+
+
+def test_strategies_that_do_not_fit_are_told_briefly() -> None:
+    layers = ",".join(f"{index}=dp2{'+ckpt' * (index % 2)}" for index in range(500))
+    otherwise = [f"pp1: {layers},*=dp2"] * MAX_ALTERNATIVES
+    recipe = read(None, f"parallel.mesh=pp1: {layers},*=dp2", f"parallel.otherwise={otherwise}")
+    with pytest.raises(StrategyError, match=r"neither parallel\.mesh nor any of parallel\.otherwise fits") as caught:
+        recipe.chosen(recipe.config(10), lambda plan: plan.resolve(3))
+    assert len(str(caught.value)) < (1 + MAX_ALTERNATIVES) * 4 * MAX_QUOTED_CHARS
+
+
+# augmentation
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("rand-m9-n999999999", "n is above 64"),
+        ("rand-m9-n999999999999", "it has 'n999999999999'"),
+        ("rand-n65", "n is above 64"),
+        (f"rand-m{NINES}", "it has 'm9+…'"),
+        (f"rand-mstd{NINES}", "it has 'mstd9+…'"),
+        ("rand-m11", "m is above 10"),
+        ("rand-inc2", "inc 0 or 1"),
+        ("rand-m²", "it has 'm²'"),
+        ("rand-" + "q" * 10**6, "it has 'q{198}…'"),
+        ("q" * 10**6, "there is no 'q{198}…'"),
+        ("rand" + "-m1" * 10**5, "it has 'm1'"),
+    ],
+)
+def test_policies_that_claim_too_much(policy: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        parse_policy(policy)
+    assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 400
+
+
+def test_the_longest_policy_is_read() -> None:
+    assert parse_policy("rand-m9-n64-mstd101-p1-inc1")
+
+
+def test_images_are_not_enlarged_without_end() -> None:
+    with pytest.raises(RecipeError, match="crop_pct 1e-05 makes images of 224 pixels larger than 16,384"):
+        transforms(read(None, "data.crop_pct=0.00001"), 224)
+    stripe = np.zeros((1, 65_535, 3), np.uint8)
+    assert EvalTransform(224)(stripe).shape == (3, 224, 224)
+    assert EvalTransform(224)(np.zeros((100, 4_000, 3), np.uint8)).shape == (3, 224, 224)
+
+
+def test_a_recipe_of_a_stranger_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.toml"
+    os.mkfifo(path)
+    for command in ("plan", "train", "bench", "check"):
+        assert "it is not a regular file" in refusal([command, "--recipe", str(path)], monkeypatch, capsys)
+    said = refusal(["plan", "--recipe", str(DEFAULT_RECIPE), "--set", "a." * 60_000 + "b=1"], monkeypatch, capsys)
+    assert len(said) < 2 * MAX_QUOTED_CHARS + 300

@@ -1,0 +1,125 @@
+"""`parallel.otherwise`: the plan that a recipe runs under where its own does not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.command_line import refusal
+from vitpar.errors import RecipeError, StrategyError
+from vitpar.strategy import parse, write_plan
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.plan_choice import Chosen
+
+MODEL = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
+
+
+def recipe(mesh: str, otherwise: list[str], **parallel: Any) -> Recipe:
+    """Of batches of 8 images, for a model of 4 blocks and 4 heads."""
+    options = {f"model.{key}": value for key, value in MODEL.items()} | {"data.path": "x", "train.steps": 1}
+    options |= {"train.batch_size": 8, "parallel.mesh": mesh, "parallel.otherwise": otherwise}
+    return read_recipe(None, options | {f"parallel.{key}": value for key, value in parallel.items()})
+
+
+def chosen(made: Recipe, ranks: int) -> Chosen:
+    return made.chosen(made.config(10), lambda plan: plan.resolve(ranks))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "otherwise", "ranks", "plan", "because"),
+    [
+        ("pp2xdp", ["fsdp"], 4, "pp2xdp2", None),
+        ("pp2xdp", ["fsdp"], 1, "dp1", "the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"),
+        ("dp", ["tp3xdp", "pp2xdp"], 6, None, None),
+        ("dp", ["tp2xdp"], 16, "tp2xdp8", "a batch of 8 images does not divide into the 16"),
+        ("pp8xdp", ["tp2xdp"], 8, "tp2xdp4", "pp8 makes 8 stages but vit_custom has 4 blocks"),
+        ("dp4", ["dp2", "dp1"], 1, "dp1", "'dp2' needs 2 ranks but the world has 1"),
+    ],
+)
+def test_the_first_that_fits_is_used_and_says_why(
+    mesh: str, otherwise: list[str], ranks: int, plan: str | None, because: str | None
+) -> None:
+    made = recipe(mesh, otherwise)
+    if plan is None:
+        with pytest.raises(StrategyError) as refused:
+            chosen(made, ranks)
+        assert str(refused.value).startswith(
+            "neither parallel.mesh nor any of parallel.otherwise fits: dp: a batch of 8"
+        )
+        assert "; tp3xdp: tp3 does not divide the 4 heads" in str(refused.value)
+        assert "; pp2xdp: a batch of 8" in str(refused.value)
+        return
+    found = chosen(made, ranks)
+    assert str(found.plan) == plan
+    if because is None:
+        assert found.because is None
+    else:
+        assert found.because is not None and found.because.startswith(f"the plan is '{plan}', since ")
+        assert because in found.because
+
+
+def test_one_plan_alone_is_refused_with_its_own_sentence() -> None:
+    with pytest.raises(StrategyError, match=r"^the degrees given in 'pp2xdp' multiply to 2"):
+        chosen(recipe("pp2xdp", []), 3)
+
+
+def test_what_is_for_pipelines_is_for_those_that_are_one() -> None:
+    made = recipe("pp4xdp", ["pp2xdp", "dp"], schedule="interleaved1f1b", virtual_stages=2, microbatches=4)
+    pipeline, alone = chosen(made, 2).plan, chosen(made, 1).plan
+    assert (str(pipeline), pipeline.schedule, pipeline.virtual_stages) == ("pp2", "interleaved1f1b", 2)
+    assert (str(alone), alone.schedule, alone.virtual_stages) == ("dp1", "1f1b", 1)
+    assert pipeline.microbatches == alone.microbatches == 4
+
+
+def test_micro_batches_that_no_longer_divide_are_a_reason() -> None:
+    found = chosen(recipe("dp", ["tp2xdp"], microbatches=4), 4)
+    assert str(found.plan) == "tp2xdp2" and found.because is not None and "micro-batches" in found.because
+
+
+def test_communication_settings_are_for_the_plans_that_use_them() -> None:
+    made = recipe("fsdp4", ["dp"])
+    made = made.model_copy(update={"communication": made.communication.model_copy(update={"prefetch": 2})})
+    assert made.communication.used_by(chosen(made, 4).plan, "fp32").prefetch == 2
+    assert made.communication.used_by(chosen(made, 2).plan, "fp32").prefetch is None
+    first = made.model_copy(update={"parallel": made.parallel.model_copy(update={"mesh": "dp2"})})
+    with pytest.raises(StrategyError, match=r"communication\.prefetch is 2, which does nothing under 'dp2'"):
+        first.plan(first.config(10))
+
+
+def test_a_plan_of_a_file_may_stand_before_others(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan.json", parse("tp2xdp2"))
+    made = recipe(str(tmp_path / "plan.json"), ["dp"])
+    (tmp_path / "recipe.toml").write_text(made.to_toml())
+    again = read_recipe(tmp_path / "recipe.toml")
+    assert [str(chosen(again, ranks).plan) for ranks in (4, 2)] == ["tp2xdp2", "dp2"]
+    with pytest.raises(RecipeError, match="is a whole plan: leave out the other settings"):
+        recipe(str(tmp_path / "plan.json"), ["dp"], microbatches=2).requested_plans()
+
+
+def test_a_wrong_alternative_is_refused_before_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "dp2", "--world-size", "2", "--batch-size", "8", "--set"]
+    assert "unknown role 'zp'" in refusal([*words, 'parallel.otherwise=["zp"]'], monkeypatch, capsys)
+    assert "'parallel.otherwise' is 'dp1'" in refusal([*words, "parallel.otherwise=dp1"], monkeypatch, capsys)
+
+
+def test_the_ranks_of_a_world_that_the_program_started_choose_as_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It started as many as the chosen plan has, for which another might fit."""
+    import torch
+
+    from vitpar_cli.world import resolve
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a world that another test is in
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    made = recipe("pp3xdp", ["pp2xdp1", "pp3"])
+    config = made.config(10)
+    first = made.chosen(config, lambda plan: resolve(plan, "cuda"))
+    assert str(first.plan) == "pp2"
+    worker = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "VITPAR_REPORTS": "x"}
+    for name, value in {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert made.chosen(config, lambda plan: resolve(plan, "cuda")) == first

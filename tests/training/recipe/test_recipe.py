@@ -1,0 +1,252 @@
+"""Recipes: where a value comes from, what replaces what, and the sentence for everything that is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.paths import ROOT
+from vitpar.errors import ModelError, RecipeError, StrategyError
+from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.toml"))
+SMALL = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 4
+heads = 2
+
+[data]
+path = "somewhere"
+
+[train]
+batch_size = 32
+epochs = 2
+seed = 5
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A small recipe."""
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_later_sources_win(file: Path) -> None:
+    assert read_recipe(file).train.seed == 5
+    assert read_recipe(file, {"train.seed": 6}).train.seed == 6
+    assert read_recipe(file, {"train.seed": 6}, ["train.seed=7"]).train.seed == 7
+    assert read_recipe(file, {}, ["train.seed=7", "train.seed=8"]).train.seed == 8
+    kept = read_recipe(file, {"train.seed": None, "train.batch_size": 16})
+    assert (kept.train.seed, kept.train.batch_size) == (5, 16)  # an option not given changes nothing
+    assert (kept.optimizer.name, kept.train.precision, kept.parallel.mesh) == ("adamw", "auto", "dp1")  # defaults
+
+
+def test_a_recipe_needs_no_file() -> None:
+    recipe = read_recipe(None, {"data.path": "here", "train.steps": 3})
+    assert recipe.model.name == "vit_small_patch16_224"
+    assert recipe.total_steps(1000) == 3
+
+
+@pytest.mark.parametrize(
+    ("assignment", "section", "name", "value"),
+    [
+        ("train.seed=3", "train", "seed", 3),
+        ("optimizer.lr = 3e-4", "optimizer", "lr", 3e-4),
+        ("optimizer.name=sgd", "optimizer", "name", "sgd"),
+        ('optimizer.name="sgd"', "optimizer", "name", "sgd"),
+        ("optimizer.betas=[0.8, 0.9]", "optimizer", "betas", (0.8, 0.9)),
+        ("train.compile=true", "train", "compile", True),
+        ("parallel.split=[1, 3]", "parallel", "split", (1, 3)),
+        ("parallel.mesh=pp2xtp2", "parallel", "mesh", "pp2xtp2"),
+        ("data.path=a=b", "data", "path", "a=b"),
+    ],
+)
+def test_assignments_are_toml_or_text(file: Path, assignment: str, section: str, name: str, value: Any) -> None:
+    assert getattr(getattr(read_recipe(file, {}, [assignment]), section), name) == value
+
+
+ALTERNATIVES = [
+    ("train", {"epochs": 2}, {"steps": 9}),
+    ("lr_schedule", {"warmup_epochs": 2}, {"warmup_steps": 9}),
+    ("parallel", {"microbatches": 2}, {"microbatch_size": 9}),
+]
+
+
+@pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_later_alternative_replaces_the_earlier(section: str, one: dict, other: dict, turned: bool) -> None:
+    first, second = (other, one) if turned else (one, other)
+    ((old, before),), ((new, after),) = first.items(), second.items()
+    base = {"data.path": "x"} | ({} if section == "train" else {"train.steps": 1})
+    recipe = read_recipe(None, {**base, f"{section}.{old}": before}, [f"{section}.{new}={after}"])
+    settings = getattr(recipe, section)
+    assert (getattr(settings, old), getattr(settings, new)) == (None, after)
+
+
+@pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
+def test_both_alternatives_in_one_file_are_refused(section: str, one: dict, other: dict, tmp_path: Path) -> None:
+    lines = "\n".join(f"{name} = {value}" for name, value in {**one, **other}.items())
+    names = " and ".join(f"{section}.{name}" for name in (*one, *other))
+    with pytest.raises(RecipeError, match=f"both {names} are given: keep one"):
+        read_recipe(written(tmp_path, f'[data]\npath = "x"\n[{section}]\n{lines}'))
+
+
+def test_a_model_named_later_brings_its_own_sizes(file: Path) -> None:
+    recipe = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}, ["model.drop_path=0.2"])
+    config = recipe.config(10)
+    assert (config.width, config.depth, config.image_size, config.drop_path) == (192, 12, 32, 0.2)
+    assert read_recipe(file, {}, ["model.name=vit_tiny_patch4_32"]).config(10) == config.__class__(
+        **{**config.__dict__, "drop_path": 0.0}
+    )
+    assert read_recipe(file, {}, ["model.depth=6"]).config(10).depth == 6  # sizes alone change the file's model
+
+
+def test_what_the_name_of_a_model_does_not_decide_stays(tmp_path: Path) -> None:
+    text = '[model]\nname = "vit_tiny_patch4_32"\nwidth = 96\npool = "avg"\ndrop_path = 0.1\n[data]\npath = "x"\n'
+    file = written(tmp_path, text + "[train]\nsteps = 1\n")
+    config = read_recipe(file, {"model.name": "vit_base_patch16_224"}).config(10)
+    assert (config.width, config.pool, config.drop_path) == (768, "avg", 0.1)
+    same = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}).config(10)
+    assert same == read_recipe(file).config(10) and same.width == 96
+
+
+@pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
+def test_both_alternatives_as_options_are_refused(section: str, one: dict, other: dict) -> None:
+    given = {f"{section}.{key}": value for key, value in {**one, **other}.items()}
+    with pytest.raises(RecipeError, match="are given: keep one"):
+        read_recipe(None, {"data.path": "x", "train.steps": 1, **given})
+    with pytest.raises(RecipeError, match="are given: keep one"):
+        read_recipe(None, {"data.path": "x"}, [f"{key}={value}" for key, value in given.items()])
+
+
+def test_settings_beside_a_whole_plan_are_refused_even_at_their_defaults(tmp_path: Path) -> None:
+    base = {"data.path": "x", "train.steps": 1, "parallel.mesh": "plan.json"}
+    recipe = read_recipe(None, base)
+    again = read_recipe(written(tmp_path, recipe.to_toml()))
+    assert again == recipe and again.parallel.model_fields_set == {"mesh"}
+    with pytest.raises(RecipeError, match=r"'plan\.json' is a whole plan"):
+        read_recipe(None, {**base, "parallel.schedule": "1f1b"}).requested_plans()
+
+
+REFUSED = [
+    (["train.sed=1"], r"unknown recipe key 'train.sed' \(did you mean 'train.seed'\?\)"),
+    (["optimzer.lr=1"], r"unknown recipe key 'optimzer' \(did you mean 'optimizer'\?\)"),
+    (["optimizer.betas=[0.9,1.5]"], r"recipe key 'optimizer.betas.1' is 1.5: input should be less than 1"),
+    (["optimizer.momentum=0.9"], r"optimizer.momentum is 0.9, which adamw does not use: leave it out"),
+    (["optimizer.name=sgd", "optimizer.eps=0.1"], r"optimizer.eps is 0.1, which sgd does not use: leave it out"),
+    (["lr_schedule.min_lr=5.0"], r"lr_schedule.min_lr 5.0 is above optimizer.lr"),
+    (["train.lr=1"], r"unknown recipe key 'train.lr' \(did you mean 'optimizer.lr'\?\)"),
+    (["trian.seed=1"], r"unknown recipe key 'trian' \(did you mean 'train'\?\)"),
+    (["banana.split=1"], r"unknown recipe key 'banana'.*sections are model, data, augment"),
+    (["train.batch_size=many"], "recipe key 'train.batch_size' is 'many': input should be a valid integer"),
+    (["train.batch_size=0"], "recipe key 'train.batch_size' is 0: input should be greater than or equal to 1"),
+    (
+        ["train.precision=fp4"],
+        "'train.precision' is 'fp4': input should be 'auto', 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'",
+    ),
+    (["optimizer.lr=-1"], "recipe key 'optimizer.lr' is -1: input should be greater than 0"),
+    (["data.bad_sample=ignore"], "recipe key 'data.bad_sample' is 'ignore': input should be 'fail' or 'skip'"),
+    (["train.seed"], "'train.seed' sets nothing: write --set section.key=value"),
+    (["=3"], "'=3' sets nothing"),
+    (["seed=3"], "'seed' names no setting: use section.key, as in train.seed"),
+    (["train=3"], "'train' names no setting"),
+]
+
+
+@pytest.mark.parametrize(("assignments", "message"), REFUSED, ids=str)
+def test_wrong_settings_get_a_sentence(file: Path, assignments: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        read_recipe(file, {}, assignments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_section_that_is_no_section(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="recipe key 'train' is 3"):
+        read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'))
+    with pytest.raises(RecipeError, match=r"recipe key 'train' is 3: write a table"):
+        read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'), {"train.seed": 1})
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"there is no recipe '.*gone\.toml'"):
+        read_recipe(tmp_path / "gone.toml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_recipe(tmp_path)
+    with pytest.raises(RecipeError, match=r"is not valid TOML: .*line 1"):
+        read_recipe(written(tmp_path, "[train\nseed = 1"))
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="is not valid TOML"):
+        read_recipe(binary)
+
+
+def test_what_a_recipe_must_say() -> None:
+    with pytest.raises(RecipeError, match=r"says neither train\.epochs nor train\.steps: give --epochs N or --steps N"):
+        read_recipe(None, {"data.path": "x"})
+    with pytest.raises(RecipeError, match=r"lacks 'data\.path': name a folder made by .* with --data DIR"):
+        read_recipe(None, {"train.steps": 1})
+
+
+def test_steps_and_warm_up() -> None:
+    base = {"data.path": "x", "train.batch_size": 64}
+    by_epochs = read_recipe(None, {**base, "train.epochs": 2.5, "lr_schedule.warmup_epochs": 0.5})
+    assert by_epochs.total_steps(1000) == 40  # 39.06 rounded up: the epochs are covered
+    assert by_epochs.warmup_steps(1000) == 8
+    assert read_recipe(None, {**base, "train.steps": 7, "lr_schedule.warmup_steps": 3}).warmup_steps(1000) == 3
+    assert read_recipe(None, {**base, "train.steps": 7}).warmup_steps(1000) == 0
+
+
+def test_toml_round_trip(file: Path, tmp_path: Path) -> None:
+    sections = {"parallel.split": (1, 3), "optimizer.betas": (0.5, 0.75), "train.ema_decay": 0.5, "model.qk_norm": True}
+    recipe = read_recipe(file, sections)
+    assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
+    never_clipping = read_recipe(file, {"train.clip_grad_norm": 0})  # TOML knows no null, so 0 stands for none
+    assert read_recipe(written(tmp_path, never_clipping.to_toml())) == never_clipping
+
+
+@pytest.mark.parametrize("path", [DEFAULT_RECIPE, *EXPERIMENTS], ids=lambda path: path.name)
+def test_shipped_recipes_can_be_used(path: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(path)
+    config = recipe.config(10)
+    assert recipe.plan(config).world_size >= 1
+    assert 0 <= recipe.warmup_steps(1_281_167) < recipe.total_steps(1_281_167)
+    assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize("name", ["digits.toml", "cifar10.toml"])
+def test_shipped_recipes_evaluate_small_images_as_they_are(name: str) -> None:
+    """The default would enlarge them and crop their edges."""
+    assert [read_recipe(path).data.crop_pct for path in EXPERIMENTS if path.name == name] == [1.0]
+    assert read_recipe(DEFAULT_RECIPE).data.crop_pct == 1.0
+
+
+def test_plan_and_model_of_a_recipe_are_checked(file: Path) -> None:
+    plan = read_recipe(file, {"parallel.mesh": "pp2xtp2", "parallel.microbatch_size": 4})
+    assert plan.plan(plan.config(3)).microbatches == 8
+    for key, value, error in (
+        ("parallel.mesh", "tp3", StrategyError),
+        ("parallel.schedule", "zigzag", StrategyError),
+        ("model.heads", 5, ModelError),
+    ):
+        with pytest.raises(error):
+            recipe = read_recipe(file, {key: value})
+            recipe.plan(recipe.config(3))
+
+
+def test_recipes_cannot_be_changed_by_accident(file: Path) -> None:
+    recipe: Any = read_recipe(file)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.seed = 3
+    assert isinstance(recipe, Recipe)

@@ -1,0 +1,137 @@
+"""From plan to plan: any plan reads what any other wrote, and a run goes on as if it had never stopped."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import LAYERWISE, PLANS, STEPS, assembled, recipe_of, rows, train, trainer_of
+from vitpar.strategy import parse
+from vitpar.training.recipe import Recipe
+from vitpar.training.trainer import Trainer
+
+OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {"name": "adamw"},
+    {"name": "muon", "momentum": 0.9},
+    {"name": "sgd", "momentum": 0.9},
+    {"name": "lamb"},
+)
+RANDOM = {"model.dropout": 0.1, "model.drop_path": 0.1, "augment.mixup": 0.8, "augment.policy": "3a"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def compared(trainer: Trainer, checkpoint: Path) -> tuple[list[str], list[str]]:
+    """The names of this rank's tensors, and of those that are not this rank's parts of what the files hold."""
+    files, names, wrong = assembled(checkpoint), [], []
+    for name, tensor in trainer.state.tensors().items():
+        mine, whole = tensor, files[name]
+        if isinstance(tensor, DTensor):
+            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            mine = tensor.to_local()
+        names.append(name)
+        if not torch.equal(mine, whole):
+            wrong.append(name)
+    return names, wrong
+
+
+# from plan to plan
+
+
+def written(device: torch.device, recipe: Recipe, run_dir: Path) -> tuple[list[str], list[str]]:
+    """Train and save; what `compared` says of it."""
+    trainer = trainer_of(recipe, run_dir)
+    trainer.total_steps = STEPS
+    trainer.run()
+    return compared(trainer, trainer.saver.checkpoints.path(STEPS))
+
+
+def moved(device: torch.device, recipe: Recipe, run_dir: Path, checkpoint: Path) -> tuple[list[str], list[str]]:
+    """Go on from `checkpoint` to the end; what `compared` says before any further step."""
+    trainer = trainer_of(recipe, run_dir, resume=checkpoint)
+    found = compared(trainer, checkpoint)
+    trainer.run()
+    return found
+
+
+def check_move(
+    writes: str, reads: str, settings: dict[str, Any], data: Path, folder: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """What `writes` saves is what `reads` loads, bit for bit, and both go on with the same losses."""
+    first, second = (recipe_of(data, mesh, **settings) for mesh in (writes, reads))
+    if not (folder / "first").exists():
+        found = ranks(parse(writes).world_size).run(written, first, folder / "first")
+        assert {name for _, wrong in found for name in wrong} == set()
+        ranks(parse(writes).world_size).run(train, first, folder / "stayed", resume=folder / "first")
+    checkpoint = folder / "first" / "checkpoints" / f"step_{STEPS}"
+    found = ranks(parse(reads).world_size).run(moved, second, folder / "moved", checkpoint)
+    assert {name for _, wrong in found for name in wrong} == set()
+    assert {name for names, _ in found for name in names} == set(assembled(checkpoint)), "something was not read"
+    stayed, gone = rows(folder / "stayed"), rows(folder / "moved")
+    assert [row["step"] for row in stayed] == list(range(STEPS + 1, 2 * STEPS + 1)) == [row["step"] for row in gone]
+    for one, other in zip(stayed, gone, strict=True):
+        assert other["samples"] == one["samples"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    shutil.rmtree(folder / "moved")
+
+
+CIRCLE = ["dp1", "fsdp3", "pp2xtp2xdp2", "dp4+zero2", LAYERWISE, "tp2xdp2+sp"]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.slow] * (number > 2), id=f"{mesh} to next")
+        for number, mesh in enumerate(CIRCLE)
+    ],
+)
+def test_each_plan_reads_what_another_wrote(
+    number: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
+    settings = {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": 1e-3}
+    check_move(CIRCLE[number], CIRCLE[(number + 1) % len(CIRCLE)], settings, data, tmp_path, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("writes", PLANS)
+def test_every_plan_reads_what_every_plan_wrote(
+    writes: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    for reads in PLANS:
+        check_move(writes, reads, {}, data, tmp_path, ranks)
+
+
+# the same plan
+
+
+@pytest.mark.parametrize(("mesh", "precision"), [("pp2xtp2", "fp32"), ("fsdp2", "fp16"), ("dp1", "bf16")])
+def test_a_run_that_stopped_goes_on_to_the_last_bit(
+    mesh: str, precision: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    # a first loss scale that overflows, so that the scaler has something to remember
+    scale = {"loss_scale.initial_scale": 2.0**24, "loss_scale.hysteresis": 1} if precision == "fp16" else {}
+    settings = {**RANDOM, **scale, "train.precision": precision, "train.eval_every": STEPS}
+    pool, recipe = ranks(parse(mesh).world_size), recipe_of(data, mesh, **settings)
+    pool.run(train, recipe, tmp_path / "through")
+    shutil.copytree(tmp_path / "through", tmp_path / "stopped")
+    stopped = tmp_path / "stopped"
+    shutil.rmtree(stopped / "checkpoints" / f"step_{2 * STEPS}")
+    shutil.rmtree(stopped / "weights")
+    pool.run(train, recipe, stopped, resume=stopped)
+    for kind in ("train", "eval"):
+        assert rows(stopped, kind) == rows(tmp_path / "through", kind)
+    last = f"checkpoints/step_{2 * STEPS}"
+    one, other = (assembled(run / last) for run in (tmp_path / "through", stopped))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

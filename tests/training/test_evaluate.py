@@ -1,0 +1,161 @@
+"""Evaluation: exact under every plan with a tail that divides by nothing, and without a trace in the training."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.ranks import RankPool
+from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
+from vitpar import ViTConfig, model_config, parse, validate
+from vitpar.data import EvalTransform, Normalize, ShardSet, Skipped
+from vitpar.data.images import decode
+from vitpar.errors import DataError
+from vitpar.models.initial import initialise
+from vitpar.models.vit import ViT
+from vitpar.parallel import parallelize
+from vitpar.training.evaluate import Evaluation, evaluate
+from vitpar.training.input import Input
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.recipe import OptimizerSection, read_recipe
+
+BATCH = 8  # 17 images: two whole batches and one image, so that the second of two ranks sees padding alone
+INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("dp1", {}),
+    ("dp1", {"microbatches": 4}),
+    ("dp2", {}),
+    ("fsdp2", {}),
+    ("tp2", {}),
+    ("pp2", {}),
+    ("pp2", INTERLEAVED),
+    ("pp2xdp2", {"microbatches": 2}),
+]
+
+SEED = 1
+"""Initial parameters that are right about some image of each split, with every version of torch."""
+
+
+def config_of() -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "dropout": 0.2}
+    return model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
+
+
+def built(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], bad_sample: str) -> tuple[Any, Input]:
+    config = config_of()
+    plan = validate(replace(parse(mesh), **fields), config, BATCH)
+    model = parallelize(config, plan, batch_size=BATCH, device=device, seed=SEED)
+    options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
+    return model, Input(read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH}), model)
+
+
+def evaluated(
+    device: torch.device, data: Path, split: str, mesh: str, fields: dict[str, Any], bad_sample: str = "fail"
+) -> Evaluation:
+    """The evaluation of the initial parameters; runs on every rank."""
+    model, source = built(device, data, mesh, fields, bad_sample)
+    return evaluate(model, source, ShardSet.open(data, split))
+
+
+def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation:
+    """One image after another through the plain model; without: samples to leave out, by name."""
+    config = config_of()
+    model = ViT(config).eval()
+    initialise(model, SEED, config)
+    shards = ShardSet.open(data, split)
+    prepare, normalize = EvalTransform(8, crop_pct=1.0), Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    samples = top1 = top5 = 0
+    loss = 0.0
+    for i in range(len(shards)):
+        if shards.name(i) in without:
+            continue
+        with torch.no_grad():
+            logits = model(normalize(prepare(decode(shards.read(i)))[None]))[0].double()
+        label = shards.label(i)
+        better = int((logits > logits[label]).sum())
+        samples, top1, top5 = samples + 1, top1 + (better < 1), top5 + (better < 5)
+        loss += float(logits.exp().sum().log() - logits[label])
+    return Evaluation(samples, loss / samples, top1 / samples, top5 / samples, Skipped(len(without)))
+
+
+def same(result: Evaluation, expected: Evaluation) -> bool:
+    """Counts exactly, the loss up to the order of its sums."""
+    counts = [replace(r, loss=0, skipped=Skipped(r.skipped.times)) for r in (result, expected)]
+    return counts[0] == counts[1] and result.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_small(tmp_path_factory.mktemp("small"))
+
+
+@pytest.mark.parametrize(("mesh", "fields"), PLANS, ids=str)
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_evaluation_equals_one_by_hand(
+    split: str, mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    expected = by_hand(data, split)
+    assert expected.samples == (VAL if split == "val" else TRAIN * CLASSES)
+    assert 0 < expected.top1 < expected.top5 < 1
+    results = ranks(parse(mesh).world_size).run(evaluated, data, split, mesh, fields)
+    assert all(same(result, expected) for result in results), (results, expected)
+    assert len(set(results)) == 1, "ranks disagree"
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """Data with two bad validation images, one of them the tail, and their names."""
+    folder = pack_small(tmp_path_factory.mktemp("damaged"))
+    return folder, (damage(folder, "val", 3), damage(folder, "val", VAL - 1))
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2", "pp2", "pp2xdp2"])
+def test_bad_images_are_left_out_everywhere(
+    mesh: str, damaged: tuple[Path, tuple[str, ...]], ranks: Callable[[int], RankPool]
+) -> None:
+    folder, names = damaged
+    expected = by_hand(folder, "val", without=names)
+    assert expected.samples == VAL - 2
+    for result in ranks(parse(mesh).world_size).run(evaluated, folder, "val", mesh, {}, "skip"):
+        assert same(result, expected), (result, expected)
+        assert result.warning is not None and all(name in result.warning for name in names)
+
+
+def test_nothing_but_bad_images(tmp_path: Path, alone: None) -> None:
+    folder = pack_small(tmp_path)
+    for sample in range(VAL):
+        damage(folder, "val", sample)
+    with pytest.raises(DataError, match=f"none of the {VAL} images of .* could be read"):
+        evaluated(torch.device("cpu"), folder, "val", "dp1", {}, "skip")
+
+
+def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], between: bool) -> list[str]:
+    """Losses, gradients and parameters of three steps, `between` with evaluations after the first two, as fingerprints;
+    runs on every rank."""
+    model, source = built(device, data, mesh, fields, "fail")
+    shards, val = ShardSet.open(data, "train"), ShardSet.open(data, "val")
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(lr=0.01))
+    seen = []
+    for step, batch in zip(range(3), source.train_batches(shards), strict=False):
+        loss = model.forward_backward(source.images(batch), source.labels(batch), batch.keys)
+        gradients = optimizer.gradients()
+        tensors = [loss, *(getattr(g, "_local_tensor", g) for g in gradients.values())]
+        seen += [hashlib.blake2b(tensor.numpy().tobytes(), digest_size=6).hexdigest() for tensor in tensors]
+        optimizer.step(0.01)
+        if between and step < 2:
+            assert evaluate(model, source, val).samples == VAL
+    return seen
+
+
+@pytest.mark.parametrize(("mesh", "fields"), [p for p in PLANS if p != ("dp1", {})], ids=str)
+def test_evaluation_leaves_no_trace(
+    mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    pool = ranks(parse(mesh).world_size)
+    with_evaluation, without = (pool.run(trained, data, mesh, fields, between) for between in (True, False))
+    assert with_evaluation == without
+    assert len(set(without[-1])) > 3

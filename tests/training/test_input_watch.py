@@ -1,0 +1,68 @@
+"""The word about input that is too slow, and the picture of what training sees."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from helpers.tiny_images import write_tree
+from vitpar.data import pack
+from vitpar.training.input import decoding_threads
+from vitpar.training.input_watch import STEPS, InputWatch
+from vitpar.training.recipe import Recipe
+from vitpar_cli.data import app
+
+
+def rows(first: int, count: int, data: float) -> list[dict]:
+    return [{"step": step, "data_ms": data, "step_ms": 100.0} for step in range(first, first + count)]
+
+
+def test_slow_input_is_said_once_with_a_remedy() -> None:
+    watch = InputWatch(workers=2, cores=8)
+    assert watch.look([{"step": 1, "data_ms": 9000.0, "step_ms": 9000.0}, *rows(2, STEPS - 1, 40)]) is None
+    words = watch.look(rows(STEPS + 1, 5, 40))
+    assert words == (
+        "training waits for images 40% of the time: raise data.workers (it is 2, and a rank has 8 cores here)"
+    )
+    assert watch.look(rows(90, 50, 90)) is None
+    words = InputWatch(8, 8).look(rows(2, STEPS, 50))
+    assert words is not None and "8 decoding threads on 8 cores" in words and "--short-side" in words
+
+
+def test_fast_input_is_not() -> None:
+    assert InputWatch(2, 8).look(rows(1, 500, 10)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "threads"),
+    [("cuda", 16, 1, 15), ("cuda", 192, 8, 16), ("cuda", 2, 2, 1), ("cpu", 16, 1, 2), ("cpu", 2, 8, 1)],
+)
+def test_decoding_threads_follow_the_cores_of_a_rank(
+    device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitpar.launch.cores.cpu_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "steps": 1}})
+    assert decoding_threads(recipe, device) == threads
+    assert "workers" not in recipe.to_toml()
+    named = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 0})})
+    assert decoding_threads(named, device) == 0
+
+
+def test_the_preview_shows_samples_and_what_becomes_of_them(tmp_path: Path) -> None:
+    write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed")
+    recipe = ["--set", "model.image_size=8", "--set", "model.patch_size=4"]
+    for number, more in enumerate(([], ["--set", "augment.policy=rand-p1"], ["--set", "augment.mixup=1.0"])):
+        path = tmp_path / f"{number}.png"
+        words = ["info", str(tmp_path / "packed"), "--preview", str(path), *recipe, *more]
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0 and "bee" in done.output
+    sheets = [np.asarray(Image.open(tmp_path / f"{number}.png")).astype(int) for number in range(3)]
+    assert sheets[0].shape == sheets[1].shape and sheets[0].shape[1] == 8 * 68 + 4
+    first, others = np.s_[:, :68], np.s_[:, 68:]
+    for sheet in sheets[1:]:
+        assert np.array_equal(sheets[0][first], sheet[first])
+        assert np.abs(sheets[0][others] - sheet[others]).max() > 50

@@ -1,0 +1,87 @@
+"""A whole run against a plain loop: rates, clipping, averages, evaluation and the weights that are left."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from helpers.run_folder import rows_of
+from helpers.small_data import pack_small
+from helpers.trained import CPU, recipe_of, train
+from vitpar.data import EvalLoader, EvalTransform, Normalize, Order, ShardSet, TrainLoader, TrainTransform
+from vitpar.models.initial import initialise
+from vitpar.models.vit import ViT
+from vitpar.training.recipe import Recipe
+
+SETTINGS: dict[str, Any] = {
+    **{"train.steps": 6, "train.batch_size": 12, "train.clip_grad_norm": 0.5, "train.label_smoothing": 0.1},
+    **{"train.ema_decay": 0.7, "train.seed": 3, "train.log_every": 1, "lr_schedule.warmup_steps": 2},
+    # eps: gradients of key biases are nothing but rounding, which a small one would turn into whole steps
+    **{"optimizer.lr": 0.01, "optimizer.weight_decay": 0.2, "optimizer.eps": 1e-3, "model.drop_path": 0.2},
+}
+RATES = [0.005, 0.01, *(0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4))]
+
+
+def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Tensor]]:
+    """Return loss, norm and rate of every step, the evaluation at the end, and the averaged parameters."""
+    config = recipe.config(7)
+    model = ViT(config)
+    initialise(model, 3, config)
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if name.endswith(".weight") and "norm" not in name]
+    rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
+    groups = [{"params": matrices, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps)
+    averages = {name: p.detach().clone() for name, p in named.items()}
+    settings, shards = recipe.data, ShardSet.open(data, "train")
+    normalize = Normalize(settings.mean, settings.std)
+    transform = TrainTransform(8, settings.crop_scale, settings.crop_ratio, settings.flip, settings.interpolation)
+    loader = iter(TrainLoader(shards, transform, order=Order(3, len(shards)), batch_size=12, workers=0))
+    steps = []
+    for rate in RATES:
+        batch = next(loader)
+        logits = model(normalize(batch.images), batch.keys)
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=0.1)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in named.items():
+            averages[name] = 0.7 * averages[name] + 0.3 * p.detach()
+        steps.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": rate})
+    loader.close()
+    model.load_state_dict(averages, strict=False)
+    val = ShardSet.open(data, "val")
+    (batch,) = EvalLoader(val, EvalTransform(8, settings.crop_pct), batch_size=len(val), workers=0)
+    with torch.no_grad():
+        logits = model.eval()(normalize(batch.images))
+    top1 = (logits.argmax(1) == batch.labels).double().mean().item()
+    return steps, {"loss": F.cross_entropy(logits, batch.labels).item(), "top1": top1}, averages
+
+
+def test_a_run_equals_a_loop_by_hand(tmp_path: Path, alone: None) -> None:
+    data = pack_small(tmp_path)
+    recipe = recipe_of(data, "dp1", **SETTINGS)
+    train(CPU, recipe, tmp_path / "run")
+    steps, evaluation, averages = by_hand(recipe, data)
+    rows = rows_of(tmp_path / "run")
+    assert min(step["grad_norm"] for step in steps) > 0.5, "nothing is clipped"
+    for row, step in zip(rows, steps, strict=True):
+        assert {name: row[name] for name in step} == pytest.approx(step, rel=1e-4), row["step"]
+    last = rows_of(tmp_path / "run", "eval")[-1]
+    assert {name: last[name] for name in evaluation} == pytest.approx(evaluation, rel=1e-4)
+    saved = {
+        name: tensor
+        for path in (tmp_path / "run" / "weights").glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    assert saved.keys() == averages.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, averages[name], atol=1e-5, rtol=1e-4)

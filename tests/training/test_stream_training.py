@@ -1,0 +1,261 @@
+"""Training on a stream: recipes, what every rank gets, evaluation that is exact, and the commands."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.command_line import Command, refusal
+from helpers.ranks import RankPool
+from helpers.run_folder import losses_of, rows_of
+from helpers.streamed_shards import brightness, served, write_shards
+from vitpar import model_config, parse, validate
+from vitpar.data import Labels, index
+from vitpar.errors import DataError, RecipeError
+from vitpar.models import IGNORED
+from vitpar.parallel import parallelize
+from vitpar.training.evaluate import Evaluation, evaluate
+from vitpar.training.input import Input, open_data
+from vitpar.training.recipe import Recipe, read_recipe
+
+CLASSES, BATCH = 4, 8
+TRAIN, VAL = (9, 4, 12, 7), (5, 12)
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 4
+heads = 2
+init = "moco"
+
+[data]
+workers = 1
+crop_pct = 1.0
+
+[stream]
+train = "{address}/train-{{0..3}}.tar"
+val = "{address}/val-{{0..1}}.tar"
+samples = 32
+val_samples = 17
+classes = 4
+shuffle_buffer = 16
+
+[optimizer]
+lr = 3e-3
+
+[train]
+steps = 24
+batch_size = 8
+log_every = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a recipe that streams the shards beside it from a web server; by its brightness an image shows its
+    class."""
+    folder = tmp_path_factory.mktemp("place")
+    assert (write_shards(folder, "train", TRAIN, CLASSES), write_shards(folder, "val", VAL, CLASSES)) == (32, 17)
+    with served(folder) as address:
+        (folder / "recipe.toml").write_text(RECIPE.format(address=address))
+        yield folder
+
+
+# recipes
+
+GIVEN = {"stream.train": "a-{0..3}.tar", "stream.val": "b.tar", "stream.samples": 9, "stream.val_samples": 2}
+GIVEN |= {"stream.classes": 2, "train.steps": 1}
+
+
+def test_a_streaming_recipe_is_whole_in_its_file(tmp_path: Path) -> None:
+    recipe = read_recipe(None, GIVEN | {"stream.train": ("a.tar", "c-{0..1}.tar"), "stream.label": "json:y"})
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    assert read_recipe(tmp_path / "recipe.toml") == recipe and recipe.data_name == "a.tar, c-{0..1}.tar"
+    train, val = open_data(recipe)
+    assert (len(train), len(val), train.num_classes) == (9, 2, 2)
+    assert (train.shards, train.labels) == (("a.tar", "c-0.tar", "c-1.tar"), Labels("json", "y"))  # type: ignore[union-attr]
+    assert "stream" not in read_recipe(None, {"data.path": "x", "train.steps": 1}).to_toml()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stream.val": None}, "the recipe lacks 'stream.val', without which nothing can be streamed"),
+        ({"stream.samples": None}, "the recipe lacks 'stream.samples'"),
+        ({"data.path": "x"}, "both data.path and stream.train are given: keep one"),
+        ({"augment.repeats": 2}, "augment.repeats is 2, which a stream cannot do: leave it out, or index the shards"),
+        ({"augment.mixup": 0.8}, "augment.mixup is 0.8, which a stream cannot do"),
+        ({"augment.cutmix": 1.0}, "augment.cutmix is 1.0, which a stream cannot do"),
+        ({"data.shuffle_window": 512}, "data.shuffle_window is 512, which a stream cannot do"),
+    ],
+    ids=str,
+)
+def test_what_a_stream_cannot_do_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(None, GIVEN | change)
+    assert str(caught.value).startswith(message)
+
+
+def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(read_recipe(None, GIVEN).to_toml())
+    packed = read_recipe(file, {"data.path": "x"})
+    assert packed.data.path == "x" and not packed.stream, "--data replaces the file's stream"
+    file.write_text('[data]\npath = "x"\n[stream]\nallow_pipe = true\n[train]\nsteps = 1')
+    with pytest.raises(RecipeError, match=r"both data\.path and stream\.allow_pipe are given: keep one"):
+        read_recipe(file)
+    file.write_text("[stream]\nallow_pipe = true\n[train]\nsteps = 1")
+    with pytest.raises(RecipeError, match=r"lacks 'stream\.train', without which nothing can be streamed"):
+        read_recipe(file)
+
+
+# what every rank gets
+
+
+def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2}
+    config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
+    model = parallelize(config, validate(parse(mesh), config, BATCH), batch_size=BATCH, device=device)
+    return model, Input(recipe, model)
+
+
+def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list[int], list[int]]]:
+    """Labels and keys of six steps; checks that this rank's images belong to the labels."""
+    model, source = built(device, recipe, mesh)
+    found = []
+    with torch.no_grad():
+        batches = iter(source.train_batches(open_data(recipe)[0]))
+        for _ in range(6):
+            images, labels, keys = source.train_step(next(batches))
+            assert (images is not None) == model.takes_images
+            if images is not None:
+                std, mean = torch.tensor(recipe.data.std), torch.tensor(recipe.data.mean)
+                seen = (images.mean((2, 3)) * std + mean).mean(1) * 255
+                said = [brightness(int(label), CLASSES) for label in labels[model.image_rows(BATCH)]]
+                assert seen.round().int().tolist() == said
+            found.append((labels.tolist(), keys.tolist()))
+        batches.close()
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2", "tp2", "pp2", "fsdp4", "tp2xdp2", "pp2xtp2", "tp4+2d", "dp4"])
+def test_all_ranks_agree_on_labels_that_belong_to_the_images(
+    mesh: str, place: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    recipe = read_recipe(place / "recipe.toml")
+    first, *others = ranks(parse(mesh).world_size).run(steps_of, recipe, mesh)
+    assert all(other == first for other in others)
+    assert all(label != IGNORED for labels, _ in first for label in labels)
+    keys = [key for _, keys in first for key in keys]
+    assert len(set(keys)) == 6 * BATCH and 0 not in keys
+
+
+def few(device: torch.device, recipe: Recipe, mesh: str) -> str:
+    _, source = built(device, recipe, mesh)
+    with pytest.raises(DataError) as caught:
+        source.train_batches(open_data(recipe)[0])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("dp2", 2), ("tp2", 2), ("pp2xdp2", 2), ("tp2xdp2", 4)])
+def test_fewer_shards_than_ranks_that_decode_are_refused_on_every_rank(
+    mesh: str, parts: int, place: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    recipe = read_recipe(place / "recipe.toml", {"stream.train": f"{place}/train-{{1..{parts - 1}}}.tar"})
+    for error in ranks(parse(mesh).world_size).run(few, recipe, mesh):
+        assert f"has {parts - 1} shard" in error and f"for the {parts} ranks that decode images, of which each" in error
+
+
+def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
+    model, source = built(device, recipe, mesh)
+    return evaluate(model, source, open_data(recipe)[1])
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2", "pp2", "tp2xdp2", "dp4"])
+def test_evaluation_is_that_of_the_indexed_shards(mesh: str, place: Path, ranks: Callable[[int], RankPool]) -> None:
+    """Also with four ranks that decode and two shards."""
+    if not (place / "dataset.json").exists():
+        index(place)
+    streaming = read_recipe(place / "recipe.toml")
+    indexed = read_recipe(place / "recipe.toml", {"data.path": str(place)})
+    (expected,) = ranks(1).run(evaluated, indexed, "dp1")
+    results = ranks(parse(mesh).world_size).run(evaluated, streaming, mesh)
+    assert len(set(results)) == 1 and expected.samples == results[0].samples == 17 and results[0].warning is None
+    assert results[0].loss == pytest.approx(expected.loss, rel=1e-5) and results[0].top1 == expected.top1
+
+
+def test_a_wrong_count_and_lost_shards_are_told(place: Path, alone: None) -> None:
+    lost = {"stream.val": f"{place}/val-{{0..2}}.tar"}
+    recipe = read_recipe(place / "recipe.toml", lost)
+    skipping = read_recipe(place / "recipe.toml", lost, ["data.bad_sample=skip"])
+    with pytest.raises(DataError, match=r"val-2.tar' cannot be opened: No such file or directory; restore it, or skip"):
+        evaluated(torch.device("cpu"), recipe, "dp1")
+    warning = evaluated(torch.device("cpu"), skipping, "dp1").warning
+    assert warning is not None and warning.startswith("1 shard skipped: shard '") and "gave" not in warning
+    counted = read_recipe(place / "recipe.toml", {"stream.val_samples": 20})
+    result = evaluated(torch.device("cpu"), counted, "dp1")
+    assert result.warning == "the stream gave 17 images, but the recipe says 20"
+
+
+# commands
+
+
+@pytest.fixture(scope="module")
+def run(place: Path, vitpar: Command) -> Path:
+    """The folder of a run over two ranks that streams from the web server."""
+    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "streamed")
+    assert done.returncode == 0, done.stderr
+    assert "train-{0..3}.tar: 32 to train on, 17 to validate with" in " ".join(done.stdout.split())
+    assert "vitpar eval --checkpoint streamed/weights\n" in done.stdout
+    return place / "streamed"
+
+
+def test_training_from_http_learns(run: Path) -> None:
+    losses = losses_of(run)
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+    assert [(row["samples"], row["top1"] > 0.5) for row in rows_of(run, "eval")][-1] == (17, True)
+    assert rows_of(run, "train")[-1]["epoch"] == 24 * 8 / 32
+
+
+def test_eval_repeats_the_last_evaluation_but_runs_no_command_that_came_with_the_weights(
+    place: Path,
+    run: Path,
+    vitpar: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint = run / "weights"
+    recipe = checkpoint / "recipe.toml"
+    text = recipe.read_text()
+    command = f"pipe:touch {place}/pwned; cat {place}/val-{{0..1}}.tar"
+    settings = {"stream.val": command, "stream.allow_pipe": True}
+    recipe.write_text(read_recipe(recipe, settings).to_toml())
+    words = ["eval", "--checkpoint", str(checkpoint)]
+    assert "runs a shell command, which is off" in refusal(words, monkeypatch, capsys)
+    saved = place / "saved" / "step_0"
+    shutil.copytree(sorted((run / "checkpoints").glob("step_*"))[-1], saved)
+    (saved / "recipe.toml").write_text(recipe.read_text())
+    resume = ["train", "--resume", str(saved), "--run-dir", str(place / "on")]
+    assert "runs a shell command, which is off" in refusal(resume, monkeypatch, capsys)
+    assert not (place / "pwned").exists()
+    monkeypatch.undo()
+    done = vitpar(*words, "--set", "stream.allow_pipe=true")
+    recipe.write_text(text)
+    assert done.returncode == 0, done.stderr
+    row = rows_of(run, "eval")[-1]
+    assert f"17 images of 'val': top-1 {row['top1']:.2%}" in done.stdout and (place / "pwned").exists()
+
+
+def test_a_command_is_refused_before_anything_starts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    words = ["train", "--recipe", "recipe.toml", "--set", "stream.val=pipe:touch pwned-too"]
+    assert "'pipe:touch pwned-too' runs a shell command, which is off: set stream.allow_pipe=true" in refusal(
+        words, monkeypatch, capsys
+    )

@@ -1,0 +1,313 @@
+"""The parts of a training step: learning rate, weight decay, optimizers, gradient norm, moving average, weights."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from helpers.plans import EVERYTHING
+from helpers.ranks import RankPool
+from vitpar import ParallelModel, ViTConfig, model_config, parallelize, parse, validate
+from vitpar.errors import DataError
+from vitpar.models.initial import initialise
+from vitpar.models.vit import ViT
+from vitpar.training.optim.ema import EMA
+from vitpar.training.optim.gradient_norm import clip_, global_norm
+from vitpar.training.optim.lr_schedule import CosineWithWarmup
+from vitpar.training.optim.optimizer import ShardedOptimizer, decays
+from vitpar.training.recipe import OptimizerSection, Recipe, read_recipe
+from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
+
+BATCH = 8
+IMAGES = torch.randn(BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(BATCH) % 3
+
+
+def config_of(**options: Any) -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "num_classes": 3}
+    return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
+
+
+def recipe() -> Recipe:
+    return read_recipe(None, {"data.path": "x", "train.steps": 1})
+
+
+def built(device: torch.device, mesh: str, seed: int = 0, **options: Any) -> ParallelModel:
+    config = config_of(**options)
+    return parallelize(config, validate(parse(mesh), config, BATCH), batch_size=BATCH, device=device, seed=seed)
+
+
+def backward(model: ParallelModel) -> None:
+    model.forward_backward(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, LABELS, torch.arange(BATCH))
+
+
+def one_process(seed: int = 0, **options: Any) -> ViT:
+    """The plain model with the gradients of the same batch."""
+    config = config_of(**options)
+    model = ViT(config)
+    initialise(model, seed, config)
+    nn.functional.cross_entropy(model(IMAGES), LABELS).backward()
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# learning rate
+
+
+def test_cosine_with_warm_up() -> None:
+    rate = CosineWithWarmup(peak=1.0, total_steps=14, warmup_steps=4, min_lr=0.2)
+    assert [rate(step) for step in range(1, 5)] == [0.25, 0.5, 0.75, 1.0]
+    assert rate(5) == 1.0  # the cosine starts at the peak
+    assert rate(10) == pytest.approx(0.6)  # half way down
+    assert rate(14) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.9)) / 2)
+    assert rate(15) == rate(1000) == pytest.approx(0.2)
+    falling = [rate(step) for step in range(5, 15)]
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_cosine_without_warm_up_and_shorter_than_it() -> None:
+    assert CosineWithWarmup(2.0, 1)(1) == 2.0
+    assert [CosineWithWarmup(1.0, 2, warmup_steps=4)(step) for step in (1, 2)] == [0.25, 0.5]
+
+
+# weight decay and optimizers
+
+
+def test_only_matrices_decay() -> None:
+    config = config_of(**EVERYTHING, representation_size=12)
+    names = [name for name, _ in ViT(config).named_parameters()]
+    decaying = {name.removeprefix("blocks.0.") for name in names if decays(name) and not name.startswith("blocks.1.")}
+    inside = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
+    assert decaying == inside | {
+        "stem.proj.weight",
+        "head.representation.weight",
+        "head.fc.weight",
+        "head.fc_dist.weight",
+    }
+
+
+SETTINGS = [
+    OptimizerSection(name=name, lr=0.1, weight_decay=0.3, implementation=implementation, **extra)
+    for name, extra in (("adamw", {"betas": (0.8, 0.9), "eps": 1e-6}), ("sgd", {"momentum": 0.7}), ("sgd", {}))
+    for implementation in ("auto", "foreach", "fused", "for-loop")
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s.name}-{s.momentum}-{s.implementation}")
+def test_optimizer_equals_torchs(settings: OptimizerSection) -> None:
+    ours, theirs = (nn.ModuleDict({"fc": nn.Linear(5, 3), "norm": nn.LayerNorm(3)}) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    groups = [
+        {"params": [theirs["fc"].weight], "weight_decay": 0.3},
+        {"params": [theirs["fc"].bias, *theirs["norm"].parameters()], "weight_decay": 0.0},
+    ]
+    expected: torch.optim.Optimizer
+    if settings.name == "sgd":
+        expected = torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, foreach=False)
+    else:
+        expected = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    optimizer = ShardedOptimizer(ours.named_parameters(), settings)
+    for lr in (0.1, 0.02, 0.3):
+        for group in expected.param_groups:
+            group["lr"] = lr
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        optimizer.step(lr)
+        expected.step()
+        assert all(parameter.grad is None for parameter in ours.parameters())
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.bias.detach().clone()
+    optimizer = ShardedOptimizer(layer.named_parameters(), OptimizerSection())
+    layer.weight.grad = torch.ones(2, 2)
+    assert set(optimizer.gradients()) == {"weight"}
+    optimizer.step(0.1)
+    assert torch.equal(layer.bias, before)
+
+
+# gradient norm
+
+
+def norms(device: torch.device, mesh: str) -> tuple[float, float, float, dict[str, Tensor]]:
+    """The norm, the norm after clipping to half of it and to twice of it, and the clipped gradients; on every rank."""
+    model = built(device, mesh, qk_norm=True)
+    backward(model)
+    gradients = ShardedOptimizer(model.named_parameters(), OptimizerSection()).gradients()
+    norm = global_norm(gradients, model)
+    clip_(gradients, norm, 2 * norm.item())
+    unclipped = global_norm(gradients, model).item()
+    clip_(gradients, norm, norm.item() / 2)
+    values = {name: whole(gradient).tolist() for name, gradient in gradients.items() if "norm" in name}
+    return norm.item(), unclipped, global_norm(gradients, model).item(), values
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2", "fsdp2", "tp2xfsdp2", "pp2xtp2"])
+def test_norm_and_clipping_equal_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    gradients = {name: p.grad for name, p in one_process(qk_norm=True).named_parameters() if p.grad is not None}
+    expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    for norm, unclipped, clipped, values in ranks(parse(mesh).world_size).run(norms, mesh):
+        assert (norm, unclipped, clipped) == pytest.approx((expected, expected, expected / 2), rel=1e-4)
+        for name, value in values.items():
+            torch.testing.assert_close(torch.tensor(value), gradients[name] / 2, atol=1e-6, rtol=1e-3)
+
+
+# moving average
+
+
+def averages(device: torch.device, mesh: str) -> dict[str, float]:
+    """Errors of the averages against a loop by hand, and of what `averaged` leaves behind; on every rank."""
+    model = built(device, mesh)
+    ema = EMA(model, 0.9)
+    by_hand = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(name="sgd", weight_decay=0))
+    for step in (1, 2, 3):
+        backward(model)
+        optimizer.step(0.5)
+        ema.update(step)
+        for name, p in model.named_parameters():
+            by_hand[name] = 0.9 * by_hand[name] + 0.1 * whole(p.detach())
+    own = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    images = IMAGES[model.image_rows(BATCH)] if model.takes_images else None
+    before = model.predict(images, BATCH)
+    errors = {}
+    with ema.averaged():
+        for name, p in model.named_parameters():
+            errors[name] = (whole(p.detach()) - by_hand[name]).abs().max().item()
+        inside = model.predict(images, BATCH)
+    after = model.predict(images, BATCH)
+    model.parameters_changed()
+    for name, p in model.named_parameters():
+        errors[f"{name} after"] = (whole(p.detach()) - own[name]).abs().max().item()
+    moved = max((by_hand[name] - value).abs().max().item() for name, value in own.items())
+    errors["nothing moved"] = 0.0 if moved > 1e-3 else 1.0
+    if before is not None:
+        assert inside is not None and after is not None
+        errors["logits after"] = (before - after).abs().max().item()
+        errors["logits inside are those outside"] = 0.0 if (before - inside).abs().max() > 1e-4 else 1.0
+    return errors
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "pp2xtp2"])
+def test_moving_average_equals_a_loop_by_hand(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    for errors in ranks(parse(mesh).world_size).run(averages, mesh):
+        assert {name: error for name, error in errors.items() if error > 1e-6} == {}
+
+
+# weights
+
+
+def write(device: torch.device, mesh: str, folder: Path) -> None:
+    """Save the weights of seed 3 under `mesh`; runs on every rank."""
+    save_weights(built(device, mesh, seed=3, **EVERYTHING), folder, recipe().to_toml())
+
+
+def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int], list[list[float]]] | None:
+    """Rows and logits of a model of seed 4 that loads `folder`; runs on every rank."""
+    model = built(device, mesh, seed=4, **EVERYTHING)
+    load_weights(model, folder)
+    logits = model.predict(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, BATCH)
+    model.parameters_changed()
+    return None if logits is None else (model.logit_rows(BATCH), logits.tolist())
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads"), [("tp2xfsdp2", "pp2"), ("pp2", "dp1"), ("dp1", "tp2xfsdp2"), ("pp2xtp2", "fsdp2")]
+)
+def test_weights_move_between_plans(writes: str, reads: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    folder = tmp_path / "step_1"
+    ranks(parse(writes).world_size).run(write, writes, folder)
+    answers = ranks(parse(reads).world_size).run(logits_of, reads, folder)
+    expected = one_process(seed=3, **EVERYTHING).eval()(IMAGES)
+    given = [answer for answer in answers if answer is not None]
+    assert {row for rows, _ in given for row in rows} == set(range(BATCH))
+    for rows, logits in given:
+        torch.testing.assert_close(torch.tensor(logits), expected[rows], atol=1e-5, rtol=1e-4)
+    assert read_config(folder) == config_of(**EVERYTHING)
+    assert read_recipe(folder / RECIPE) == recipe()
+    files = {path.name for path in folder.iterdir()}
+    stages = parse(writes).pipeline_degree
+    parts = {f"model-{i:05d}-of-{stages:05d}.safetensors" for i in range(1, stages + 1)}
+    assert files == {INDEX, CONFIG, RECIPE} | parts
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"], "something half-written is left"
+
+
+@pytest.fixture
+def saved(tmp_path: Path, alone: None) -> tuple[ParallelModel, Path]:
+    """A model of one process and the folder of its weights."""
+    folder = tmp_path / "step_1"
+    model = built(torch.device("cpu"), "dp1")
+    save_weights(model, folder, recipe().to_toml())
+    return model, folder
+
+
+def test_saving_replaces_what_was_there(saved: tuple[ParallelModel, Path]) -> None:
+    model, folder = saved
+    (folder / "old").touch()
+    (folder.with_name("step_1.partial")).mkdir()
+    save_weights(model, folder, recipe().to_toml())
+    assert not (folder / "old").exists() and not folder.with_name("step_1.partial").exists()
+
+
+def test_damaged_weights_get_a_sentence(saved: tuple[ParallelModel, Path]) -> None:
+    model, folder = saved
+    part = folder / "model-00001-of-00001.safetensors"
+
+    def refused(message: str) -> None:
+        with pytest.raises(DataError, match=message) as caught:
+            load_weights(model, folder)
+        assert "\n" not in str(caught.value)
+
+    content, index = part.read_bytes(), (folder / INDEX).read_text()
+    part.write_bytes(content[: len(content) // 2])
+    refused("cannot be read")
+    part.write_bytes(b"\0" * 50)
+    refused("cannot be read")
+    part.unlink()
+    refused("cannot be read")
+    part.write_bytes(content)
+    for wrong in ("{", "[]", '{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {"head.fc.bias": 3}}'):
+        (folder / INDEX).write_text(wrong)
+        refused("cannot be read|lacks the parameter|cannot be in its folder")
+    weight_map = json.loads(index)
+    weight_map["weight_map"]["stem.cls_token"] = "gone.safetensors"
+    (folder / INDEX).write_text(json.dumps(weight_map))
+    refused("cannot be read")
+    (folder / INDEX).unlink()
+    refused("cannot be read")
+    (folder / INDEX).write_text(index)
+    load_weights(model, folder)
+
+
+def test_weights_of_another_model_are_refused(saved: tuple[ParallelModel, Path]) -> None:
+    _, folder = saved
+    cpu = torch.device("cpu")
+    with pytest.raises(DataError, match=r"head.fc.weight .* has shape \[3, 24\] where the model has \[5, 24\]"):
+        load_weights(built(cpu, "dp1", num_classes=5), folder)
+    with pytest.raises(DataError, match=r"lacks the parameter blocks\.2\.norm1\.weight"):
+        load_weights(built(cpu, "dp1", depth=3), folder)
+
+
+def test_shape_of_saved_weights(saved: tuple[ParallelModel, Path], tmp_path: Path) -> None:
+    _, folder = saved
+    with pytest.raises(DataError, match=r"holds no weights \(config.json is missing\)"):
+        read_config(tmp_path / "nowhere")
+    for wrong in ("{", "[1]", '{"colour": 3}', '{"name": "x"}', json.dumps({**config_of().__dict__, "width": 0})):
+        (folder / CONFIG).write_text(wrong)
+        with pytest.raises(DataError, match="cannot be read"):
+            read_config(folder)
+    shutil.rmtree(folder)

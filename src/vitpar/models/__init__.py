@@ -1,4 +1,7 @@
-"""Models by the layer contract. Importing this package loads no torch; ``vitpar.models.vit`` does."""
+"""Models by the layer contract: configurations, layers, initial values.
+
+Importing this package loads no torch; ``vitpar.models.vit`` does.
+"""
 
 from vitpar.models.config import FAMILIES, IGNORED, SHIPPED, ViTConfig, model_config
 

@@ -4,7 +4,7 @@ Pure Python; importing it does not import torch.
 """
 
 from vitpar.strategy.batch import BatchArithmetic, batch_arithmetic
-from vitpar.strategy.grammar import format_plan, parse
+from vitpar.strategy.grammar import parse
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
 from vitpar.strategy.layout import Part, image_layout, logit_layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
@@ -30,7 +30,6 @@ __all__ = [
     "Strategy",
     "batch_arithmetic",
     "coordinates",
-    "format_plan",
     "image_layout",
     "logit_layout",
     "parse",

@@ -98,18 +98,6 @@ def parse(text: str) -> Plan:
     return Plan(layers=(("*", _strategy(axes, flags)),), pp=pp, pp_index=pp_index)
 
 
-def format_plan(plan: Plan) -> str:
-    """The canonical string of a plan's layers, axes and flags; one rank without axes is `dp1`."""
-    if plan.is_uniform:
-        return "x".join(map(str, plan.axes or (Axis("dp", 1),))) + _format_flags(plan.strategy)
-    return f"{Axis('pp', plan.pp)}: " + ", ".join(f"{selector}={strategy}" for selector, strategy in plan.layers)
-
-
-def format_strategy(strategy: Strategy) -> str:
-    """The canonical string of one layer's strategy."""
-    return "x".join(map(str, strategy.axes or (Axis("dp", 1),))) + _format_flags(strategy)
-
-
 def _parse_group(span: _Span) -> tuple[str, Strategy]:
     """`0-11=tp2xfsdp2`, with white space around it and around the sign."""
     span = span.stripped
@@ -242,12 +230,3 @@ def _about_flags(word: str) -> str:
     if match and match[1] in _ROLE_NAMED:
         return f"axes are joined by 'x' and stand before the flags, as in dp2x{word}+ckpt"
     return f"flags are {', '.join(FLAGS)}{nearest(word, FLAGS)}"
-
-
-def _format_flags(strategy: Strategy) -> str:
-    flags = strategy.tensor_flag
-    if strategy.zero:
-        flags += f"+zero{strategy.zero}"
-    if strategy.checkpoint:
-        flags += "+ckpt" if strategy.checkpoint == CHECKPOINT_POLICIES[0] else f"+ckpt.{strategy.checkpoint}"
-    return flags + ("+offload" if strategy.offload else "")

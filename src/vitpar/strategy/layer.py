@@ -189,10 +189,19 @@ class Strategy:
         inside = math.prod(size for name, size in self.tensor_shape if name in ("d", "i"))
         return self.degree("dp") * self.degree("fsdp") * inside
 
-    def __str__(self) -> str:
-        from vitpar.strategy.grammar import format_strategy
+    @property
+    def flags(self) -> str:
+        """All flags in canonical order: `+2.5d@2+zero1+ckpt.selective+offload`, or nothing."""
+        flags = self.tensor_flag
+        if self.zero:
+            flags += f"+zero{self.zero}"
+        if self.checkpoint:
+            flags += "+ckpt" if self.checkpoint == CHECKPOINT_POLICIES[0] else f"+ckpt.{self.checkpoint}"
+        return flags + ("+offload" if self.offload else "")
 
-        return format_strategy(self)
+    def __str__(self) -> str:
+        """The canonical string; one rank without axes is `dp1`."""
+        return "x".join(map(str, self.axes or (Axis("dp", 1),))) + self.flags
 
 
 def refuse_many_ranks(number: int, what: object) -> None:

@@ -218,6 +218,6 @@ class Plan:
 
     def __str__(self) -> str:
         """The canonical strategy string; parsing it gives the same layers, axes and flags."""
-        from vitpar.strategy.grammar import format_plan
-
-        return format_plan(self)
+        if self.is_uniform:
+            return "x".join(map(str, self.axes or (Axis("dp", 1),))) + self.strategy.flags
+        return f"{Axis('pp', self.pp)}: " + ", ".join(f"{selector}={strategy}" for selector, strategy in self.layers)

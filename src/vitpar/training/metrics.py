@@ -45,6 +45,19 @@ class _Step(NamedTuple):
     told: dict[str, Any]
 
 
+class Worst(NamedTuple):
+    """What a rank knows that others do not, and of each the largest that any rank knows.
+
+    stop: 1 where a signal has asked for the end. step_seconds: of a step. minutes: since the last checkpoint.
+    writing: how far the checkpoint that is being written is (``vitpar.training.saving.saver``).
+    """
+
+    stop: float
+    step_seconds: float
+    minutes: float
+    writing: float
+
+
 class StepLog:
     """Rows of ``{"kind": "train", ...}``, one a step.
 
@@ -83,9 +96,9 @@ class StepLog:
             self._step_done.record()
         self._waiting = time.perf_counter()
 
-    def flush(self, *mine: float) -> tuple[list[dict[str, Any]], list[float]]:
-        """The rows since the last flush, with the losses of the global batches; and of each of `mine` the largest that
-        any rank has. Collective, after one step at least.
+    def flush(self, mine: Worst) -> tuple[list[dict[str, Any]], Worst]:
+        """The rows since the last flush, with the losses of the global batches; and the worst of all ranks' `mine`, in
+        the same message. Collective, after one step at least.
 
         Of a skipped step, a loss or norm that is not finite is None.
         """
@@ -94,7 +107,7 @@ class StepLog:
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
         all_reduce_(waits, dist.ReduceOp.MAX)  # who waits longest is waited for
         norms = torch.stack([step.norm for step in self._pending]).tolist()
-        told: list[float] = waits.tolist()
+        worst, waited = Worst(*waits[: len(mine)].tolist()), waits[len(mine) :].tolist()
         totals = losses.tolist()  # waits for the device, so the clock below is honest
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
@@ -118,10 +131,10 @@ class StepLog:
                 "memory_bytes": memory_bytes(self._model.device),
                 **step.told,
             }
-            for step, loss, norm, wait in zip(self._pending, totals, norms, told[len(mine) :], strict=True)
+            for step, loss, norm, wait in zip(self._pending, totals, norms, waited, strict=True)
         ]
         self._pending.clear()
-        return rows, told[: len(mine)]
+        return rows, worst
 
     @property
     def mean_rate(self) -> float | None:

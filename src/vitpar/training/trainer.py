@@ -27,7 +27,7 @@ from vitpar.training.garbage import Garbage
 from vitpar.training.input import Input, decoding_threads, open_data
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.log_file import Logged
-from vitpar.training.metrics import StepLog
+from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.lr_schedule import CosineWithWarmup
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.auto_precision import refuse_disagreement, resolve_precision
@@ -163,13 +163,14 @@ class Trainer:
                 save, stopped = self.saver.due(number), False
                 logged = bool(due or stuck or save or number % train.log_every == 0 or number == first)
                 if logged or number >= look_at:
-                    rows, told = log.flush(stop.asked is not None, pace, self.saver.minutes, self.saver.progress)
-                    stopped, save = bool(told[0]), save or self.saver.late(told[2])
-                    pace, slowest = rows[-1]["step_ms"] / 1e3, told[1]
-                    look_at = number + (max(1, int(LOOK_S / slowest)) if slowest else 1)
+                    mine = Worst(stop.asked is not None, pace, self.saver.minutes, self.saver.progress)
+                    rows, worst = log.flush(mine)
+                    stopped, save = bool(worst.stop), save or self.saver.late(worst.minutes)
+                    pace = rows[-1]["step_ms"] / 1e3
+                    look_at = number + (max(1, int(LOOK_S / worst.step_seconds)) if worst.step_seconds else 1)
                     self._record(rows, shown=logged)
-                    self.saver.advance(told[3])
-                    garbage.look(number, slowest)
+                    self.saver.advance(worst.writing)
+                    garbage.look(number, worst.step_seconds)
                     self.watchdog.settled = True
                 self._refuse(stuck)
                 if due or save or stopped:  # what is wrong by now must not be evaluated or saved

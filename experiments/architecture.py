@@ -1,0 +1,167 @@
+"""The floors of the package: who may import whom, seen in the imports themselves.
+
+    python experiments/architecture.py > docs/architecture.md      # make docs
+    python experiments/architecture.py --check                     # what breaks the rule; exit code 1 if anything does
+
+A package imports those on floors below its own. No module imports itself by a detour, also not inside functions; what
+only the type checker sees does not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("commands", ("vitpar_cli",)),
+    ("front door", ("vitpar",)),
+    ("tools", ("bench",)),
+    ("", ("check", "planner", "doctor")),
+    ("training", ("training",)),
+    ("", ("training.faults",)),
+    ("", ("training.saving",)),
+    ("", ("training.recipe",)),
+    ("", ("training.optim",)),
+    ("model and state", ("weights",)),
+    ("", ("parallel", "data", "checkpoint")),
+    ("", ("models",)),
+    ("plans and ranks", ("strategy", "launch")),
+    ("ground", ("files", "records")),
+    ("", ("errors",)),
+    ("", ("limits",)),
+)
+"""From the top. A name goes on downwards until the next. Packages on one floor do not import each other."""
+WIDTH = 40
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of the library and the commands, by module name."""
+    found = {}
+    for source in (ROOT / "src", ROOT / "cli"):
+        for path in source.rglob("*.py"):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(known: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return the modules that each module imports, wherever in its file."""
+    return {name: set(_imported(ast.parse(path.read_text(encoding="utf-8")), known)) for name, path in known.items()}
+
+
+def _imported(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield inside if inside in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        yield from _imported(node, known)
+
+
+def package(module: str) -> str:
+    """Return the package of `FLOORS` that a module is in."""
+    names = {name for _, floor in FLOORS for name in floor}
+    parts = module.removeprefix("vitpar.").split(".")
+    return next((name for end in (2, 1) if (name := ".".join(parts[:end])) in names), "vitpar")
+
+
+def upwards(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the imports that do not go down, in words."""
+    height = {name: -number for number, (_, floor) in enumerate(FLOORS) for name in floor}
+    wrong = []
+    for module, others in sorted(graph.items()):
+        for other in sorted(others):
+            here, there = package(module), package(other)
+            if here != there and height[there] >= height[here]:
+                wrong.append(f"{module} imports {other}, which is not on a floor below")
+    return wrong
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return modules that import themselves by a detour, in words; each group of them once."""
+    wrong: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            wrong.append(" imports ".join((*path[path.index(module) :], module)))
+        elif module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+    return wrong
+
+
+def page() -> str:
+    """Return docs/architecture.md."""
+    known = modules()
+    graph = imports(known)
+    text = textwrap.fill(
+        "Packages import downwards only, and no module imports itself by a detour: `tests/test_architecture.py` fails "
+        "otherwise. Written by `make docs` from the imports and the first lines of the packages "
+        "(`experiments/architecture.py`). How the parts fit together: [design.md](design.md).",
+        140,
+        break_long_words=False,
+    )
+    picture = []
+    for name, floor in FLOORS:
+        if name:
+            left, middle, right = "├┼┤" if picture else "┌┬┐"
+            picture.append(f"{left}{'─' * 17}{middle}{'─' * WIDTH}{right}")
+        picture.append(f"│ {name:<16}│ {'   '.join(floor):<{WIDTH - 1}}│")
+    picture = ["```text", *picture, f"└{'─' * 17}┴{'─' * WIDTH}┘", "```"]
+    rows = ["| package | holds | imports |", "|---|---|---|"]
+    for _, floor in FLOORS:
+        for name in floor:
+            inside = [module for module in known if package(module) == name]
+            below = sorted({package(other) for module in inside for other in graph[module]} - {name})
+            rows.append(f"| `{name}` | {_holds(name, known)} | {', '.join(_shortest(below, graph))} |")
+    about = "The last column leaves out what others in it import."
+    return "\n".join(["# Architecture", "", text, "", *picture, "", *rows, "", about]) + "\n"
+
+
+def _holds(name: str, known: Mapping[str, Path]) -> str:
+    """The first paragraph of the package's docstring."""
+    module = name if name in known else f"vitpar.{name}"
+    text = ast.get_docstring(ast.parse(known[module].read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+
+
+def _shortest(packages: list[str], graph: Mapping[str, set[str]]) -> list[str]:
+    """Those of `packages` that none of the others leads to."""
+    reach: dict[str, set[str]] = {}
+
+    def reached(name: str) -> set[str]:
+        if name not in reach:
+            reach[name] = set()
+            direct = {package(other) for module in graph if package(module) == name for other in graph[module]} - {name}
+            reach[name] = direct.union(*map(reached, direct))
+        return reach[name]
+
+    return [f"`{one}`" for one in packages if not any(one in reached(other) for other in packages if other != one)]
+
+
+def main() -> int:
+    """Print the page, or with --check what breaks the rule."""
+    if "--check" not in sys.argv[1:]:
+        print(page(), end="")
+        return 0
+    graph = imports(modules())
+    wrong = [*upwards(graph), *cycles(graph)]
+    print("\n".join(wrong) or "all imports go down")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Packages import downwards only, and the documentation shows them as they are."""
+
+import pytest
+
+import architecture
+from helpers.paths import ROOT
+
+
+def test_all_imports_go_down() -> None:
+    graph = architecture.imports(architecture.modules())
+    assert sum(map(len, graph.values())) > 1000, "imports are found"
+    assert architecture.upwards(graph) == []
+    assert architecture.cycles(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("graph", "found"),
+    [
+        ({"vitpar.models.vit": {"vitpar.parallel.model"}, "vitpar.parallel.model": set()}, 1),
+        ({"vitpar.parallel.model": {"vitpar.data"}, "vitpar.data": set()}, 1),
+        ({"vitpar.training.optim.ema": {"vitpar.training.trainer"}, "vitpar.training.trainer": set()}, 1),
+        ({"vitpar.parallel.model": {"vitpar.models.vit", "vitpar.parallel.tensor"}, "vitpar.models.vit": set()}, 0),
+    ],
+    ids=["up", "beside", "within training", "down"],
+)
+def test_imports_that_do_not_go_down_are_found(graph: dict[str, set[str]], found: int) -> None:
+    assert len(architecture.upwards(graph)) == found
+
+
+def test_detours_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
+    assert architecture.cycles(graph) == ["a imports b imports c imports a"]
+
+
+def test_the_documentation_is_of_this_source() -> None:
+    assert (ROOT / "docs/architecture.md").read_text() == architecture.page(), "write it with `make docs`"

@@ -91,6 +91,13 @@ def test_assignments_that_claim_too_much(assignment: str, message: str) -> None:
     refused(None, message, assignment)
 
 
+@pytest.mark.parametrize("assignment", ['augment.policy="\ud800"', "data.path=b\udcff", 'stream.train=["a\udcff.tar"]'])
+def test_bytes_that_are_no_text_are_refused(assignment: str) -> None:
+    with pytest.raises(RecipeError, match=r"which is not UTF-8: write it in UTF-8") as refused:
+        read_recipe(None, {"train.steps": 1}, [assignment])
+    assert str(refused.value).encode()
+
+
 def test_a_section_that_is_no_table(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("data = 3")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def read_recipe(
         section, dot, name = key.partition(".")
         if not dot:
             raise RecipeError(f"'{shown(key)}' names no setting: use section.key, as in train.seed")
+        _refuse_bytes(key, value)
         values.setdefault(section, {})
         for group, *ways in _ALTERNATIVES:
             if section == group and name in ways:
@@ -115,6 +117,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"the recipe '{shown(path)}' cannot be read: {error.strerror}: name another") from None
     except ValueError as error:
         raise RecipeError(f"the recipe '{path}' is not valid TOML: {shown(error)}: correct it") from None
+
+
+def _refuse_bytes(key: str, value: object) -> None:
+    """Refuse what a command line can hold and no recipe.toml: bytes that are not UTF-8."""
+    try:
+        json.dumps({key: value}, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise RecipeError(f"{shown(key)} is '{shown(value)}', which is not UTF-8: write it in UTF-8") from None
 
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:

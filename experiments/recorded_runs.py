@@ -65,7 +65,7 @@ def record(folder: Path) -> dict[str, list[dict[str, Any]]]:
         found[name] = rows(run)
     print(RESUMED, file=sys.stderr, flush=True)
     run = folder / "resumed"
-    first = ("--mesh", "tp2", "--steps", str(STEPS // 2), "--set", "lr_schedule.warmup_steps=2")
+    first = ("--mesh", "tp2", "--steps", str(STEPS // 2))
     vitpar("train", "--recipe", str(recipe), "--device", "cpu", "--run-dir", str(run), *first)
     on = ("--mesh", "fsdp2", "--steps", str(STEPS), "--allow-change", "train.steps", "--device", "cpu")
     vitpar("train", "--resume", str(run), *on)
@@ -77,8 +77,9 @@ def _recipe(data: Path | None) -> str:
     path = "" if data is None else f'path = "{data}"\n'
     return (
         '[model]\nname = "vit_custom"\nimage_size = 8\npatch_size = 2\nwidth = 64\ndepth = 4\nheads = 4\npool = "avg"\n'
+        'init = "timm"\n'
         f"[data]\n{path}crop_pct = 1.0\nworkers = 0\n[train]\nbatch_size = 32\nsteps = {STEPS}\nlog_every = 1\n"
-        'label_smoothing = 0.1\nprecision = "fp32"\n[optimizer]\nlr = 1e-3\n'
+        'label_smoothing = 0.1\nprecision = "fp32"\n[optimizer]\nlr = 1e-3\n[lr_schedule]\nwarmup_steps = 2\n'
     )
 
 

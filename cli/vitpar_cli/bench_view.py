@@ -74,8 +74,8 @@ def show(found: Benchmark, traces: Path | None) -> None:
 
 def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
     """What ran, as names and values."""
-    from vitpar.parallel.bubble import idle_share
-    from vitpar.parallel.held import layer_parameters
+    from vitpar.planner.cost.bubble import idle_share
+    from vitpar.planner.cost.held import layer_parameters
 
     config, plan = found.config, found.plan
     batch = batch_arithmetic(plan, found.batch_size)

@@ -13,7 +13,7 @@ from vitpar_cli.world import choose_device
 
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
-    from vitpar.parallel.summary import PlanSummary
+    from vitpar.planner.describe.summary import PlanSummary
     from vitpar.strategy import Plan
 
 USED = (
@@ -81,7 +81,7 @@ def plan(
         made = chosen.plan
         if chosen.because:
             typer.echo(f"warning: {chosen.because}", err=True)
-    from vitpar.parallel.summary import summarize
+    from vitpar.planner.describe.summary import summarize
     from vitpar.strategy import write_plan
     from vitpar.training.state import state_bytes, state_words
     from vitpar_cli.plan_view import show

@@ -146,7 +146,7 @@ def _console() -> Console:
 
 def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     """What will run, as names and values of at most `width` columns where that is in our hand."""
-    from vitpar.parallel.bubble import idle_share
+    from vitpar.planner.cost.bubble import idle_share
     from vitpar.training.state import state_words
 
     recipe, plan = header.recipe, header.plan

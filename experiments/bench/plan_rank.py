@@ -23,11 +23,11 @@ from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.launch.world_group import all_gather_json
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel import parallelize
-from vitpar.parallel.bubble import idle_share
-from vitpar.parallel.held import layer_parameters
 from vitpar.parallel.mesh import pipeline_mesh
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
-from vitpar.parallel.summary import summarize
+from vitpar.planner.cost.bubble import idle_share
+from vitpar.planner.cost.held import layer_parameters
+from vitpar.planner.describe.summary import summarize
 from vitpar.strategy import SCHEDULES, Plan, parse, place_of_rank, stages_of_rank, token_layout, validate
 from vitpar.strategy.layout import mesh_axes, sharding_axes
 from vitpar.strategy.traffic import block_traffic

@@ -13,7 +13,7 @@ from helpers.command_line import refusal
 from vitpar.errors import PlannerError
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel.attention import use_attention
-from vitpar.parallel.held import layer_parameters
+from vitpar.planner.cost.held import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
 from vitpar.planner.measure.layer import LayerBench, Subject, built
 from vitpar.planner.measure.live_bytes import LiveBytes

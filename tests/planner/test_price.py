@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from vitpar.models import ViTConfig, model_config
-from vitpar.parallel.bubble import idle_share
-from vitpar.parallel.held import layer_parameters
+from vitpar.planner.cost.bubble import idle_share
 from vitpar.planner.cost.groups import Group, layer_groups
+from vitpar.planner.cost.held import layer_parameters
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links
 from vitpar.planner.cost.price import Price, price

@@ -9,8 +9,8 @@ import torch
 from helpers.collectives import Sent
 from helpers.ranks import RankPool
 from vitpar import model_config, parallelize, parse, validate
-from vitpar.parallel.held import layer_elements
 from vitpar.planner.cost.groups import Group
+from vitpar.planner.cost.held import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links
 from vitpar.planner.cost.price import price

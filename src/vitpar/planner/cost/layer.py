@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from vitpar.errors import PlannerError
 from vitpar.models.config import ViTConfig
-from vitpar.parallel.held import LayerElements, layer_elements
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.groups import Groups, layer_groups
+from vitpar.planner.cost.held import LayerElements, layer_elements
 from vitpar.planner.cost.links import Links
 from vitpar.planner.profile.hardware import Hardware
 from vitpar.planner.profile.model import LayerKind, LayerProfile, ModelProfile, always_wrapped

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitpar.parallel.replay import Part
+from vitpar.planner.cost.replay import Part
 from vitpar.planner.cost.stage import Stage, StageLayer
 
 PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")

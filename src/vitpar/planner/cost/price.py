@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vitpar.parallel.bubble import order as schedule_order
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
-from vitpar.parallel.replay import Event, Order, replay
+from vitpar.planner.cost.bubble import order as schedule_order
 from vitpar.planner.cost.groups import Group, pipeline_group, placed, world_group
 from vitpar.planner.cost.layer import LayerCosts, Placement
 from vitpar.planner.cost.memory import Held, Memory
+from vitpar.planner.cost.replay import Event, Order, replay
 from vitpar.planner.cost.stage import Stage, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.model import LayerKind

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from vitpar.launch.malloc import freed_memory_given_back
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models import model_config
-from vitpar.parallel.held import layer_parameters
+from vitpar.planner.cost.held import layer_parameters
 from vitpar.planner.measure.resident import Peak
 from vitpar.planner.measure.steps import Training
 from vitpar.strategy import parse, validate

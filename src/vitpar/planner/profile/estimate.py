@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 from vitpar.errors import PlannerError
 from vitpar.models.config import ViTConfig
-from vitpar.parallel.held import layer_elements
 from vitpar.parallel.precision import PRECISIONS
+from vitpar.planner.cost.held import layer_elements
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import OPTIMIZER_BYTES, Hardware, Matmul
 from vitpar.planner.profile.model import (

@@ -19,7 +19,7 @@ from vitpar.errors import PlannerError, shown
 from vitpar.files import read_json
 from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
 from vitpar.models.config import ViTConfig
-from vitpar.parallel.held import layer_elements
+from vitpar.planner.cost.held import layer_elements
 from vitpar.planner.profile.curve import Curve, Timing
 from vitpar.planner.profile.hardware import STEPS, Hardware, Link, Operation, Overlap
 from vitpar.planner.profile.model import Bytes, LayerKind, LayerProfile, ModelProfile, WeightProfile

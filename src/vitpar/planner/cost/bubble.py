@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from vitpar.parallel.pipeline import CLASSES
-from vitpar.parallel.replay import Order, Part, replay
+from vitpar.planner.cost.replay import Order, Part, replay
 from vitpar.strategy import Plan
 
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}

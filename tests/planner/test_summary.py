@@ -1,4 +1,4 @@
-"""What `vitpar.parallel.summary` predicts, against numbers computed by hand and against what `parallelize` makes."""
+"""What `vitpar.planner.describe.summary` predicts, against numbers by hand and against what `parallelize` makes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,9 @@ from vitpar.models import model_config
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import local
 from vitpar.parallel import parallelize
-from vitpar.parallel.held import chunk_length, layer_parameters
 from vitpar.parallel.pipeline import stage_layers
-from vitpar.parallel.summary import PlanSummary, summarize
+from vitpar.planner.cost.held import chunk_length, layer_parameters
+from vitpar.planner.describe.summary import PlanSummary, summarize
 from vitpar.strategy import Plan, parse, place_of_rank, stages_of_rank, validate
 
 TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from vitpar.parallel.bubble import duration, idle_share, order
-from vitpar.parallel.replay import Part, replay
+from vitpar.planner.cost.bubble import duration, idle_share, order
+from vitpar.planner.cost.replay import Part, replay
 from vitpar.strategy import Plan, parse
 
 

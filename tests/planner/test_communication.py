@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.ranks import RankPool
 from vitpar.models import model_config
 from vitpar.parallel import Communication, parallelize
-from vitpar.parallel.summary import StrategySummary, summarize
+from vitpar.planner.describe.summary import StrategySummary, summarize
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import uses
 

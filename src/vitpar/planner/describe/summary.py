@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vitpar.models.config import ViTConfig
-from vitpar.parallel.bubble import idle_share
-from vitpar.parallel.communication import AxisSummary, FlagSummary, axis_words, flag_words, pipeline_words
-from vitpar.parallel.held import layer_parameters
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
+from vitpar.planner.cost.bubble import idle_share
+from vitpar.planner.cost.held import layer_parameters
+from vitpar.planner.describe.communication import AxisSummary, FlagSummary, axis_words, flag_words, pipeline_words
 from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, stages_of_rank, token_layout
 from vitpar.strategy.layout import received_share, sharding_axes
 

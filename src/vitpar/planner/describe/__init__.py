@@ -1,0 +1,1 @@
+"""What a plan makes of a model, in numbers and words, by arithmetic alone."""

@@ -162,11 +162,13 @@ def test_errors_of_ranks_are_told_from_failed_assertions() -> None:
 
 
 INTERRUPTED = """
+import signal
 import sys
 from pathlib import Path
 from mutating.campaign import run
 from mutating.mutation import Mutation
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored
 one = Mutation("hangs", "It hangs.", "thing.py", "spare = 7", "spare = 8", ("pytest test_thing.py",))
 run(Path(sys.argv[1]), [one], parallel=2, limit=100.0, told=print)
 """

@@ -18,7 +18,7 @@ from vitpar import ParallelModel, model_config, parallelize, parse, validate
 from vitpar.parallel import Communication
 from vitpar.training.optim.gradient_norm import clip_, global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe import OptimizerSection
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 BATCH = 8
 

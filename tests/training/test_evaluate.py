@@ -21,7 +21,8 @@ from vitpar.parallel import parallelize
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.input import Input
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe import OptimizerSection, read_recipe
+from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 
 BATCH = 8  # 17 images: two whole batches and one image, so that the second of two ranks sees padding alone
 INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}

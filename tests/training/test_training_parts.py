@@ -22,7 +22,8 @@ from vitpar.training.optim.ema import EMA
 from vitpar.training.optim.gradient_norm import clip_, global_norm
 from vitpar.training.optim.lr_schedule import CosineWithWarmup
 from vitpar.training.optim.optimizer import ShardedOptimizer, decays
-from vitpar.training.recipe import OptimizerSection, Recipe, read_recipe
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
 
 BATCH = 8

@@ -19,7 +19,7 @@ from vitpar.strategy import Plan, parse, read_plan, validate
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.recipe.optimizer_section import Implementation as Implementation
-from vitpar.training.recipe.optimizer_section import OptimizerSection as OptimizerSection
+from vitpar.training.recipe.optimizer_section import OptimizerSection
 from vitpar.training.recipe.plan_choice import Chosen, first_that_fits
 from vitpar.training.recipe.sections import (
     AugmentSection,

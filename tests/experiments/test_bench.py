@@ -71,6 +71,7 @@ def test_gpu_program_runs_on_the_cpu_without_the_trainer_s_packages(tmp_path: Pa
     assert printed.count("| vit_tiny_patch16_224, batch 4 |") == sum(rows.values())
 
 
+@pytest.mark.slow
 def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
     run("bench_gpu.py", *arguments)

@@ -65,7 +65,7 @@ run_cases(library, [Case(**fields) for fields in json.load(sys.stdin)])
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """The error of each case by its name; all run in one process that has a simulated GPU."""
     if compiler() is None:

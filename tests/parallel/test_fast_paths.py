@@ -83,7 +83,7 @@ def test_losses_are_equal_with_every_fast_path_on_and_off(
     path: str, data: Path, slowly: list[float], tmp_path: Path
 ) -> None:
     found = losses(tmp_path, data, path, {**SLOW_PATH, **FAST_PATHS[path]})
-    assert found == pytest.approx(slowly, rel=0.01)
+    assert found == pytest.approx(slowly, rel=0.02)
     assert len(set(slowly)) == 6  # they move
     kernels = json.loads((tmp_path / path / "env.json").read_text())
     assert kernels["compiled"] is ("train.compile" in FAST_PATHS[path])

@@ -45,9 +45,9 @@ def _check(runs: Runs) -> Iterator[str]:
     for run in runs.values():
         found = run["found"]
         worst, words = found["worst"], "passed" if found["passed"] else "failed"
-        error = f"{worst['error']:.1e} of {found['tolerance']:g} ({worst['name']})"
+        error = f"{worst['error']:.1e} of {worst['allowed']:.1e} ({worst['name']})"
         rows.append([found["plan"], found["precision"], run["prediction"], words, error])
-    yield from table(("plan", "precision", "predicted", "measured", "largest error, of the tolerance"), rows)
+    yield from table(("plan", "precision", "predicted", "measured", "nearest to its limit"), rows)
 
 
 def _tests(runs: Runs) -> Iterator[str]:

@@ -27,7 +27,7 @@ TRIMMED = 20
 """Of updates one in so many elements is left out, those that differ most: the first step of Adam moves an element by
 the learning rate in the direction of its gradient's sign, and where that gradient is nothing but rounding, so is the
 sign."""
-LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16": (5e-3, 1e-3), "fp8": (0.1, 0.02)}
+LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16": (5e-3, 1e-3), "fp8": (0.1, 0.03)}
 """What is always allowed, by precision: as `largest` and `l2`, and as `scale`."""
 IMAGES = 1e-6
 """The least allowed where images are normalised and mixed, which is done in float32 in any precision."""

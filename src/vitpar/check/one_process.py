@@ -23,7 +23,7 @@ from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import precision
 from vitpar.training.recipe import Recipe
 
-NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}
+NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-12, "fp8": 2.0**-6}
 """Relative changes of parameters and images that are as large as rounding, by precision. float8 has 3 bits of fraction,
 and the largest value of a shard, by which it is scaled, is not that of the whole tensor."""
 _NORMALISED = NOISE["fp32"]  # images are normalised and mixed in float32, whatever the precision

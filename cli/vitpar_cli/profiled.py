@@ -45,7 +45,7 @@ USED = (
 )
 """Settings that matter to a search."""
 _NO_COSTS = ("name", "norm_eps", "init")
-"""Of a model, what may be another than when it was profiled."""
+"""Model settings that do not affect costs, so a profile with other values still applies."""
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 FREE = 0.9  # of a device's memory, when no budget is given: the rest is for other programs and fragments
 

@@ -1,1 +1,1 @@
-"""What goes wrong in a run: hangs, numbers that are not finite, ranks that differ; noticed, told and ended."""
+"""Detects and reports hangs, losses and gradients that are not finite, and ranks that disagree."""

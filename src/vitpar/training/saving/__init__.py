@@ -1,1 +1,1 @@
-"""What a run saves, when, and how another goes on from it."""
+"""Saves checkpoints during a run, and resumes a run from them."""

@@ -21,13 +21,14 @@ from vitpar.launch.world_group import all_reduce_, broadcast_
 from vitpar.parallel import ParallelModel
 from vitpar.training.optim.optimizer import local
 
-FACTOR = 5.0
-"""How many times its noise a tensor may differ. In sound plans up to 2.6 is seen."""
+FACTOR = 10.0
+"""How many times its noise a tensor may differ. Sound plans reach 7.6, in float16 with tensor parallelism, which also
+rounds partial sums that one process does not have; 2.6 was the most in fp32 and bf16."""
 TRIMMED = 20
 """Of updates one in so many elements is left out, those that differ most: the first step of Adam moves an element by
 the learning rate in the direction of its gradient's sign, and where that gradient is nothing but rounding, so is the
 sign."""
-LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16": (5e-3, 1e-3), "fp8": (0.1, 0.03)}
+LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16": (5e-3, 1e-3), "fp8": (0.1, 0.02)}
 """What is always allowed, by precision: as `largest` and `l2`, and as `scale`."""
 IMAGES = 1e-6
 """The least allowed where images are normalised and mixed, which is done in float32 in any precision."""
@@ -109,9 +110,8 @@ def compare(
 
     what: the quantity, for names. mine: this rank's sharded tensors by parameter name; None for one that should be
     there counts as an infinite error. shapes: of all parameters of the whole model. wholes: the values in one process,
-    on rank 0 alone. noise: equal on all ranks. least: what is always allowed, as in `LEAST`.
-    tolerance: what is allowed instead of a multiple of the noise. trimmed:
-    whether to leave out the elements that differ most (`TRIMMED`).
+    on rank 0 alone. noise: equal on all ranks. least: what is always allowed, as in `LEAST`. tolerance: what is allowed
+    instead of a multiple of the noise. trimmed: whether to leave out the elements that differ most (`TRIMMED`).
     """
     sums, sizes = [], []
     for name, shape in shapes.items():

@@ -23,9 +23,9 @@ from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import precision
 from vitpar.training.recipe import Recipe
 
-NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-12, "fp8": 2.0**-6}
-"""Relative changes of parameters and images that are as large as rounding, by precision. float8 has 3 bits of fraction,
-and the largest value of a shard, by which it is scaled, is not that of the whole tensor."""
+NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}
+"""Relative changes of parameters and images that make a run round differently. In 16 bits and fewer their size hardly
+matters: in float16 2^-13, 2^-12 and 2^-11 give the same noise, since activations are rounded anyway."""
 _NORMALISED = NOISE["fp32"]  # images are normalised and mixed in float32, whatever the precision
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import tarfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from vitpar.data.images import IMAGE_TYPES
 from vitpar.data.shards.manifest import ROW
-from vitpar.data.shards.tar import content, members
+from vitpar.data.shards.tar import content, members, open_tar
 from vitpar.errors import DataError, literal, shown
-from vitpar.files import open_regular, parse_json
+from vitpar.files import parse_json
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES
 
 EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
@@ -65,7 +61,7 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
     """
     samples: dict[str, tuple[int, int, int]] = {}
     found: dict[str, int | str] = {}
-    with _opened(shard) as file:
+    with open_tar(shard) as file:
         for member in members(file):
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
@@ -101,20 +97,8 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
 
 def offsets(shard: Path) -> set[int]:
     """Return where the data of each member of a tar file begin. Raises DataError where it is no whole tar file."""
-    with _opened(shard) as file:
+    with open_tar(shard) as file:
         return {member.offset_data for member in members(file)}
-
-
-@contextmanager
-def _opened(shard: Path) -> Iterator[BinaryIO]:
-    """Open a tar file. What goes wrong while it is open becomes a DataError that names it."""
-    try:
-        with open_regular(shard) as file:
-            yield file
-    except tarfile.TarError as error:
-        raise DataError(f"'{shard}' is not a whole tar file ({shown(error)}): fetch or write it again") from None
-    except OSError as error:
-        raise DataError(f"cannot read '{shard}': {error.strerror}") from None
 
 
 def _table(samples: dict[str, tuple[int, int, int]], found: dict[str, int | str]) -> Scan:

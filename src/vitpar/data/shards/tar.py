@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from typing import Protocol, Self
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol, Self
 
+from vitpar.errors import DataError, shown
+from vitpar.files import open_regular
 from vitpar.limits import MAX_MEMBERS, MAX_TAR_EXTENDED_BYTES, MAX_TAR_NAME_BYTES, MAX_TAR_PADDING_BYTES
 
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -51,6 +55,18 @@ class _Header(tarfile.TarInfo):
         if header.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError("it has a sparse member")
         return header
+
+
+@contextmanager
+def open_tar(path: Path) -> Iterator[BinaryIO]:
+    """Open a tar file. Raises DataError, naming it, for what goes wrong while it is open."""
+    try:
+        with open_regular(path) as file:
+            yield file
+    except tarfile.TarError as error:
+        raise DataError(f"'{path}' is not a whole tar file ({shown(error)}): fetch or write it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
 
 
 def members(file: Readable) -> Iterator[tarfile.TarInfo]:

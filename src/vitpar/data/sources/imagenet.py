@@ -4,15 +4,14 @@ file of validation images, and the development kit, which says what they show.""
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from vitpar.data.shards.tar import Readable, members
+from vitpar.data.shards.tar import Readable, members, open_tar
 from vitpar.data.sources.archived import unpacked
 from vitpar.data.sources.matlab import read_table
 from vitpar.data.sources.source import Progress, Source, SourceSplit
@@ -89,7 +88,7 @@ def _kit(path: Path) -> _Kit:
 
 def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> SourceSplit:
     known, found = set(classes), dict[str, _Images]()
-    with _archive(path) as file:
+    with open_tar(path) as file:
         for member in members(file):
             synset = member.name.removeprefix("./").removesuffix(".tar")
             if synset not in known or synset in found or not member.isreg():
@@ -107,7 +106,7 @@ def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> Sou
 
 
 def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
-    with _archive(path) as file:
+    with open_tar(path) as file:
         images = _images(file)
     found = [_VAL_NAME.fullmatch(name) for name in images.names]
     numbers = [int(name[1]) if name else 0 for name in found]
@@ -116,17 +115,6 @@ def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
             f"'{path}' does not have the {len(truth):,} images that the development kit tells of: fetch both again"
         )
     return _split(path, images, np.array([truth[number - 1] for number in numbers]))
-
-
-@contextmanager
-def _archive(path: Path) -> Iterator[BinaryIO]:
-    """A tar file to read. Raises DataError for what is wrong with it."""
-    try:
-        with open_regular(path) as file:
-            yield file
-    except (OSError, tarfile.TarError) as error:
-        reason = getattr(error, "strerror", None) or shown(error)
-        raise DataError(f"'{path}' is not a whole tar file ({reason}): fetch it again") from None
 
 
 class _Part:

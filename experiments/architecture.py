@@ -10,6 +10,7 @@ only the type checker sees does not count.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -30,12 +31,80 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("parallel", "data", "checkpoint")),
     ("", ("models",)),
     ("plans and ranks", ("strategy", "launch")),
-    ("ground", ("files", "records")),
+    ("ground", ("io", "records", "sharded")),
     ("", ("errors",)),
+    ("", ("text",)),
     ("", ("limits",)),
 )
 """From the top. A name goes on downwards until the next. Packages on one floor do not import each other."""
 WIDTH = 40
+Step = tuple[str, str, str]
+"""A file below src/vitpar (or cli/), what to look for in it, and what happens there."""
+WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
+    "From a strategy string to a collective": (
+        13,
+        (
+            ("cli/vitpar_cli/train.py", "train", "takes the option `--mesh`"),
+            ("training/recipe/recipe.py", "requested_plans", "parses what the recipe asks for"),
+            ("strategy/grammar.py", "parse", "reads the text, and points at what is wrong"),
+            ("strategy/plan.py", "Plan", "is the plan; its layers have a `Strategy` each (`strategy/layer.py`)"),
+            ("strategy/validate.py", "validate", "compares it with the model and the batch"),
+            ("cli/vitpar_cli/world.py", "run_in_world", "starts the ranks, or joins those a launcher started"),
+            ("training/build.py", "build", "makes all that trains, with the recipe's settings as an `Execution`"),
+            ("parallel/parallelize.py", "parallelize", "wraps the layers of this rank, in order"),
+            ("strategy/execution.py", "Rules", "says what a step does with each layer's parameters"),
+            ("parallel/tensor.py", "apply_tensor_parallel", "splits a layer's products by the table `SPLITS`"),
+            ("parallel/collective.py", "gathered_linear", "sends and receives, forward and backward"),
+        ),
+    ),
+    "From a tar file to the device": (
+        10,
+        (
+            (
+                "training/input.py",
+                "train_batches",
+                "makes a loader of this rank's rows; `train_step` copies batches",
+            ),
+            ("data/loader.py", "TrainLoader", "chooses samples, and reads and decodes them in threads"),
+            ("data/randomness.py", "Order", "says which sample comes when; `sample_keys` gives its key"),
+            ("data/shards/manifest.py", "read_rows", "has shard, offset, size and checksum of every sample"),
+            ("data/shards/shard_set.py", "ShardSet", "reads a sample by one `pread`, and compares the checksum"),
+            ("io.py", "open_regular", "opens a shard, and nothing but a regular file"),
+            ("data/images.py", "decode", "turns encoded bytes into pixels, uint8 [height, width, 3]"),
+            ("data/transforms/sample.py", "TrainTransform", "crops, flips and erases, by the sample's key"),
+            ("data/transforms/policies.py", "RandAugment", "changes colours and shapes, where the recipe has a policy"),
+            ("data/transforms/batch.py", "Normalize", "makes floats of pixels on the device; `Mix` mixes images"),
+        ),
+    ),
+    "From a measurement to a price": (
+        7,
+        (
+            ("cli/vitpar_cli/profile.py", "model", "takes the command `vitpar profile model`"),
+            ("planner/measure/model.py", "LayerBench", "runs one layer of a rank, with nobody else"),
+            ("planner/measure/clock.py", "Clock", "takes its time beside a fixed piece of work"),
+            ("planner/profile/profiles.py", "ModelProfile", "keeps it as a `Curve` over images, and as JSON"),
+            ("planner/cost/layer.py", "LayerCosts", "gives a layer's seconds and bytes under a strategy"),
+            ("planner/cost/stage.py", "Stage", "adds layers up to a stage, and what is sent beside them"),
+            ("planner/cost/price.py", "price", "replays the stages of a step, and walks through its memory"),
+        ),
+    ),
+    "From one plan's parameters to another's, through a checkpoint": (
+        10,
+        (
+            ("training/trainer.py", "Trainer", "saves checkpoints between updates, and resumes from one"),
+            ("training/saving/saver.py", "TrainingState", "names the tensors of model, optimizer and average"),
+            ("checkpoint/writer.py", "Writer", "copies them to the host, and writes in a thread"),
+            ("checkpoint/sharing.py", "divide", "says which rank writes which part of a tensor"),
+            ("checkpoint/image.py", "FileImage", "lays a rank's parts out as the bytes of a file"),
+            ("checkpoint/atomic.py", "publish", "makes files appear whole or not at all"),
+            ("checkpoint/index.py", "Index", "says where every part of every tensor is"),
+            ("training/saving/resume.py", "find", "finds the newest whole checkpoint"),
+            ("checkpoint/folder.py", "Checkpoint", "is one, its files checked against the index"),
+            ("checkpoint/reader.py", "load_tensors", "reads the parts that this rank needs under its plan"),
+        ),
+    ),
+}
+"""How to follow four things through the source; and in how many files at most."""
 
 
 def modules() -> dict[str, Path]:
@@ -128,7 +197,24 @@ def page() -> str:
             below = sorted({package(other) for module in inside for other in graph[module]} - {name})
             rows.append(f"| `{name}` | {_holds(name, known)} | {', '.join(_shortest(below, graph))} |")
     about = "The last column leaves out what others in it import."
-    return "\n".join(["# Architecture", "", text, "", *picture, "", *rows, "", about]) + "\n"
+    walks = ["## Four walks", "", "How to follow four things through the source, file by file."]
+    for name, (_, steps) in WALKS.items():
+        walks += ["", f"### {name}", ""]
+        walks += [f"{n}. `{file}`, `{what}`: {happens}" for n, (file, what, happens) in enumerate(steps, start=1)]
+    return "\n".join(["# Architecture", "", text, "", *picture, "", *rows, "", about, "", *walks]) + "\n"
+
+
+def lost() -> list[str]:
+    """Return the steps of walks whose file or name is not there, and walks that have become too long, in words."""
+    wrong = []
+    for name, (most, steps) in WALKS.items():
+        if len(steps) > most:
+            wrong.append(f"'{name}' leads through {len(steps)} files, more than {most}")
+        for file, what, _ in steps:
+            path = ROOT / file if file.startswith("cli/") else ROOT / "src/vitpar" / file
+            if not path.is_file() or not re.search(rf"^\s*(def|class) {what}\b", path.read_text("utf-8"), re.MULTILINE):
+                wrong.append(f"'{name}': {file} has no {what}")
+    return wrong
 
 
 def _holds(name: str, known: Mapping[str, Path]) -> str:

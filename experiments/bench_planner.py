@@ -33,8 +33,7 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.model import tensors
+from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar.strategy import parse, validate

@@ -18,7 +18,7 @@ def test_all_imports_go_down() -> None:
     [
         ({"vitpar.models.vit": {"vitpar.parallel.model"}, "vitpar.parallel.model": set()}, 1),
         ({"vitpar.parallel.model": {"vitpar.data"}, "vitpar.data": set()}, 1),
-        ({"vitpar.training.optim.ema": {"vitpar.training.trainer"}, "vitpar.training.trainer": set()}, 1),
+        ({"vitpar.training.optim.optimizer": {"vitpar.training.trainer"}, "vitpar.training.trainer": set()}, 1),
         ({"vitpar.parallel.model": {"vitpar.models.vit", "vitpar.parallel.tensor"}, "vitpar.models.vit": set()}, 0),
     ],
     ids=["up", "beside", "within training", "down"],
@@ -34,3 +34,11 @@ def test_detours_are_found() -> None:
 
 def test_the_documentation_is_of_this_source() -> None:
     assert (ROOT / "docs/architecture.md").read_text() == architecture.page(), "write it with `make docs`"
+
+
+def test_the_walks_lead_through_what_is_there() -> None:
+    assert architecture.lost() == []
+    steps = (("strategy/plan.py", "Plan", ""), ("strategy/plan.py", "Plam", ""), ("strategy/plain.py", "Plan", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "WALKS", {"far": (2, steps)})
+        assert len(architecture.lost()) == 3, "too long, no such name, no such file"

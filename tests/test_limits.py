@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import ROOT
-from vitpar import files, limits
-from vitpar.errors import DataError, UserError, nearest, shown
+from vitpar import io, limits
+from vitpar.errors import DataError, UserError
+from vitpar.text import nearest, shown
 
 NAMES = [name for name in vars(limits) if name.startswith("MAX_")]
 
@@ -36,23 +37,23 @@ def test_long_and_hostile_words_are_cut_and_escaped() -> None:
 
 def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
-    assert files.read_bytes(tmp_path / "file", 5) == b"12345"
+    assert io.read_bytes(tmp_path / "file", 5) == b"12345"
     with pytest.raises(OSError, match="it has more than 4 bytes"):
-        files.read_bytes(tmp_path / "file", 4)
+        io.read_bytes(tmp_path / "file", 4)
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(OSError, match=r"it is (a folder|not a regular file)"):
-            files.open_regular(place)
+            io.open_regular(place)
     with pytest.raises(ValueError, match="nested too deeply"):
-        files.parse_json("[" * 1_000_000)
+        io.parse_json("[" * 1_000_000)
 
 
 @pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"\\ud800"', r'"a\\\\ud800 \uD83D\uDe00"', '"\\ud7ff"'])
 def test_json_with_whole_characters_is_read(text: str) -> None:
-    assert files.parse_json(text) == json.loads(text) == files.parse_json(text.encode())
+    assert io.parse_json(text) == json.loads(text) == io.parse_json(text.encode())
 
 
 @pytest.mark.parametrize("text", [r'"\ud800"', r'{"\uDfff": 1}', r'"\ud83dx\ude00"', r'"\\\ud83d\ud83d"', '"\ud800"'])
 def test_json_with_half_a_character_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"surrogate|invalid continuation"):
-        files.parse_json(text.encode("utf-8", "surrogatepass"))
+        io.parse_json(text.encode("utf-8", "surrogatepass"))

@@ -9,26 +9,13 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar_cli import recipe_options as o
-from vitpar_cli.world import choose_device, resolve, run_in_world
+from vitpar_cli.outputs import warn
+from vitpar_cli.world import choose_device, run_in_world
 
 if TYPE_CHECKING:
     import torch
 
 CLASSES = 10  # where no data says how many there are
-USED = (
-    *("model.…", "parallel.…", "communication.…", "loss_scale.…"),
-    *(f"optimizer.{key}" for key in ("name", "implementation", "momentum", "nesterov", "ns_steps")),
-    *(f"train.{key}" for key in ("batch_size", "precision", "reduce_dtype", "label_smoothing", "clip_grad_norm")),
-    *(f"train.{key}" for key in ("ema_decay", "compile", "attention", "activation_memory_budget")),
-    "faults.non_finite",
-)
-"""Settings that matter to a benchmark."""
-USED_WITH_DATA = (
-    *("augment.…", "stream.…", "train.seed"),
-    *(f"data.{key}" for key in ("path", "crop_scale", "crop_ratio", "flip", "interpolation", "mean", "std")),
-    *(f"data.{key}" for key in ("shuffle_window", "shuffle_block", "workers", "bad_sample")),
-)
-"""Further ones where data is read."""
 
 
 def bench(
@@ -62,7 +49,7 @@ def bench(
         typer.Option("--profile", metavar="DIR", help="Write a trace of every rank there, and show the top kernels."),
     ] = None,
     device: o.DeviceName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Measure the speed of training: images a second, MFU, memory, what input costs, and every phase of a step beside
@@ -78,33 +65,15 @@ def bench(
     reads = not synthetic and (recipe is not None or data is not None)
     if reads and num_classes is not None:
         raise RecipeError(f"--num-classes {num_classes} changes nothing where the data says it: leave it out")
-    o.refuse_idle(assignments, "a benchmark" if reads else "a benchmark without data", USED + USED_WITH_DATA * reads)
-    merged = o.merged_recipe(
-        recipe,
-        data,
-        assignments,
-        parallel__mesh=mesh,
-        model__name=model,
-        train__steps=1,  # a length, which recipes need and a benchmark does not
-        train__batch_size=batch_size,
-        parallel__microbatches=microbatches,
-        parallel__microbatch_size=microbatch_size,
-        parallel__schedule=schedule,
-        parallel__virtual_stages=virtual_stages,
-        parallel__split=o.parse_split(split),
-        train__precision=precision,
-        train__compile=compile_blocks,
-    )
-    from vitpar.parallel.attention import refuse_attention
+    o.refuse_idle(assignments, "a benchmark" if reads else "a benchmark without data")
+    # Recipes need a length, a benchmark does not.
+    merged = o.merged_recipe(recipe, {**o.settings(bench, locals()), "train.steps": 1}, assignments)
     from vitpar.training.input import open_split, transforms
-    from vitpar.training.recipe.auto_precision import resolve_precision
 
     kind = choose_device(device)
-    merged = resolve_precision(merged, kind)
-    refuse_attention(merged.train.attention, kind)
     images = open_split(merged, "train") if reads else None
     config = merged.config(images.num_classes if images is not None else num_classes or CLASSES)
-    chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
+    merged, chosen = o.decide(merged, config, kind)
     if images is not None:
         transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     if profile is not None:
@@ -121,14 +90,13 @@ def bench(
         settings = Settings(steps, repeats, warmup)
         memory = explain_memory(merged, config, chosen.plan, device)
         with memory, Status(shown=dist.get_rank() == 0) as status:
-            found = measure(merged, config, chosen.plan, device, images, settings, traces=profile, told=status.tell)
+            found = measure(merged, config, chosen.plan, device, images, settings, traces=profile, report=status.tell)
         if dist.get_rank() == 0:
-            for warning in filter(None, (chosen.because, *found.warnings)):
-                typer.echo(f"warning: {warning}", err=True)
+            warn(chosen.because, *found.warnings)
             typer.echo(json.dumps(found.to_json())) if as_json else show(found, profile)
         return 0
 
-    run_in_world(chosen.plan, kind, work)
+    run_in_world(chosen, kind, work)
 
 
 def _make(folder: Path) -> None:

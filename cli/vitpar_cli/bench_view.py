@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitpar.strategy import Plan, batch_arithmetic
-from vitpar.strategy.words import count, size
+from vitpar.text import count, size
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def show(found: Benchmark, traces: Path | None) -> None:
 
 def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
     """What ran, as names and values."""
-    from vitpar.planner.cost.bubble import idle_share
-    from vitpar.planner.cost.held import layer_parameters
+    from vitpar.planner.cost.elements import layer_parameters
+    from vitpar.planner.cost.pipeline import idle_share
 
     config, plan = found.config, found.plan
     batch = batch_arithmetic(plan, found.batch_size)

@@ -2,30 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.training.recipe.plan_choice import first_that_fits
+from vitpar.training.recipe.recipe import first_that_fits
 from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import warn
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
 if TYPE_CHECKING:
     import torch
 
     from vitpar.check import CheckResult
-    from vitpar.training.recipe import Recipe
 
 ROWS_SHOWN = 4
-USED = (
-    *("model.…", "parallel.…", "communication.…", "optimizer.…"),
-    *(f"train.{key}" for key in ("batch_size", "seed", "precision", "reduce_dtype", "label_smoothing", "compile")),
-    *(f"train.{key}" for key in ("attention", "activation_memory_budget", "clip_grad_norm", "ema_decay", "ema_warmup")),
-    *(f"augment.{key}" for key in ("repeats", "mixup", "cutmix", "mixup_prob", "mixup_switch_prob")),
-)
-"""Settings that matter to a check."""
 
 
 def check(
@@ -42,8 +35,11 @@ def check(
     num_classes: Annotated[int, typer.Option("--num-classes", min=2, help="Classes of the model's head.")] = 10,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            "--batch-size", min=1, help="Images of a step over all ranks.  \\[default: 16 or the next that divides]"
+        o.setting(
+            "train.batch_size",
+            "--batch-size",
+            min=1,
+            help="Images of a step over all ranks.  \\[default: 16 or the next that divides]",
         ),
     ] = None,
     microbatches: o.Microbatches = None,
@@ -61,7 +57,7 @@ def check(
         ),
     ] = None,
     device: o.DeviceName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Prove that a plan does not change the training.
@@ -74,32 +70,19 @@ def check(
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
-    o.refuse_idle(assignments, "a check", USED)
-    options = {
-        "parallel.mesh": mesh,
-        "train.batch_size": batch_size,
-        "model.name": model,
-        "parallel.microbatches": microbatches,
-        "parallel.microbatch_size": microbatch_size,
-        "parallel.schedule": schedule,
-        "parallel.virtual_stages": virtual_stages,
-        "parallel.split": o.parse_split(split),
-        "train.precision": precision,
-        "train.compile": compile_blocks,
-    }
-    merged = _recipe(recipe, options, assignments or [])
-    from vitpar.parallel.attention import refuse_attention
-    from vitpar.training.recipe.auto_precision import resolve_precision
+    o.refuse_idle(assignments, "a check")
+    given = o.settings(check, locals())
+    from vitpar.check import recipe_to_check
+    from vitpar.training.recipe import read_recipe
 
+    merged = read_recipe(recipe, given, assignments or ()) if recipe else recipe_to_check(given, assignments or ())
     kind = choose_device(device)
-    merged = resolve_precision(merged, kind)
-    refuse_attention(merged.train.attention, kind)
     parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, kind)).plan
     named = batch_size or o.assigned(assignments, "train.batch_size")
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(num_classes)
-    chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
+    merged, chosen = o.decide(merged, config, kind)
     plan = chosen.plan
 
     def work(device: "torch.device") -> int:
@@ -115,24 +98,11 @@ def check(
         compiling = choose_compiling(t.compile, plan, t.precision, device)
         result = check_plan(merged, config, plan, device, tolerance=tolerance)
         if dist.get_rank() == 0:
-            if chosen.because:
-                typer.echo(f"warning: {chosen.because}", err=True)
-            if compiling.because:
-                typer.echo(f"warning: blocks are not compiled: {compiling.because}", err=True)
+            warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
             typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
         return 0 if result.passed else 1
 
-    run_in_world(plan, kind, work)
-
-
-def _recipe(path: Path | None, options: dict[str, Any], assignments: list[str]) -> "Recipe":
-    """The recipe whose training is checked."""
-    from vitpar.check import recipe_to_check
-    from vitpar.training.recipe import read_recipe
-
-    if path is None:
-        return recipe_to_check(options, assignments)
-    return read_recipe(path, options, assignments)
+    run_in_world(chosen, kind, work)
 
 
 def _batch_that_divides(plan: Plan) -> int:

@@ -2,7 +2,8 @@
 
 import json
 import shlex
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -37,13 +38,13 @@ _WORST = 10  # tensors that `diff` names
 
 def _opened(path: Path) -> "Checkpoint":
     """A checkpoint, or the newest of a run. Raises CheckpointError."""
-    from vitpar.checkpoint import Checkpoint, Checkpoints
+    from vitpar.checkpoint import Checkpoint
     from vitpar.errors import CheckpointError
     from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
 
     if is_checkpoint(path):
         return Checkpoint.open(path)
-    there = Checkpoints(checkpoints_of(path))
+    there = checkpoints_of(path)
     if not there.steps():
         raise CheckpointError(f"'{path}' is neither a checkpoint nor a run that has one: name runs/… or one in it")
     return Checkpoint.open(there.path(there.steps()[-1]))
@@ -55,11 +56,11 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
 
     Example: vitpar checkpoint list runs/mine
     """
-    from vitpar.checkpoint import Checkpoint, Checkpoints
+    from vitpar.checkpoint import Checkpoint
     from vitpar.errors import CheckpointError
     from vitpar.training.saving.resume import checkpoints_of
 
-    there = Checkpoints(checkpoints_of(run))
+    there = checkpoints_of(run)
     if not there.steps():
         raise CheckpointError(f"'{run}' has no checkpoints: name the folder of a run that was trained with some")
     found: list[dict[str, Any]] = []
@@ -103,8 +104,8 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
     """
     import torch
 
-    from vitpar.checkpoint.names import PLAN
-    from vitpar.strategy import read_plan
+    from vitpar.checkpoint.index import PLAN
+    from vitpar.strategy.plan_json import read_plan
 
     checkpoint = _opened(path)
     groups = {}
@@ -163,8 +164,8 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
 
     Example: vitpar checkpoint diff runs/one runs/other
     """
-    from vitpar.checkpoint.names import RECIPE
-    from vitpar.checkpoint.whole import differences
+    from vitpar.checkpoint.index import RECIPE
+    from vitpar.checkpoint.reader import differences
     from vitpar.training.recipe import read_recipe
     from vitpar.training.saving.resume import changes
 
@@ -184,16 +185,24 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
         typer.echo(f"{len(apart):,} of {len(found):,} tensors differ")
         table = Table("tensor", "largest difference", "largest value")
         for d in sorted(apart, key=lambda d: -(d.largest if d.largest is not None else float("inf")))[:_WORST]:
-            alone = d.largest is None or d.magnitude is None
-            table.add_row(d.name, *(("only in one, or of another shape", "") if alone else _numbers(d)))
+            if d.largest is None or d.magnitude is None:
+                table.add_row(d.name, "only in one, or of another shape", "")
+            else:
+                table.add_row(d.name, f"{d.largest:.2e}", f"{d.magnitude:.2e}")
         if apart:
             Console().print(table)
     if apart or changed:
         raise typer.Exit(1)
 
 
-def _numbers(difference: Any) -> tuple[str, str]:
-    return f"{difference.largest:.2e}", f"{difference.magnitude:.2e}"
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while the block runs, moved by how many tensors of how many are done."""
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @app.command("export")
@@ -209,20 +218,17 @@ def export_command(
 
     Example: vitpar checkpoint export runs/mine --out weights/mine
     """
-    from rich.progress import Progress
-
-    from vitpar.weights.export import export
+    from vitpar.weights.folder import export
     from vitpar_cli.profiled import parse_size
 
     checkpoint = _opened(path)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("writing", total=None)
+    with _progress("writing") as moved:
         files = export(
             checkpoint,
             out,
             shard_bytes=int(parse_size(shard_size, "--shard-size")),
             averages=False if plain else None,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=moved,
         )
     typer.echo(f"step {checkpoint.facts.step:,} is in {out}: {len(files)} file{'s' * (len(files) > 1)}")
 
@@ -256,15 +262,12 @@ def import_command(
 
     Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
     """
-    from rich.progress import Progress
-
     from vitpar.weights.importing import import_weights
     from vitpar_cli.profiled import parse_size
 
     if trust:
         typer.echo(f"warning: '{source}' is trusted: what it holds runs where it is a pickle", err=True)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("importing", total=None)
+    with _progress("importing") as moved:
         done = import_weights(
             source,
             out,
@@ -273,7 +276,7 @@ def import_command(
             image_size=image_size,
             trust=trust,
             shard_bytes=int(parse_size(shard_size, "--shard-size")),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=moved,
         )
     c = done.config
     if as_json:

@@ -1,28 +1,29 @@
 """`vitpar data`: pack images into shards, index and verify shards, and say what they hold."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vitpar.errors import DataError, printable, shown
-from vitpar.files import read_text
-from vitpar.launch.cores import cpu_cores
+from vitpar.errors import DataError
+from vitpar.io import read_text
+from vitpar.launch.resources import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
-from vitpar.strategy.words import count
+from vitpar.text import count, printable, shown
 from vitpar_cli.outputs import refuse_unwritable
 from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
 
 if TYPE_CHECKING:
+    from vitpar.data.survey import Survey
     from vitpar.training.recipe import Recipe
 
 app = typer.Typer(
@@ -42,7 +43,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for every split, drawn to the standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, TaskID] = {}
 
         def report(split: str, done: int, total: int) -> None:
             if split not in tasks:
@@ -212,7 +213,7 @@ def info_command(
     refuse_unwritable(preview)
     found = survey(folder)
     if preview is not None:
-        _draw(folder, preview, training_recipe(recipe, folder, assignments)[0])
+        _draw(folder, preview, training_recipe(recipe, {"data.path": str(folder)}, assignments)[0])
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -222,7 +223,7 @@ def info_command(
 def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     """The contact sheet, as a PNG file."""
     from vitpar.data import ShardSet
-    from vitpar.data.preview import contact_sheet
+    from vitpar.data.survey import contact_sheet
     from vitpar.training.input import mixing, order_of, transforms
 
     shards = ShardSet.open(folder, "train")
@@ -230,7 +231,7 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     contact_sheet(shards, evaluated, train, mixing(recipe), order_of(recipe, len(shards))).save(path, "PNG")
 
 
-def _print_survey(found: dict[str, Any]) -> None:
+def _print_survey(found: "Survey") -> None:
     console = Console()
     splits = found["splits"]
     console.print(found["folder"], markup=False, soft_wrap=True)
@@ -262,7 +263,7 @@ def _name(name: str) -> str:
     return escape(shown(printable(name)))
 
 
-def _span(numbers: list[float]) -> str:
+def _span(numbers: Sequence[float]) -> str:
     """Five numbers in short."""
     low, *middle, high = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in numbers)
     return low if low == high else f"{low} ({' '.join(middle)}) {high}"

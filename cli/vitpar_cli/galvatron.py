@@ -26,16 +26,16 @@ def import_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: o.AsJson = False,
 ) -> None:
     """Turn a strategy file of Galvatron's into a plan.
 
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
     from vitpar.models import model_config
-    from vitpar.strategy import plan_to_json, write_plan
     from vitpar.strategy.galvatron import read_galvatron
-    from vitpar.strategy.words import count
+    from vitpar.strategy.plan_json import plan_to_json, write_plan
+    from vitpar.text import count
 
     read = read_galvatron(file, world_size, model_config(model).depth if model else None)
     if out is not None:
@@ -68,19 +68,10 @@ def export_command(
 
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
+    given = {**o.settings(export_command, locals()), "parallel.mesh": strategy}
     from vitpar.strategy.galvatron import write_galvatron
 
-    merged = o.merged_recipe(
-        recipe,
-        None,
-        None,
-        parallel__mesh=strategy,
-        model__name=model,
-        train__batch_size=batch_size,
-        parallel__microbatches=microbatches,
-        parallel__schedule=schedule,
-        parallel__split=o.parse_split(split),
-    )
+    merged = o.merged_recipe(recipe, given, None)
     config = merged.config(1000)
     plan = merged.plan(config)
     costs = [float(flops) for flops in config.layer_flops.values()]
@@ -119,12 +110,13 @@ def profiles_command(
 
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """
+    given = o.settings(profiles_command, locals())
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
-    from vitpar.training.recipe.auto_precision import planned_precision
+    from vitpar.training.recipe.machine import planned_precision
 
-    o.refuse_idle(assignments, "an import", ("model.…",))
+    o.refuse_idle(assignments, "an import")
     refuse_unwritable(hardware_out, model_out)
-    merged = planned_recipe(recipe, model, assignments, train__precision=precision)
+    merged = planned_recipe(recipe, given, assignments)
     machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
     precision = planned_precision(merged, None, machine.device).train.precision
     found = import_model(profiled, merged.config(num_classes), precision)

@@ -1,10 +1,18 @@
-"""Files that commands write: refused before anything runs where they cannot be."""
+"""Warnings and files that commands write. A file that cannot be written is refused before anything runs."""
 
 import os
 from pathlib import Path
 
+import typer
+
 from vitpar.errors import PlannerError
-from vitpar.files import write_text
+from vitpar.io import write_text
+
+
+def warn(*sentences: str | None) -> None:
+    """Print warnings to stderr, those that are not None."""
+    for sentence in filter(None, sentences):
+        typer.echo(f"warning: {sentence}", err=True)
 
 
 def refuse_unwritable(*paths: Path | None) -> None:

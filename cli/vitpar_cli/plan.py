@@ -7,20 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitpar.training.recipe.auto_precision import resolve_precision
+from vitpar.training.recipe.machine import resolve_precision
 from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import warn
 from vitpar_cli.world import choose_device
 
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
-    from vitpar.planner.describe.summary import PlanSummary
+    from vitpar.planner.describe import PlanSummary
     from vitpar.strategy import Plan
-
-USED = (
-    *("model.…", "parallel.…", "optimizer.name", "optimizer.momentum"),
-    *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay")),
-)
-"""Settings that matter to a plan."""
 
 
 def plan(
@@ -45,7 +40,7 @@ def plan(
     virtual_stages: o.VirtualStages = None,
     split: o.Split = None,
     precision: o.Precision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: o.AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
     assignments: o.Assignments = None,
 ) -> None:
@@ -57,21 +52,8 @@ def plan(
 
     Example: vitpar plan "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
-    o.refuse_idle(assignments, "a plan", USED)
-    merged = o.merged_recipe(
-        recipe,
-        None,
-        assignments,
-        parallel__mesh=strategy,
-        model__name=model,
-        train__batch_size=batch_size,
-        parallel__microbatches=microbatches,
-        parallel__microbatch_size=microbatch_size,
-        parallel__schedule=schedule,
-        parallel__virtual_stages=virtual_stages,
-        parallel__split=o.parse_split(split),
-        train__precision=precision,
-    )
+    o.refuse_idle(assignments, "a plan")
+    merged = o.merged_recipe(recipe, {**o.settings(plan, locals()), "parallel.mesh": strategy}, assignments)
     merged = resolve_precision(merged, choose_device(None))
     config = merged.config(num_classes)
     if world_size is None:
@@ -79,11 +61,10 @@ def plan(
     else:
         chosen = merged.chosen(config, lambda plan: plan.resolve(world_size))
         made = chosen.plan
-        if chosen.because:
-            typer.echo(f"warning: {chosen.because}", err=True)
-    from vitpar.planner.describe.summary import summarize
-    from vitpar.strategy import write_plan
-    from vitpar.training.state import state_bytes, state_words
+        warn(chosen.because)
+    from vitpar.planner.describe import summarize
+    from vitpar.strategy.plan_json import write_plan
+    from vitpar.training.optim.optimizer import state_bytes, state_words
     from vitpar_cli.plan_view import show
 
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged))
@@ -99,7 +80,8 @@ def plan(
 
 def _closed(plan: "Plan") -> "Plan":
     """The plan itself. Raises StrategyError where it has an open degree."""
-    from vitpar.errors import StrategyError, shown
+    from vitpar.errors import StrategyError
+    from vitpar.text import shown
 
     roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
     if plan.pp is None or roles:
@@ -111,8 +93,9 @@ def _closed(plan: "Plan") -> "Plan":
 def _to_json(config: "ViTConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
     """All that is printed, as data. ranks: where every rank of the world stands; places, of a strategy: where every
     rank of a stage stands on its axes."""
-    from vitpar.strategy import place_of_rank, plan_to_json
+    from vitpar.strategy import place_of_rank
     from vitpar.strategy.layout import place
+    from vitpar.strategy.plan_json import plan_to_json
     from vitpar_cli.rank_grid import shown_axis
 
     found = {

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitpar.models import ViTConfig
-from vitpar.planner.describe.summary import PlanSummary, StrategySummary
+from vitpar.planner.describe import PlanSummary, StrategySummary
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar_cli.plan_words import (
     batch_words,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vitpar.strategy import BatchArithmetic, Plan
 
 if TYPE_CHECKING:
-    from vitpar.planner.describe.summary import Redistribution
+    from vitpar.planner.describe import Redistribution
 
 
 def batch_words(batch: BatchArithmetic) -> str:

@@ -1,29 +1,33 @@
 """`vitpar profile`: measures what the planner needs to know."""
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
+from vitpar.text import count
+from vitpar.training.recipe.recipe import Chosen
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable
-from vitpar_cli.profile_view import show_hardware, show_model
 from vitpar_cli.world import choose_device, end, enter, ranks_available, resolve, run_in_world
 
 if TYPE_CHECKING:
     import torch
 
-CADENCE = 10.0  # seconds between two plain lines at least
+    from vitpar.planner.profile.profiles import Hardware, ModelProfile, Timing
 
-USED = ("model.…", "train.precision", "train.compile", "train.attention")
-"""Settings that matter to a model's profile."""
+CADENCE = 10.0  # seconds between two plain lines at least
+BUSY = 0.2  # spread of a point in the middle of all, above which a profile is worth little
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine, for the planner.")
 
@@ -48,7 +52,7 @@ def hardware(
     Example: vitpar profile hardware --ranks 4 --out hardware.json
     """
     from vitpar.launch import find_world
-    from vitpar.launch.cores import cpu_cores
+    from vitpar.launch.resources import cpu_cores
 
     kind = choose_device(device)
     world = ranks or ranks_available(kind) or cpu_cores()
@@ -67,10 +71,10 @@ def hardware(
             profile = profile_hardware(called, device, per_node, Effort.usual(device.type, seconds), progress)
         if dist.get_rank() == 0:
             profile.save(out)
-            typer.echo(profile.model_dump_json(by_alias=True)) if as_json else show_hardware(profile, out)
+            typer.echo(profile.model_dump_json(by_alias=True)) if as_json else _show_hardware(profile, out)
         return 0
 
-    run_in_world(plan, kind, work)
+    run_in_world(Chosen(plan), kind, work)
 
 
 @app.command()
@@ -84,7 +88,9 @@ def model(
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="The profile, a JSON file.")] = Path("model.json"),
     precision: o.Precision = None,
-    compile_blocks: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
+    compile_blocks: Annotated[
+        bool, o.setting("train.compile", "--compile", to=lambda on: on or None, help="Compile each block.")
+    ] = False,
     seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="Time to spend on each point, about.")] = 0.1,
     device: o.DeviceName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile too.")] = False,
@@ -97,23 +103,14 @@ def model(
 
     Example: vitpar profile model --recipe experiments/digits.toml --ranks 4 --out model.json
     """
-    from vitpar.launch.cores import cpu_cores
-    from vitpar.parallel.attention import refuse_attention
-    from vitpar.training.recipe.auto_precision import resolve_precision
+    from vitpar.launch.resources import cpu_cores
+    from vitpar.training.recipe.machine import on_device
 
-    o.refuse_idle(assignments, "a profile", USED)
-    merged = o.merged_recipe(
-        recipe,
-        None if recipe else Path("unused"),  # no data is read
-        assignments,
-        model__name=name,
-        train__steps=1 if recipe is None else None,
-        train__precision=precision,
-        train__compile=compile_blocks or None,
-    )
+    given = o.settings(model, locals())
+    o.refuse_idle(assignments, "a profile")
+    merged = o.merged_recipe(recipe, given if recipe else {**given, **o.NO_DATA}, assignments)
     kind = choose_device(device)
-    merged = resolve_precision(merged, kind)
-    refuse_attention(merged.train.attention, kind)
+    merged = on_device(merged, kind)
     largest = ranks or ranks_available(kind) or cpu_cores()
     refuse_many_ranks(largest, "the world")
     config = merged.config(num_classes)
@@ -122,11 +119,10 @@ def model(
 
     import torch
 
-    from vitpar.launch.process_group import meeting_place
+    from vitpar.launch.store import meeting_place
     from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
-    from vitpar.planner.measure.layer import Subject
-    from vitpar.planner.measure.model import profile_model
+    from vitpar.planner.measure.model import Subject, profile_model
 
     where = torch.device(kind)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
@@ -137,7 +133,7 @@ def model(
         profile = profile_model(subject, where, clock, world.size, progress)
     if world.rank == 0:
         profile.save(out)
-        typer.echo(profile.model_dump_json()) if as_json else show_model(profile, out)
+        typer.echo(profile.model_dump_json()) if as_json else _show_model(profile, out)
     end(world)
 
 
@@ -158,3 +154,82 @@ def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
                 console.print(f"{done} of {total} points, now {words}", highlight=False)
 
         yield progress
+
+
+def _show_hardware(profile: "Hardware", out: Path) -> None:
+    """Print the profile's main figures, and where it was written."""
+    console = Console()
+    console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
+    table = Table("", "GFLOP/s by side of the matrices", box=box.SIMPLE)
+    for matmul in profile.matmuls:
+        rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
+        table.add_row(matmul.dtype, "  ".join(rates))
+    console.print(table)
+    copies = (profile.copy_,) if profile.copy_ else ()
+    for copy in copies:
+        fastest = max(t.size / t.seconds for t in copy.timings)
+        console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
+    if profile.links:
+        console.print(_links(profile))
+    if profile.overlap:
+        o = profile.overlap
+        console.print(
+            f"together   products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
+            highlight=False,
+        )
+    curves = [*profile.matmuls, *copies, *profile.links]
+    _close(console, [timing for curve in curves for timing in curve.timings], out)
+
+
+def _show_model(profile: "ModelProfile", out: Path) -> None:
+    """Print the profile's main figures, and where it was written."""
+    from vitpar.planner.profile.profiles import CHECKPOINTS, always_wrapped
+
+    console = Console()
+    beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
+    console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
+    title = "a block of the first rank, without what is sent"
+    table = Table("strategy", "rows", box=box.SIMPLE, title=title, title_justify="left")
+    for heading in ("forward ms", "backward ms", "images/s", "saved MiB"):
+        table.add_column(heading, justify="right")
+    for layer in profile.layers:
+        if layer.layer == "block" and layer.wrapped == always_wrapped(layer.tensor):
+            rows, forward, backward = layer.forward.timings[-1].size, layer.forward, layer.backward
+            flag = CHECKPOINTS[layer.checkpoint]
+            times = [curve.timings[-1].seconds for curve in (forward, backward)]
+            figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
+            table.add_row(layer.tensor + flag, str(rows), *figures, f"{layer.saved.of(rows) / 2**20:,.2f}")
+    console.print(table)
+    optimizer = profile.optimizer.timings[-1]
+    words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms a million parameters, with the norm"
+    console.print(words, highlight=False)
+    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms besides its layers", highlight=False)
+    curves = [curve for layer in profile.layers for curve in (layer.forward, layer.backward)]
+    _close(console, [timing for curve in curves for timing in curve.timings], out)
+
+
+def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
+    spread = statistics.median(timing.spread for timing in timings)
+    console.print(f"spread     {spread:.0%} of a point, in the middle of all", highlight=False)
+    if spread > BUSY:
+        console.print(
+            "warning: figures scatter, as ranks share cores or other programs run: measure again when it is idle",
+            style="yellow",
+        )
+    console.print(f"written    {out}", highlight=False, soft_wrap=True)
+
+
+def _links(profile: "Hardware") -> Table:
+    from vitpar.planner.profile.profiles import OPERATIONS
+
+    table = Table("ranks", "stride", box=box.SIMPLE, padding=(0, 1, 0, 0), title="latency in ms + GB/s")
+    for name in OPERATIONS:
+        table.add_column(name.replace("_", " "), min_width=11)
+    groups = sorted({(link.ranks, link.stride) for link in profile.links})
+    cells = {
+        (link.ranks, link.stride, link.operation): f"{link.latency * 1e3:.2f} + {link.rate / 1e9:.2f}"
+        for link in profile.links
+    }
+    for ranks, stride in groups:
+        table.add_row(str(ranks), str(stride), *(cells.get((ranks, stride, name), "") for name in OPERATIONS))
+    return table

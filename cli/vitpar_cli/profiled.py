@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitpar.errors import ModelError, PlannerError, shown
+from vitpar.errors import ModelError, PlannerError
 from vitpar.limits import MAX_AMOUNT
+from vitpar.text import shown
 from vitpar_cli import recipe_options as o
 
 if TYPE_CHECKING:
@@ -35,15 +37,13 @@ ClusterName = Annotated[
 NumClasses = Annotated[
     int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")
 ]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
+]
 MemorySize = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]"),
 ]
-USED = (
-    *("model.…", "optimizer.name", "optimizer.momentum"),
-    *(f"train.{key}" for key in ("batch_size", "precision", "ema_decay", "compile")),
-)
-"""Settings that matter to a search."""
 _NO_COSTS = ("name", "norm_eps", "init")
 """Model settings that do not affect costs, so a profile with other values still applies."""
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -80,13 +80,12 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     return found
 
 
-def planned_recipe(recipe: Path | None, model: str | None, assignments: list[str] | None, **options: Any) -> Recipe:
+def planned_recipe(recipe: Path | None, given: Mapping[str, object], assignments: list[str] | None) -> Recipe:
     """The recipe that is planned for, without data; a model that is named beside no recipe is the published one.
-    Raises RecipeError for settings that change nothing."""
-    o.refuse_idle(assignments, "a search", USED)
-    named = recipe is None and model
-    given = {"model__name": model, "train__steps": 1 if named else None, **options}
-    return o.merged_recipe(recipe, Path("unused") if named else None, assignments, **given)
+    given: settings by dotted key. Raises RecipeError for settings that change nothing."""
+    o.refuse_idle(assignments, "a search")
+    named = recipe is None and given.get("model.name")
+    return o.merged_recipe(recipe, {**given, **o.NO_DATA} if named else given, assignments)
 
 
 def costs_of(
@@ -113,13 +112,12 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
     the same model, precision and kind of device."""
     from vitpar.models.config import config_from_json
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.profile.hardware import read_hardware
-    from vitpar.planner.profile.model import read_model_profile
-    from vitpar.training.recipe.auto_precision import planned_precision
+    from vitpar.planner.profile.profiles import Hardware, ModelProfile
+    from vitpar.training.recipe.machine import planned_precision
 
-    hardware = read_hardware(hardware_file or Path("hardware.json"))
+    hardware = Hardware.read(hardware_file or Path("hardware.json"))
     path = model_file or Path("model.json")
-    profile = read_model_profile(path)
+    profile = ModelProfile.read(path)
     try:
         config = config_from_json(profile.model)
     except ModelError as error:
@@ -159,9 +157,8 @@ def estimated_costs(cluster: str, ranks: int | None, recipe: Recipe, num_classes
         )
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.profile.cluster import find_cluster
-    from vitpar.planner.profile.estimate import estimate_model
-    from vitpar.planner.profile.model import tensors
-    from vitpar.training.recipe.auto_precision import planned_precision
+    from vitpar.planner.profile.estimate import estimate_model, tensors
+    from vitpar.training.recipe.machine import planned_precision
 
     hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
     native = "bf16" if any(rate.dtype == "bfloat16" for rate in hardware.matmuls) else None
@@ -182,7 +179,7 @@ def known_flags(costs: LayerCosts) -> tuple[str, ...]:
 
 def unknown(costs: LayerCosts, ranks: int) -> set[str]:
     """Flags and tensor-parallel parts that model and machine allow, but the profiles do not know."""
-    from vitpar.planner.profile.model import tensors
+    from vitpar.planner.profile.estimate import tensors
     from vitpar.planner.search.space import FLAGS
 
     useless = {"offload"} if costs.hardware.device == "cpu" else set()

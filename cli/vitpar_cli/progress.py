@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vitpar.strategy import batch_arithmetic
-from vitpar.strategy.words import count
-from vitpar.training.events import RunHeader
+from vitpar.text import count
+from vitpar.training.events import Reporter, RunHeader
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
@@ -31,8 +31,8 @@ BAR = 40  # columns of the bar at most
 PLAIN_WIDTH = 100  # of the header where there is no terminal
 
 
-class ConsoleReporter:
-    """A `vitpar.training.events.Reporter` that prints to the console. clock: seconds from any start, never back."""
+class ConsoleReporter(Reporter):
+    """Prints the events of a run to the console. clock: seconds from any start, never back."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or _console()
@@ -79,7 +79,7 @@ class ConsoleReporter:
         """Print a warning."""
         self._print(f"warning: {text}", style="yellow")
 
-    def told(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print it."""
         self._print(text, style="bold")
 
@@ -145,9 +145,9 @@ def _console() -> Console:
 
 
 def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
-    """What will run, as names and values of at most `width` columns where that is in our hand."""
-    from vitpar.planner.cost.bubble import idle_share
-    from vitpar.training.state import state_words
+    """Yield names and values of the header, in at most `width` columns where that can be chosen."""
+    from vitpar.planner.cost.pipeline import idle_share
+    from vitpar.training.optim.optimizer import state_words
 
     recipe, plan = header.recipe, header.plan
     batch = batch_arithmetic(plan, recipe.train.batch_size)

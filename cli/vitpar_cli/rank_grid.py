@@ -45,7 +45,7 @@ def draw_ranks(plan: Plan, width: int) -> Text:
 
 
 def row_name(plan: Plan, pp: int) -> str:
-    """What a place on the pp axis is called: by the stages there, or as all layers where nothing is cut."""
+    """Return the label of a place on the pp axis: its stages, or all layers where there is no pipeline."""
     if plan.pipeline_degree == 1:
         return "all layers"
     stages = stages_of_rank(pp, plan)
@@ -53,7 +53,7 @@ def row_name(plan: Plan, pp: int) -> str:
 
 
 def shown_axis(strategy: Strategy, axis: str) -> str:
-    """What an axis of a layer's mesh is called: tp is itself as long as it is not arranged."""
+    """Return the label of an axis of a layer's mesh: tp as long as it is one axis."""
     return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
 
 
@@ -125,7 +125,8 @@ def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
 
 
 def _colour(indices: list[tuple[int, int]]) -> str:
-    """Of a part of the batch. indices: (index, size) along the axes that split it, outermost first."""
+    """Return the colour of a part of the batch. indices: (index, size) along the axes that split it, outermost
+    first."""
     part = 0
     for index, size in indices:
         part = part * size + index

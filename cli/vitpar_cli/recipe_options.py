@@ -1,15 +1,57 @@
 """Options that several commands share, and the recipe they make together."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from vitpar.errors import RecipeError, shown
+from vitpar.errors import RecipeError
 from vitpar.strategy import SCHEDULES
+from vitpar.text import shown
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.training.recipe.effects import COMMANDS
+from vitpar_cli.world import Device, handed_plan, resolve
+
+if TYPE_CHECKING:
+    from vitpar.models import ViTConfig
+    from vitpar.training.recipe.recipe import Chosen
+
+
+NO_DATA = {"data.path": "unused", "train.steps": 1}
+"""Values for settings that every recipe needs, for commands that read no data and train nothing."""
+
+
+def parse_split(text: str) -> str | list[int]:
+    """``5,7`` as numbers; names as they are."""
+    return [int(part) for part in text.split(",")] if re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text) else text
+
+
+def setting(key: str, *flags: str, to: Callable[[Any], object] = lambda given: given, **option: Any) -> Any:
+    """Return an option that gives the recipe's setting `key`, for use in ``Annotated``.
+
+    to: turns what was given into the setting's value, or into None to leave the setting alone. flags, option: see
+    `typer.Option`.
+    """
+    found = typer.Option(*flags, **option)
+    found.setting = key, to
+    return found
+
+
+def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that the options of `command` give, by dotted key, None where an option is left out.
+
+    arguments: those of the call, as ``locals()`` has them in the command's first line.
+    """
+    found: dict[str, object] = {}
+    for name, annotation in get_type_hints(command, include_extras=True).items():
+        for option in getattr(annotation, "__metadata__", ()):
+            if hasattr(option, "setting"):
+                key, to = option.setting
+                found[key] = None if arguments[name] is None else to(arguments[name])
+    return found
+
 
 RecipeFile = Annotated[
     Path | None,
@@ -17,31 +59,45 @@ RecipeFile = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option(
+    setting(
+        "parallel.mesh",
         "--mesh",
         metavar="STRATEGY",
         help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in "
         "'pp2: stem=fsdp4, \\*=tp2xfsdp2'; or a plan.json.",
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder made by `vitpar data pack`.")]
+DataDir = Annotated[
+    Path | None,
+    setting("data.path", "--data", to=str, metavar="DIR", help="Folder made by `vitpar data pack`."),
+]
 ModelName = Annotated[
     str | None,
-    typer.Option(
-        "--model", metavar="NAME", help="timm's name, such as vit_small_patch16_224; its sizes replace the recipe's."
+    setting(
+        "model.name",
+        "--model",
+        metavar="NAME",
+        help="timm's name, such as vit_small_patch16_224; its sizes replace the recipe's.",
     ),
 ]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="Images of a step over all ranks.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a step.")]
+BatchSize = Annotated[
+    int | None, setting("train.batch_size", "--batch-size", min=1, help="Images of a step over all ranks.")
+]
+Microbatches = Annotated[
+    int | None, setting("parallel.microbatches", "--microbatches", min=1, help="Micro-batches of a step.")
+]
 MicrobatchSize = Annotated[
-    int | None, typer.Option("--microbatch-size", min=1, help="Images of a micro-batch, instead.")
+    int | None,
+    setting("parallel.microbatch_size", "--microbatch-size", min=1, help="Images of a micro-batch, instead."),
 ]
 Schedule = Annotated[
-    str | None, typer.Option("--schedule", metavar="NAME", help=f"Pipeline schedule: {', '.join(SCHEDULES)}.")
+    str | None,
+    setting("parallel.schedule", "--schedule", metavar="NAME", help=f"Pipeline schedule: {', '.join(SCHEDULES)}."),
 ]
 VirtualStages = Annotated[
     int | None,
-    typer.Option(
+    setting(
+        "parallel.virtual_stages",
         "--virtual-stages",
         min=1,
         help="Stages a rank holds: 2 or more with interleaved schedules, 2 with zbvzerobubble and dualpipev, else 1.",
@@ -49,13 +105,18 @@ VirtualStages = Annotated[
 ]
 Split = Annotated[
     str | None,
-    typer.Option(
-        "--split", metavar="HOW", help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7."
+    setting(
+        "parallel.split",
+        "--split",
+        to=parse_split,
+        metavar="HOW",
+        help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7.",
     ),
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(
+    setting(
+        "train.precision",
         "--precision",
         metavar="NAME",
         help="fp64, fp32, bf16, fp16 or fp8.  \\[default: auto, bf16 on GPUs that have it, else fp32]",
@@ -63,24 +124,19 @@ Precision = Annotated[
 ]
 Compile = Annotated[
     bool | None,
-    typer.Option(
+    setting(
+        "train.compile",
         "--compile/--no-compile",
         help="Compile each block: slow to start, faster steps.  \\[default: on GPUs, where that works]",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda.  \\[default: cuda where there is a GPU]")
 ]
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Any other recipe setting; may be repeated.")
 ]
-
-
-def parse_split(text: str | None) -> str | list[int] | None:
-    """``5,7`` as numbers; names as they are."""
-    if text is not None and re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
-        return [int(part) for part in text.split(",")]
-    return text
 
 
 def assigned(assignments: list[str] | None, key: str) -> bool:
@@ -93,11 +149,10 @@ def _keys(assignments: list[str] | None) -> list[str]:
     return [assignment.partition("=")[0].strip() for assignment in assignments or ()]
 
 
-def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]) -> None:
-    """Refuse ``--set`` of a setting that does nothing here. doing: what the command does. used: keys, or "section.…"
-    for all of a section."""
-    for assignment in assignments or ():
-        key = assignment.partition("=")[0].strip()
+def refuse_idle(assignments: list[str] | None, doing: str) -> None:
+    """Refuse ``--set`` of a setting that changes nothing in what a command does (``COMMANDS``)."""
+    used = COMMANDS[doing]
+    for key in _keys(assignments):
         # Weights change no shape, plan or time, so only a training has a use for them.
         if key == "model.weights" or (key not in used and f"{key.partition('.')[0]}.…" not in used):
             raise RecipeError(
@@ -108,24 +163,21 @@ def refuse_idle(assignments: list[str] | None, doing: str, used: Collection[str]
 def without_commands(recipe: Recipe, assignments: list[str] | None) -> Recipe:
     """A recipe that came with weights or a checkpoint: its stream runs commands only where --set allows it anew, since
     who was given them may not have read it."""
-    said = any(text.partition("=")[0].strip() == "stream.allow_pipe" for text in assignments or ())
-    if said or not recipe.stream.allow_pipe:
+    if assigned(assignments, "stream.allow_pipe") or not recipe.stream.allow_pipe:
         return recipe
     return recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
 
 
 def merged_recipe(
     path: Path | None,
-    data: Path | None,
+    given: Mapping[str, object],
     assignments: list[str] | None,
     *,
     without: Collection[str] = (),
-    **options: Any,
 ) -> Recipe:
-    """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the options
-    put in. without: sections of the file to leave out."""
-    given = _given(data, options)
-    if path is not None or data is not None:
+    """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the settings
+    `given` put in. without: sections of the file to leave out."""
+    if path is not None or given.get("data.path") is not None:
         return read_recipe(path, given, assignments or (), without=without)
     # A model that is named beside no recipe is the published one, not one with the digits recipe's options.
     named = given.get("model.name") is not None
@@ -134,24 +186,22 @@ def merged_recipe(
 
 def training_recipe(
     path: Path | None,
-    data: Path | None,
+    given: Mapping[str, object],
     assignments: list[str] | None,
     *,
     without: Collection[str] = (),
-    **options: Any,
 ) -> tuple[Recipe, int | None]:
     """Return the recipe of a training, and for how many images its defaults are (``vitpar.training.recipe.defaults``).
 
     Without a recipe file the defaults are the lowest layer where data is named; otherwise, and to begin with weights,
     the recipe is that of `merged_recipe` and the number None.
     """
-    keys = _keys(assignments)
-    named = data is not None or "data.path" in keys or any(key.startswith("stream.") for key in keys)
+    keys = [key for key, value in given.items() if value is not None] + _keys(assignments)
+    named = any(key == "data.path" or key.startswith("stream.") for key in keys)
     if path is not None or not named:
-        return merged_recipe(path, data, assignments, without=without, **options), None
+        return merged_recipe(path, given, assignments, without=without), None
     from vitpar.training.recipe.defaults import with_defaults
 
-    given = _given(data, options)
     begun = read_recipe(None, given, assignments or (), needs_length=False)
     if begun.model.weights is not None:  # the table is for training from initial values
         return read_recipe(None, given, assignments or ()), None
@@ -163,8 +213,13 @@ def training_recipe(
     return with_defaults(begun, images), images
 
 
-def _given(data: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by dotted key."""
-    given = {key.replace("__", "."): value for key, value in options.items()}
-    given["data.path"] = None if data is None else str(data)
-    return given
+def decide(recipe: Recipe, config: "ViTConfig", device: Device) -> "tuple[Recipe, Chosen]":
+    """Return `recipe` as it runs on a kind of device, and the plan for the ranks there are.
+
+    A rank takes the plan from the process that started it, if that was this program. Raises RecipeError and
+    StrategyError for what device, ranks, model and batch do not allow.
+    """
+    from vitpar.training.recipe.machine import on_device
+
+    recipe = on_device(recipe, device)
+    return recipe, handed_plan() or recipe.chosen(config, lambda plan: resolve(plan, device))

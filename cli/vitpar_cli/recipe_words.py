@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vitpar.strategy.words import count
+from vitpar.text import count
 from vitpar.training.events import RunHeader
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.sections import OptimizerSection
 
 
 def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,23 +11,9 @@ from rich.table import Table
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_RANKS
-from vitpar.strategy.words import count
+from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
-from vitpar_cli.profiled import (
-    ClusterName,
-    HardwareFile,
-    MemorySize,
-    ModelFile,
-    NumClasses,
-    costs_of,
-    known_flags,
-    numbers,
-    parse_size,
-    planned_recipe,
-    refuse_mixed,
-    usual_budget,
-)
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -37,25 +22,28 @@ if TYPE_CHECKING:
 
 def scaling(
     recipe: o.RecipeFile = None,
-    hardware: HardwareFile = None,
-    model_profile: ModelFile = None,
-    cluster: ClusterName = None,
+    hardware: profiled.HardwareFile = None,
+    model_profile: profiled.ModelFile = None,
+    cluster: profiled.ClusterName = None,
     model: o.ModelName = None,
-    num_classes: NumClasses = None,
+    num_classes: profiled.NumClasses = None,
     ranks: Annotated[
         str | None,
         typer.Option("--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", min=1, help="Images of a step: on the most ranks (weak), on any (strong)."),
+        o.setting(
+            "train.batch_size",
+            "--batch-size",
+            min=1,
+            help="Images of a step: on the most ranks (weak), on any (strong).",
+        ),
     ] = None,
-    memory: MemorySize = None,
+    memory: profiled.MemorySize = None,
     precision: o.Precision = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report: profiled.ReportFile = None,
+    as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Search the best plan for fewer and more ranks and show how speed grows: weak scaling, with as many images for
@@ -63,23 +51,23 @@ def scaling(
 
     Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
     """
-    refuse_mixed(cluster, hardware, model_profile, num_classes)
+    profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
-    merged = planned_recipe(recipe, model, assignments, train__precision=precision, train__batch_size=batch_size)
-    limit = None if memory is None else parse_size(memory)
+    merged = profiled.planned_recipe(recipe, o.settings(scaling, locals()), assignments)
+    limit = None if memory is None else profiled.parse_size(memory)
 
-    from vitpar.planner.report.data import provenance
-    from vitpar.planner.report.scaling import scaling_page, scaling_to_json
+    from vitpar.planner.report.data import provenance, scaling_to_json
+    from vitpar.planner.report.page import scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
-    from vitpar.training.state import moments
+    from vitpar.training.optim.optimizer import moments
 
     def costs(number: int | None) -> "LayerCosts":
-        return costs_of(merged, cluster, hardware, model_profile, num_classes, number)
+        return profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, number)
 
     whole = costs(None)
     most, notes = whole.hardware.ranks, provenance(whole.hardware, whole.model)
-    chosen = tuple(sorted(set(numbers(ranks, "--ranks", MAX_RANKS)))) if ranks else _halves(most)
+    chosen = tuple(sorted(set(profiled.numbers(ranks, "--ranks", MAX_RANKS)))) if ranks else _halves(most)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size
@@ -92,8 +80,9 @@ def scaling(
             print(f"\r{number} ranks, batch {batch} …   ", end="", file=sys.stderr)
         here = costs(number) if cluster else whole
         numeric = here.model.precision, here.model.compiled
-        space = Space(here.config, number, (batch,), *numeric, flags=known_flags(here), tensors=here.model.tensors)
-        known[number, batch] = best_on(number, batch, space, here, limit or usual_budget(here), moments(merged))
+        flags, budget = profiled.known_flags(here), limit or profiled.usual_budget(here)
+        space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
+        known[number, batch] = best_on(number, batch, space, here, budget, moments(merged))
     if sys.stderr.isatty() and not as_json:
         print(file=sys.stderr)
     found = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}
@@ -124,6 +113,7 @@ def _halves(most: int) -> tuple[int, ...]:
 
 
 def _table(kind: str, points: "list[Point]") -> Table:
+    from vitpar.planner.report.data import plan_title
     from vitpar.planner.search.scaling import efficiency
 
     table = Table("ranks", "batch", box=box.SIMPLE, title=f"{kind} scaling", title_justify="left")
@@ -135,8 +125,5 @@ def _table(kind: str, points: "list[Point]") -> Table:
             table.add_row(str(point.ranks), str(point.batch_size), *("",) * 4, "no plan fits")
             continue
         figures = (f"{point.price.images_per_second:,.0f}", f"{point.per_rank:,.1f}", f"{part:.1%}", f"{point.gap:.1%}")
-        plan = point.price.plan
-        words = f"{plan}" + (f" {plan.schedule}" if plan.pipeline_degree > 1 else "")
-        parts = count(plan.microbatches or 1, "micro-batch")
-        table.add_row(str(point.ranks), str(point.batch_size), *figures, f"{words}, {parts}")
+        table.add_row(str(point.ranks), str(point.batch_size), *figures, plan_title(point.price.plan))
     return table

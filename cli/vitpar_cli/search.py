@@ -8,35 +8,21 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE
-from vitpar.strategy.words import count, size
+from vitpar.text import count, size
+from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
-from vitpar_cli.profiled import (
-    ClusterName,
-    HardwareFile,
-    MemorySize,
-    ModelFile,
-    NumClasses,
-    costs_of,
-    known_flags,
-    numbers,
-    parse_size,
-    planned_recipe,
-    refuse_mixed,
-    unknown,
-    usual_budget,
-)
 
 
 def search(
-    memory: MemorySize = None,
+    memory: profiled.MemorySize = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best plan as JSON.")] = None,
     recipe: o.RecipeFile = None,
-    hardware: HardwareFile = None,
-    model_profile: ModelFile = None,
-    cluster: ClusterName = None,
+    hardware: profiled.HardwareFile = None,
+    model_profile: profiled.ModelFile = None,
+    cluster: profiled.ClusterName = None,
     model: o.ModelName = None,
-    num_classes: NumClasses = None,
+    num_classes: profiled.NumClasses = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
@@ -53,13 +39,11 @@ def search(
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.1, help="Longest time to search, once a plan is found.")
     ] = 60.0,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
-    ] = None,
+    report: profiled.ReportFile = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the best plan's step, for chrome://tracing.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Find the plan with the most images a second whose ranks need no more memory than there is.
@@ -70,23 +54,23 @@ def search(
 
     Example: vitpar search --cluster 8xH100 --model vit_huge_patch14_224 --batch-size 1024 --precision bf16
     """
-    refuse_mixed(cluster, hardware, model_profile, num_classes)
+    profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
-    merged = planned_recipe(recipe, model, assignments, train__precision=precision)
-    sizes = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else (merged.train.batch_size,)
-    budget = None if memory is None else parse_size(memory)
+    merged = profiled.planned_recipe(recipe, o.settings(search, locals()), assignments)
+    sizes = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else (merged.train.batch_size,)
+    budget = None if memory is None else profiled.parse_size(memory)
 
-    from vitpar.planner.report.data import findings
+    from vitpar.planner.report.data import findings, trace
     from vitpar.planner.report.page import page
-    from vitpar.planner.report.trace import trace
     from vitpar.planner.search.best import Search
     from vitpar.planner.search.expand import Effort
     from vitpar.planner.search.space import FLAGS, Space
-    from vitpar.strategy import SCHEDULES, validate, write_plan
-    from vitpar.training.state import moments
+    from vitpar.strategy import SCHEDULES, validate
+    from vitpar.strategy.plan_json import write_plan
+    from vitpar.training.optim.optimizer import moments
     from vitpar_cli.search_view import SearchProgress, show
 
-    costs = costs_of(merged, cluster, hardware, model_profile, num_classes, ranks)
+    costs = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, ranks)
     machine = costs.hardware
     if ranks is not None and ranks > machine.ranks:
         raise PlannerError(
@@ -96,7 +80,7 @@ def search(
     left_out = {word.strip().lstrip("+") for word in without.split(",") if word.strip()}
     if wrong := left_out - {*FLAGS, *SCHEDULES}:
         raise PlannerError(f"unknown flag '{min(wrong)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
-    unprofiled = unknown(costs, ranks or machine.ranks)
+    unprofiled = profiled.unknown(costs, ranks or machine.ranks)
     space = Space(
         costs.config,
         ranks or machine.ranks,
@@ -104,12 +88,12 @@ def search(
         costs.model.precision,
         costs.model.compiled,
         roles=_roles(roles),
-        flags=tuple(flag for flag in known_flags(costs) if flag not in left_out),
+        flags=tuple(flag for flag in profiled.known_flags(costs) if flag not in left_out),
         schedules=tuple(name for name in SCHEDULES if name not in left_out),
         tensors=costs.model.tensors,
     )
     searching = Search(space, costs, moments(merged), Effort(seconds=seconds))
-    limit = budget or usual_budget(costs)
+    limit = budget or profiled.usual_budget(costs)
     with SearchProgress(shown=not as_json) as progress:
         result = searching.best(limit, progress)
         if not result.plans:

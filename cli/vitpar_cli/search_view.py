@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitpar.strategy.words import count, size
+from vitpar.text import count, size
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -95,25 +95,19 @@ def _memory(price: "Price") -> str:
 
 
 def _searched(found: "Findings") -> str:
+    from vitpar.planner.report.data import certainty
+
     result = found.result
-    how = "no plan is faster by 0.1 %" if result.exact else "not every plan was looked at"
-    return (
-        f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, "
-        f"{result.priced} plans priced: {how}; no mix of strategies can be faster by more than {result.gap:.2%}"
-    )
+    looked = f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, {result.priced} plans priced"
+    return f"{looked}: {certainty(result)}"
 
 
 def _plans(title: str, prices: "tuple[Price, ...]", best: "Price") -> Table:
+    from vitpar.planner.report.data import COLUMNS, figures, schedule_words
+
     table = Table("plan", box=box.SIMPLE, title=title, title_justify="left")
-    for heading in ("micro-batches", "images/s", "beside the best", "a rank"):
+    for heading in COLUMNS:
         table.add_column(heading, justify="right")
     for price in prices:
-        figures = (
-            str(price.plan.microbatches),
-            f"{price.images_per_second:,.1f}",
-            f"{price.images_per_second / best.images_per_second - 1:+.1%}",
-            size(price.memory_bytes),
-        )
-        schedule = f" {price.plan.schedule}" if price.plan.pipeline_degree > 1 else ""
-        table.add_row(f"{price.plan}{schedule}", *figures)
+        table.add_row(f"{price.plan}{schedule_words(price.plan)}", *figures(price, best))
     return table

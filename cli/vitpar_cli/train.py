@@ -9,8 +9,7 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar_cli import recipe_options as o
-from vitpar_cli.resumed import resumed
-from vitpar_cli.world import choose_device, resolve, run_in_world
+from vitpar_cli.world import choose_device, run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +22,16 @@ def train(
     model: o.ModelName = None,
     weights: Annotated[
         Path | None,
-        typer.Option(
+        o.setting(
+            "model.weights",
             "--weights",
+            to=str,
             metavar="DIR",
             help="Begin with these parameters: what `vitpar checkpoint import` or a run wrote, or a checkpoint.",
         ),
     ] = None,
-    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the training set.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates, instead of epochs.")] = None,
+    epochs: Annotated[float | None, o.setting("train.epochs", "--epochs", help="Passes over the training set.")] = None,
+    steps: Annotated[int | None, o.setting("train.steps", "--steps", min=1, help="Updates, instead of epochs.")] = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
     microbatch_size: o.MicrobatchSize = None,
@@ -65,8 +66,10 @@ def train(
     ] = False,
     debug_checks: Annotated[
         bool,
-        typer.Option(
+        o.setting(
+            "faults.debug_checks",
             "--debug-checks",
+            to=lambda on: on or None,
             help="Compare parameters, gradients and the order of collectives over the ranks at every step (slow).",
         ),
     ] = False,
@@ -81,52 +84,38 @@ def train(
 
     Example: vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml
     """
+    given = o.settings(train, locals())
+    from vitpar.training.saving.resume import resumed, same_run
+
     went = resumed(resume, run_dir)
     if went.source is None and allow_change:
         raise RecipeError(f"--allow-change {allow_change[0]} has no use without --resume: leave it out")
     run_dir = run_dir or went.run
     own_recipe = recipe is None and went.recipe is not None
+    if own_recipe and mesh is None:
+        given["parallel.mesh"] = went.mesh()
     merged, images = o.training_recipe(
         went.recipe if own_recipe else recipe,
-        data,
+        given,
         assignments,
         # Another mesh brings its own plan.
         without=("parallel", "communication") if own_recipe and mesh is not None else (),
-        parallel__mesh=went.mesh() if own_recipe and mesh is None else mesh,
-        model__name=model,
-        model__weights=weights and str(weights),
-        train__epochs=epochs,
-        train__steps=steps,
-        train__batch_size=batch_size,
-        parallel__microbatches=microbatches,
-        parallel__microbatch_size=microbatch_size,
-        parallel__schedule=schedule,
-        parallel__virtual_stages=virtual_stages,
-        parallel__split=o.parse_split(split),
-        train__precision=precision,
-        train__compile=compile_blocks,
-        faults__debug_checks=debug_checks or None,
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
-    from vitpar.parallel.attention import refuse_attention
     from vitpar.training.begin import beginning
     from vitpar.training.events import Origin
     from vitpar.training.input import open_data, transforms
     from vitpar.training.recipe import read_recipe
-    from vitpar.training.recipe.auto_precision import resolve_precision
-    from vitpar.training.recipe.batch_size import refuse_huge_batch
+    from vitpar.training.recipe.machine import refuse_huge_batch
     from vitpar.training.run_folder import check_run_folder
-    from vitpar.training.saving.resume import same_run
 
     kind = choose_device(device)
     automatic = merged.train.precision == "auto"
     if went.recipe is not None:  # a run keeps the precision that it began with
         merged = merged.with_precision(read_recipe(went.recipe).train.precision)
-    merged = resolve_precision(merged, kind)
-    refuse_attention(merged.train.attention, kind)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
-    chosen = merged.chosen(config, lambda plan: resolve(plan, kind))
+    merged, chosen = o.decide(merged, config, kind)
     plan = chosen.plan
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     refuse_huge_batch(merged, config)
@@ -139,14 +128,14 @@ def train(
         import torch.distributed as dist
 
         from vitpar.launch import find_world
+        from vitpar.launch.stop_request import SAVED
         from vitpar.planner.out_of_memory import explain_memory, memory_warning
-        from vitpar.training.events import Silent
+        from vitpar.training.events import Reporter
         from vitpar.training.faults.watchdog import Watchdog
-        from vitpar.training.saving.stop_request import SAVED
         from vitpar.training.trainer import Trainer
         from vitpar_cli.progress import ConsoleReporter
 
-        reporter = Silent() if as_json else ConsoleReporter()
+        reporter = Reporter() if as_json else ConsoleReporter()
         notes = [chosen.because] if chosen.because else []
         if dist.get_rank() == 0:
             world = find_world()
@@ -174,4 +163,4 @@ def train(
             typer.echo(json.dumps(summary))
         return SAVED if "stopped" in summary else 0
 
-    run_in_world(plan, kind, work, saves=True)
+    run_in_world(chosen, kind, work, saves=True)

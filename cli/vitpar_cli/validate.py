@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitpar.errors import PlannerError, shown
-from vitpar.strategy.words import count
+from vitpar.errors import PlannerError
+from vitpar.text import count, shown
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
@@ -46,7 +46,7 @@ def validate(
             help="Write both profiles there, corrected by what was measured, for a search.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: o.AsJson = False,
 ) -> None:
     """Run plans for a few steps and print what was predicted beside what was measured.
 
@@ -56,11 +56,10 @@ def validate(
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
     from vitpar.planner.cost.price import price
-    from vitpar.planner.measure.examples import example_plans
-    from vitpar.planner.profile.correction import correction
-    from vitpar.planner.report.accuracy import Row
+    from vitpar.planner.measure.steps import example_plans
+    from vitpar.planner.report.accuracy import Row, correction
     from vitpar.strategy.support import refuse_clashes
-    from vitpar.training.state import moments
+    from vitpar.training.optim.optimizer import moments
 
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):
@@ -68,7 +67,8 @@ def validate(
     corrected = None if correct is None else _corrected_files(correct, hardware, model_profile)
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
-    merged = o.merged_recipe(recipe, None, None, train__batch_size=batch_size)
+    # --microbatches is for the plans that are named, not for the recipe's.
+    merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
     kind, costs, size = choose_device(device), profiled_costs(hardware, model_profile, merged), merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
@@ -126,8 +126,9 @@ def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) ->
 
 
 def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatches: int | None) -> "Plan":
-    from vitpar.strategy import parse, read_plan
+    from vitpar.strategy import parse
     from vitpar.strategy import validate as validated
+    from vitpar.strategy.plan_json import read_plan
 
     plan = read_plan(text) if text.endswith(".json") else replace(parse(text), microbatches=microbatches)
     plan = plan.resolve(ranks) if plan.is_open else plan
@@ -157,14 +158,14 @@ def _to_json(rows: "list[Row]") -> dict:
 
 def _show(console: Console, rows: "list[Row]") -> None:
     from vitpar.planner.report.accuracy import accuracy
+    from vitpar.planner.report.data import schedule_words
 
     table = Table("plan", box=box.SIMPLE)
     for heading in ("predicted ms", "measured ms", "error", "predicted MB", "measured MB", "error"):
         table.add_column(heading, justify="right")
     for row in sorted(rows, key=lambda row: row.seconds):
         plan = row.price.plan
-        words = f"{plan}" + (f" {plan.schedule}" if plan.pipeline_degree > 1 else "")
-        words += f" {plan.microbatches}" if (plan.microbatches or 1) > 1 else ""
+        words = f"{plan}{schedule_words(plan)}" + f" {plan.microbatches}" * ((plan.microbatches or 1) > 1)
         memory = "" if row.memory is None else f"{row.memory / 1e6:,.1f}"
         table.add_row(
             words,

@@ -1,21 +1,26 @@
 """How a command becomes a world of ranks: it joins the one a launcher made, or starts its own on this machine."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from vitpar.errors import LaunchError, StrategyError, shown
+from vitpar.errors import LaunchError, StrategyError
+from vitpar.io import read_json
+from vitpar.launch.world import Device
 from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import plan_from_json, plan_to_json
+from vitpar.text import shown
+from vitpar.training.recipe.recipe import Chosen
 
 if TYPE_CHECKING:
     import torch
 
     from vitpar.launch import World
-
-Device = Literal["cpu", "cuda"]
 
 
 def choose_device(name: str | None) -> Device:
@@ -48,7 +53,7 @@ def resolve(plan: Plan, device: Device) -> Plan:
 
     A closed plan smaller than a machine's GPUs runs on some of them.
     """
-    from vitpar.launch.cores import cpu_cores
+    from vitpar.launch.resources import cpu_cores
 
     ranks = ranks_available(device)
     if _given_world() is not None or (plan.is_open and ranks is not None):
@@ -73,11 +78,12 @@ def _given_world() -> "World | None":
     return None if world is None or world.launcher == "vitpar" else world
 
 
-def enter(ranks: int, device: Device, *, saves: bool = False) -> "World":
+def enter(ranks: int, device: Device, *, saves: bool = False, chosen: Chosen | None = None) -> "World":
     """The world of `ranks` in which this process is one.
 
     Without a launcher and with more than one, this process starts them, each running the same command line, waits, and
-    exits with their code. saves: whether ranks that are asked to end save first, and so are waited for.
+    exits with their code. saves: whether ranks that are asked to end save first, and so are waited for. chosen: the
+    plan to hand to the ranks that it starts (`handed_plan`), so that they run it whatever becomes of files meanwhile.
     """
     from vitpar.launch import ALONE, find_world, spawn
 
@@ -86,7 +92,8 @@ def enter(ranks: int, device: Device, *, saves: bool = False) -> "World":
         # -P: no file of the folder we are in takes the place of a module.
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         debug = bool(os.environ.get("VITPAR_DEBUG"))
-        raise typer.Exit(spawn(ranks, argv, device=device, debug=debug, patient=saves))
+        handed = json.dumps({"plan": plan_to_json(chosen.plan), "because": chosen.because}) if chosen else None
+        raise typer.Exit(spawn(ranks, argv, device=device, handed=handed, debug=debug, patient=saves))
     return world or ALONE
 
 
@@ -100,11 +107,23 @@ def end(world: "World", code: int = 0) -> None:
         raise typer.Exit(code)
 
 
-def run_in_world(plan: Plan, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
-    """Run `work` on every rank of `plan` and exit with its code (the same on all ranks). saves: see `enter`."""
+def handed_plan() -> "Chosen | None":
+    """Return the plan that the process which started this rank has chosen, None in any other process."""
+    from vitpar.launch.world import HANDED, REPORTS
+
+    handed = Path(os.environ.get(REPORTS, os.devnull)) / HANDED
+    if not handed.exists():
+        return None
+    found = read_json(handed)
+    return Chosen(plan_from_json(found["plan"]), found["because"])
+
+
+def run_in_world(chosen: Chosen, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
+    """Run `work` on every rank of a plan and exit with its code (the same on all ranks). saves: see `enter`."""
     from vitpar.launch import join, leave
 
-    world = enter(plan.world_size, device, saves=saves)
+    plan = chosen.plan
+    world = enter(plan.world_size, device, saves=saves, chosen=chosen)
     assert world.size == plan.world_size, f"'{plan}' was chosen in a world of {world.size}"
     code = work(join(world, device))
     leave()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from vitpar.data import Order, ShardSet
-from vitpar.data.shards.manifest import ROW, Manifest, ShardEntry, write_manifest, write_split
+from vitpar.data.shards.manifest import ROW, Manifest, write_manifest, write_split
 
 
 def own_memory() -> int:
@@ -38,7 +38,7 @@ def write_index(folder: Path, samples: int) -> None:
         path = folder / f"train-{number:06d}.tar"
         with path.open("wb") as file:
             file.truncate(each * 112_000 + 10_240)
-        shards.append(ShardEntry(file=path.name, samples=len(tables[-1]), bytes=path.stat().st_size))
+        shards.append(path)
     split = write_split(folder, "train", shards, tables, 1000)
     write_manifest(folder, Manifest(classes=[str(i) for i in range(1000)], splits={"train": split}))
 

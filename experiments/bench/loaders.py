@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from vitpar.data import Order, ShardSet, TrainLoader, TrainTransform
-from vitpar.launch.cores import cpu_cores
+from vitpar.launch.resources import cpu_cores
 
 SIZE, BATCH = 224, 64
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bench.settings import CLIP, LR, OPTIMIZER, SEED
 from vitpar.models import ViTConfig
-from vitpar.parallel import ParallelModel, parallelize
+from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import Attention, choose_attention
 from vitpar.parallel.precision import precision as numbers
 from vitpar.strategy import Plan
@@ -38,13 +38,6 @@ def vitpar_step(
     """A model under `plan`, and its step. kernel: of attention, chosen as ``train.attention`` is; for all of this
     process, so that a second step has to be given the first one's."""
     attention = choose_attention(kernel, config, plan, batch_size, numbers(precision), device)
-    model = parallelize(
-        config,
-        plan,
-        batch_size=batch_size,
-        device=device,
-        precision_name=precision,
-        seed=SEED,
-        compile_blocks=compile_blocks,
-    )
+    execution = Execution(batch_size, precision, seed=SEED, compile=compile_blocks)
+    model = parallelize(config, plan, execution, device)
     return VitparStep(model, attention)

@@ -22,12 +22,12 @@ from bench.timing import take_turns
 from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.launch.world_group import all_gather_json
 from vitpar.models import ViTConfig, model_config
-from vitpar.parallel import parallelize
+from vitpar.parallel import Execution, parallelize
 from vitpar.parallel.mesh import pipeline_mesh
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
-from vitpar.planner.cost.bubble import idle_share
-from vitpar.planner.cost.held import layer_parameters
-from vitpar.planner.describe.summary import summarize
+from vitpar.planner.cost.elements import layer_parameters
+from vitpar.planner.cost.pipeline import idle_share
+from vitpar.planner.describe import summarize
 from vitpar.strategy import SCHEDULES, Plan, parse, place_of_rank, stages_of_rank, token_layout, validate
 from vitpar.strategy.layout import mesh_axes, sharding_axes
 from vitpar.strategy.traffic import block_traffic
@@ -39,7 +39,7 @@ def traffic(mesh: str) -> dict[str, Any]:
     """Elements that a rank receives for a block, forward and backward, counted and by the table."""
     config = model_config("vit_custom", patch_size=16, image_size=64, width=192, depth=1, heads=8, num_classes=10)
     rows, plan = 16, validate(parse(mesh), config, 16)
-    model = parallelize(config, plan, batch_size=rows, device=CPU)
+    model = parallelize(config, plan, Execution(rows), CPU)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[place_of_rank(plan, dist.get_rank())[1]]
     x = torch.randn(len(part.row_range(rows)), config.tokens, len(part.feature_range(config.width)), requires_grad=True)

@@ -25,7 +25,7 @@ from bench.settings import CLIP, LR, OPTIMIZER, SEED
 from vitpar.checkpoint import Writer
 from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.models import model_config
-from vitpar.parallel import parallelize
+from vitpar.parallel import Execution, parallelize
 from vitpar.strategy import parse, validate
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep
@@ -84,7 +84,7 @@ def main(model_name: str, mesh: str, batch: str, rounds: str, folder: str, outpu
     device = join(find_world() or ALONE, "cpu")
     config = model_config(model_name)
     plan = validate(parse(mesh), config, int(batch))
-    model = parallelize(config, plan, batch_size=int(batch), device=device, seed=SEED)
+    model = parallelize(config, plan, Execution(int(batch), seed=SEED), device)
     optimizer = ShardedOptimizer(model.named_parameters(), SimpleNamespace(**vars(OPTIMIZER)))
     images = torch.randn(len(model.image_rows(int(batch))), 3, config.image_size, config.image_size)
     labels, writer = torch.zeros(int(batch), dtype=torch.long), Writer()

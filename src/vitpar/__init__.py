@@ -4,7 +4,7 @@
 
     config = vitpar.model_config("vit_small_patch16_224", num_classes=10, drop_path=0.1)
     plan = vitpar.validate(vitpar.parse("tp2xfsdp2"), config, batch_size=64)
-    model = vitpar.parallelize(config, plan, batch_size=64, device=torch.device("cpu"))   # inside a process group of 4
+    model = vitpar.parallelize(config, plan, vitpar.Execution(64), torch.device("cpu"))   # inside a process group of 4
     part = model.forward_backward(images[model.image_rows(64)], labels, keys)   # a random key for each sample
     loss = model.global_loss(part)   # the mean over the batch, equal on all ranks
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import UserError
 from vitpar.models import ViTConfig, model_config
-from vitpar.strategy import Plan, Strategy, parse, validate
+from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 
 if TYPE_CHECKING:
     from vitpar.check import check_plan
@@ -34,6 +34,7 @@ _LAZY = {
     "Trainer": "vitpar.training.trainer",
 }
 __all__ = [
+    "Execution",
     "ParallelModel",
     "Plan",
     "Strategy",

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitpar.errors import LaunchError
-from vitpar.launch import find_world
-from vitpar.launch.cores import cpu_cores
-from vitpar.launch.local import run_world
+from vitpar.launch import find_world, spawn
+from vitpar.launch.resources import cpu_cores
 
 Severity = Literal["error", "warning"]
 Problem = tuple[Severity, str]
@@ -36,7 +35,7 @@ ENOUGH_PROCESSES = 1024
 ENOUGH_MEMORY = 2 * GB  # two ranks, before any model
 
 
-def collect() -> dict[str, Any]:
+def collect() -> dict[str, object]:
     """Everything `problems` judges, as values that go into JSON. Takes seconds: two ranks are started to see them work.
 
     versions: name -> version or None. system: OS, cores, memory in bytes. torch: why it cannot be imported, or None.
@@ -150,8 +149,9 @@ def _limits() -> dict[str, int | None]:
 def _local_world() -> dict[str, Any]:
     start = time.monotonic()
     try:
-        outcome = run_world(2, ["-m", "vitpar.launch.probe"], device="cpu")
-        error = outcome.message or (f"the ranks ended with exit code {outcome.code}" if outcome.code else None)
+        probe, told = "from vitpar.launch.process_group import probe; probe()", list[str]()
+        code = spawn(2, ["-c", probe], device="cpu", tell=told.append)
+        error = "".join(told) or (f"the ranks ended with exit code {code}" if code else None)
     except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
         error = str(failure)
     return {"ok": error is None, "seconds": round(time.monotonic() - start, 2), "error": error}

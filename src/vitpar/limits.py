@@ -4,125 +4,84 @@ Every reader of such input takes its numbers from here, so that a small file can
 `make docs` writes the table to docs/limits.md.
 """
 
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 KIB, MIB = 1 << 10, 1 << 20
+TABLE: list[tuple[str, int | float, str]] = []
+"""What is limited, the most that is accepted, and its unit."""
+
+
+def _most(number: Number, what: str, unit: str = "") -> Number:
+    """Return `number`, the most that is accepted of `what`, and put it into the table."""
+    TABLE.append((what, number, unit))
+    return number
+
 
 # Plans, models and recipes.
-MAX_RANKS = 65_536
-MAX_LAYOUT_PARTS = 1 << 20
-MAX_BLOCKS = 1_024
-MAX_CLASSES = 1_000_000
-MAX_WIDTH = 131_072
-MAX_IMAGE_SIZE = 16_384
-MAX_CHANNELS = 1_024
-MAX_TOKENS = 1 << 20
-MAX_BATCH_SIZE = 1 << 24
-MAX_STRATEGY_CHARS = 64 * KIB
-MAX_POLICY_OPERATIONS = 64
-MAX_ALTERNATIVES = 32
-MAX_COUNT = 1 << 53
-MAX_MINUTES = 1_000_000
-MAX_SAMPLES = 1 << 40
-MAX_BUFFERED_SAMPLES = 1 << 20
-MAX_WORKERS = 1_024
-MAX_TOML_BYTES = 256 * KIB
-MAX_TOML_DOTS = 8
-MAX_PLAN_BYTES = 4 * MIB
-MAX_PROFILE_BYTES = 8 * MIB
-MAX_JSON_BYTES = 64 * MIB
-MAX_TEXT_BYTES = 1024 * MIB
-MAX_LINE_BYTES = 64 * KIB
+MAX_RANKS = _most(65_536, "ranks of a plan or a world")
+MAX_LAYOUT_PARTS = _most(1 << 20, "ranks of a stage, times the different strategies of a plan")
+MAX_BLOCKS = _most(1_024, "blocks of a model")
+MAX_CLASSES = _most(1_000_000, "classes of a model or a data set")
+MAX_WIDTH = _most(131_072, "width of a model, and features inside its MLP")
+MAX_IMAGE_SIZE = _most(16_384, "image and patch size of a model", "pixels")
+MAX_CHANNELS = _most(1_024, "channels of a model's images")
+MAX_TOKENS = _most(1 << 20, "tokens of a model's image")
+MAX_BATCH_SIZE = _most(1 << 24, "images of a global batch")
+MAX_STRATEGY_CHARS = _most(64 * KIB, "strategy string", "characters")
+MAX_POLICY_OPERATIONS = _most(64, "operations of an augmentation policy")
+MAX_ALTERNATIVES = _most(32, "strategies in parallel.otherwise")
+MAX_COUNT = _most(1 << 53, "steps, epochs and other counts of a recipe")
+MAX_MINUTES = _most(1_000_000, "time limits and intervals of a recipe", "minutes")
+MAX_SAMPLES = _most(1 << 40, "samples of a stream, and of a shuffling window")
+MAX_BUFFERED_SAMPLES = _most(1 << 20, "samples that a rank mixes at a time from a stream")
+MAX_WORKERS = _most(1_024, "decoding threads of a rank")
+MAX_TOML_BYTES = _most(256 * KIB, "recipe or cluster file (TOML)", "bytes")
+MAX_TOML_DOTS = _most(8, "dots in a row in a TOML key")
+MAX_PLAN_BYTES = _most(4 * MIB, "plan as JSON, vitpar's and Galvatron's", "bytes")
+MAX_PROFILE_BYTES = _most(8 * MIB, "profile of a machine or a model (JSON)", "bytes")
+MAX_JSON_BYTES = _most(64 * MIB, "other JSON file: configuration, manifest, weight map; names of classes", "bytes")
+MAX_TEXT_BYTES = _most(1024 * MIB, "text file: list of images, map of a zip file", "bytes")
+MAX_LINE_BYTES = _most(64 * KIB, "line of such a file", "bytes")
 
 # Numbers in profiles of machines and models, and in clusters.
-MAX_MEASURE = 1e30
-MAX_AMOUNT = 1 << 62
-MAX_RATE = 1e18
-MIN_SUSTAINED = 1e-3
+MAX_MEASURE = _most(1e30, "seconds and other measures in a profile; the least is 1 over this")
+MAX_AMOUNT = _most(1 << 62, "bytes, elements and operations in a profile or a cluster")
+MAX_RATE = _most(1e18, "bytes and operations a second in a cluster; the least is 1")
+MIN_SUSTAINED = _most(1e-3, "part of the rates that is sustained in a cluster, at least")
 
 # Checkpoints and weights.
-MAX_TENSOR_DIMS = 4
-MAX_TENSOR_PARTS = MAX_RANKS
-MAX_INT64 = (1 << 63) - 1
-MAX_INDEX_BYTES = 256 * MIB
-MAX_ZIP_LISTING_BYTES = 16 * MIB
-MAX_PICKLED_WORD_CHARS = 16 * KIB
+MAX_TENSOR_DIMS = _most(4, "dimensions of a tensor in a checkpoint")
+MAX_TENSOR_PARTS = _most(MAX_RANKS, "parts of a tensor in a checkpoint")
+MAX_INT64 = _most((1 << 63) - 1, "elements along a dimension, and bytes of a file, in a checkpoint's index")
+MAX_INDEX_BYTES = _most(256 * MIB, "index of a checkpoint", "bytes")
+MAX_ZIP_LISTING_BYTES = _most(16 * MIB, "listing of a file of torch.save", "bytes")
+MAX_PICKLED_WORD_CHARS = _most(16 * KIB, "word in a file of torch.save, between spaces", "characters")
 
 # Shards and other files of images.
-MAX_SHARDS = 500_000
-MAX_URL_CHARS = 8 * KIB
-MAX_BRACE_DEPTH = 16
-MAX_MEMBERS = 10_000_000
-MAX_TAR_NAME_BYTES = 8 * KIB
-MAX_TAR_EXTENDED_BYTES = 64 * KIB
-MAX_TAR_PADDING_BYTES = 16 * MIB
-MAX_LABEL_BYTES = MIB
-MAX_RECORD_BYTES = 512 * MIB
-MAX_ROWS = 1 << 21
+MAX_SHARDS = _most(500_000, "shards of a split or a stream")
+MAX_URL_CHARS = _most(8 * KIB, "URL or pattern of URLs", "characters")
+MAX_BRACE_DEPTH = _most(16, "braces within braces of a pattern of URLs")
+MAX_MEMBERS = _most(10_000_000, "members of a tar file, records of a TFRecord file")
+MAX_TAR_NAME_BYTES = _most(8 * KIB, "long name in a tar file", "bytes")
+MAX_TAR_EXTENDED_BYTES = _most(64 * KIB, "extended header in a tar file, such as for extended attributes", "bytes")
+MAX_TAR_PADDING_BYTES = _most(16 * MIB, "zeros behind the end of a tar file", "bytes")
+MAX_LABEL_BYTES = _most(MIB, "label or JSON of a sample", "bytes")
+MAX_RECORD_BYTES = _most(
+    512 * MIB, "record of a TFRecord file, group of rows of a Parquet file, content of an archive", "bytes"
+)
+MAX_ROWS = _most(1 << 21, "rows of a Parquet file")
 
 # Images.
-MAX_IMAGE_BYTES = 256 * MIB
-MAX_PIXELS = 1 << 27
-MAX_SCANS = 100
-MAX_DECODED_BYTES = 128 * MIB
+MAX_IMAGE_BYTES = _most(256 * MIB, "encoded image", "bytes")
+MAX_PIXELS = _most(1 << 27, "pixels of a JPEG as stored")
+MAX_SCANS = _most(100, "scans of a JPEG")
+MAX_DECODED_BYTES = _most(
+    128 * MIB, "decoded or resized image, at 3 bytes a pixel; a larger JPEG is decoded at half its size", "bytes"
+)
 
 # Messages.
-MAX_QUOTED_CHARS = 200
-
-TABLE = (
-    ("ranks of a plan or a world", MAX_RANKS, ""),
-    ("ranks of a stage, times the different strategies of a plan", MAX_LAYOUT_PARTS, ""),
-    ("blocks of a model", MAX_BLOCKS, ""),
-    ("classes of a model or a data set", MAX_CLASSES, ""),
-    ("width of a model, and features inside its MLP", MAX_WIDTH, ""),
-    ("image and patch size of a model", MAX_IMAGE_SIZE, "pixels"),
-    ("channels of a model's images", MAX_CHANNELS, ""),
-    ("tokens of a model's image", MAX_TOKENS, ""),
-    ("images of a global batch", MAX_BATCH_SIZE, ""),
-    ("strategy string", MAX_STRATEGY_CHARS, "characters"),
-    ("operations of an augmentation policy", MAX_POLICY_OPERATIONS, ""),
-    ("strategies in parallel.otherwise", MAX_ALTERNATIVES, ""),
-    ("steps, epochs and other counts of a recipe", MAX_COUNT, ""),
-    ("time limits and intervals of a recipe", MAX_MINUTES, "minutes"),
-    ("samples of a stream, and of a shuffling window", MAX_SAMPLES, ""),
-    ("samples that a rank mixes at a time from a stream", MAX_BUFFERED_SAMPLES, ""),
-    ("decoding threads of a rank", MAX_WORKERS, ""),
-    ("recipe or cluster file (TOML)", MAX_TOML_BYTES, "bytes"),
-    ("dots in a row in a TOML key", MAX_TOML_DOTS, ""),
-    ("plan as JSON, vitpar's and Galvatron's", MAX_PLAN_BYTES, "bytes"),
-    ("profile of a machine or a model (JSON)", MAX_PROFILE_BYTES, "bytes"),
-    ("other JSON file: configuration, manifest, weight map; names of classes", MAX_JSON_BYTES, "bytes"),
-    ("text file: list of images, map of a zip file", MAX_TEXT_BYTES, "bytes"),
-    ("line of such a file", MAX_LINE_BYTES, "bytes"),
-    ("seconds and other measures in a profile; the least is 1 over this", MAX_MEASURE, ""),
-    ("bytes, elements and operations in a profile or a cluster", MAX_AMOUNT, ""),
-    ("bytes and operations a second in a cluster; the least is 1", MAX_RATE, ""),
-    ("part of the rates that is sustained in a cluster, at least", MIN_SUSTAINED, ""),
-    ("dimensions of a tensor in a checkpoint", MAX_TENSOR_DIMS, ""),
-    ("parts of a tensor in a checkpoint", MAX_TENSOR_PARTS, ""),
-    ("elements along a dimension, and bytes of a file, in a checkpoint's index", MAX_INT64, ""),
-    ("index of a checkpoint", MAX_INDEX_BYTES, "bytes"),
-    ("listing of a file of torch.save", MAX_ZIP_LISTING_BYTES, "bytes"),
-    ("word in a file of torch.save, between spaces", MAX_PICKLED_WORD_CHARS, "characters"),
-    ("shards of a split or a stream", MAX_SHARDS, ""),
-    ("URL or pattern of URLs", MAX_URL_CHARS, "characters"),
-    ("braces within braces of a pattern of URLs", MAX_BRACE_DEPTH, ""),
-    ("members of a tar file, records of a TFRecord file", MAX_MEMBERS, ""),
-    ("long name in a tar file", MAX_TAR_NAME_BYTES, "bytes"),
-    ("extended header in a tar file, such as for extended attributes", MAX_TAR_EXTENDED_BYTES, "bytes"),
-    ("zeros behind the end of a tar file", MAX_TAR_PADDING_BYTES, "bytes"),
-    ("label or JSON of a sample", MAX_LABEL_BYTES, "bytes"),
-    ("record of a TFRecord file, group of rows of a Parquet file, content of an archive", MAX_RECORD_BYTES, "bytes"),
-    ("rows of a Parquet file", MAX_ROWS, ""),
-    ("encoded image", MAX_IMAGE_BYTES, "bytes"),
-    ("pixels of a JPEG as stored", MAX_PIXELS, ""),
-    ("scans of a JPEG", MAX_SCANS, ""),
-    (
-        "decoded or resized image, at 3 bytes a pixel; a larger JPEG is decoded at half its size",
-        MAX_DECODED_BYTES,
-        "bytes",
-    ),
-    ("piece of the input that a message quotes", MAX_QUOTED_CHARS, "characters"),
-)
-"""What is limited, the most that is accepted, and its unit."""
+MAX_QUOTED_CHARS = _most(200, "piece of the input that a message quotes", "characters")
 
 
 def markdown() -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, FailFast, ValidationError, model_validator
 
-from vitpar.errors import shown
+from vitpar.text import shown
 
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], FailFast()]

@@ -21,11 +21,11 @@ from vitpar.bench import Benchmark, PhaseClock, Repeated, Settings, bench
 from vitpar.bench.feeds import Loaded, Synthetic
 from vitpar.bench.kernels import _kernel_flops
 from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
-from vitpar.bench.runner import STEADY, Runner
+from vitpar.bench.run import STEADY, Runner
 from vitpar.parallel.phases import untimed
+from vitpar.sharded import local
 from vitpar.training.build import Trained, build
 from vitpar.training.input import open_split
-from vitpar.training.optim.optimizer import local
 from vitpar.training.recipe import Recipe
 from vitpar_cli import bench_view
 from vitpar_cli.plan_words import percent

@@ -14,7 +14,7 @@ from vitpar.check import CheckResult
 from vitpar.check.compare import compare_numbers, kind, noise_of
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
-from vitpar.training.optim.optimizer import local
+from vitpar.sharded import local
 
 SIZES = {"num_classes": 10, "depth": 2, "drop_path": 0.2, "dropout": 0.1}
 
@@ -57,8 +57,10 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         case "keys of neighbours":
             given(lambda x, y, k: (x, y, k.roll(1)))
         case "no smoothing":
-            init = ParallelModel.__init__
-            patch.setattr(ParallelModel, "__init__", lambda *a, **k: init(*a, **{**k, "label_smoothing": 0.0}))
+            from vitpar.training import build
+
+            settings = build.execution
+            patch.setattr(build, "execution", lambda *a: replace(settings(*a), label_smoothing=0.0))
         case "labels of mixed images swapped":
             given(lambda x, y, k: (x, y if y.ndim == 1 else y[:, [1, 0, 2]], k))
         case "labels of mixed images not mixed":
@@ -71,7 +73,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         case "not clipped":
             patch.setattr("vitpar.training.step.clip_", lambda *_: None)
         case "average decays too fast":
-            from vitpar.training.optim.ema import EMA
+            from vitpar.training.optim.optimizer import EMA
 
             init = EMA.__init__
             patch.setattr(EMA, "__init__", lambda self, model, decay, *a: init(self, model, decay - 0.01, *a))
@@ -139,11 +141,11 @@ def test_a_model_with_dropout_refuses_a_step_without_keys(ranks: Callable[[int],
 
 
 def without_keys(device: torch.device) -> str:
-    from vitpar import parallelize
+    from vitpar import Execution, parallelize
     from vitpar.errors import ModelError
 
     config = model_config("vit_nano_patch4_16", **SIZES)
-    model = parallelize(config, validate(parse("dp1"), config, 4), batch_size=4, device=device)
+    model = parallelize(config, validate(parse("dp1"), config, 4), Execution(4), device)
     with pytest.raises(ModelError) as refused:
         model.forward_backward(torch.zeros(4, 3, 16, 16), torch.full((4,), IGNORED))
     return str(refused.value)

@@ -19,8 +19,8 @@ from helpers.small_data import pack_small
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
 from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
 from vitpar.errors import CheckpointError, RecipeError
+from vitpar.sharded import sharded_as
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.optim.optimizer import sharded_as
 from vitpar.training.recipe import Recipe
 from vitpar.training.saving.resume import find
 

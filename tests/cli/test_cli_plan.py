@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from vitpar.errors import RecipeError, StrategyError
 from vitpar.models import model_config
-from vitpar.strategy import SCHEDULES, parse, read_plan, validate
+from vitpar.strategy import SCHEDULES, parse, validate
+from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.check import _batch_that_divides
 from vitpar_cli.plan import plan
 from vitpar_cli.plan_words import batch_words, consecutive, layer_words, travel_words

@@ -59,16 +59,16 @@ def test_the_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path,
 
 def test_when_the_table_is_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    data = Path("data")
-    used, images = training_recipe(None, data, None)
+    named = {"data.path": "data"}
+    used, images = training_recipe(None, named, None)
     assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"})
-    assert training_recipe(None, None, ["data.path=data"]) == (used, images)
-    streamed, images = training_recipe(None, None, list(STREAM))
+    assert training_recipe(None, {}, ["data.path=data"]) == (used, images)
+    streamed, images = training_recipe(None, {}, list(STREAM))
     assert images == 77 and streamed.train.epochs == used.train.epochs and streamed.augment.mixup == 0
-    assert training_recipe(None, None, None) == (read_recipe(DEFAULT_RECIPE), None)
+    assert training_recipe(None, {}, None) == (read_recipe(DEFAULT_RECIPE), None)
     file = Path("recipe.toml")
-    assert training_recipe(file, data, None) == (read_recipe(file, {"data.path": "data"}), None)
-    begun, images = training_recipe(None, data, ["train.steps=1"], model__weights="weights")
+    assert training_recipe(file, named, None) == (read_recipe(file, {"data.path": "data"}), None)
+    begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
     assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
 
 
@@ -132,10 +132,10 @@ def test_commands_resolve_the_precision_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vitpar.parallel import attention
-    from vitpar.training.recipe import auto_precision
+    from vitpar.training.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train
 
-    resolve, seen = auto_precision.resolve_precision, []
+    resolve, seen = machine.resolve_precision, []
 
     def noted(recipe: Any, device: str) -> Any:
         seen.append((recipe.train.precision, resolve(recipe, device).train.precision))
@@ -144,12 +144,12 @@ def test_commands_resolve_the_precision_alike(
     def end(kernel: str, device: str) -> None:
         raise Resolved
 
-    monkeypatch.setattr(auto_precision, "resolve_precision", noted)
+    monkeypatch.setattr(machine, "resolve_precision", noted)
     monkeypatch.setattr(attention, "refuse_attention", end)
     monkeypatch.chdir(place)
     calls: dict[str, tuple[Any, tuple[str, ...]]] = {
         "train": (train.train, ("--data", "data")),
-        "check": (check.check, ("--mesh", "dp2")),
+        "check": (check.check, ("--mesh", "dp1")),
         "bench": (bench.bench, ("--model", MODEL)),
         "eval": (evaluate.evaluate, ("--checkpoint", "run/weights", "--set", "train.precision=auto")),
         "profile": (profile.model, ("--model", MODEL)),
@@ -172,7 +172,7 @@ def test_a_run_keeps_its_precision(
         kept.append(recipe.train.precision)
         raise Resolved
 
-    monkeypatch.setattr("vitpar.training.recipe.auto_precision.resolve_precision", note)
+    monkeypatch.setattr("vitpar.training.recipe.machine.resolve_precision", note)
     for words in ((), ("--recipe", "recipe.toml")):
         with pytest.raises(Resolved):
             printed(train.train, "--resume", "run", *words)

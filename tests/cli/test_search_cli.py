@@ -17,7 +17,7 @@ from vitpar.planner.measure.steps import Run as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import Row, accuracy, spearman
-from vitpar.strategy import read_plan
+from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.profiled import parse_size, profiled_costs
 from vitpar_cli.search import search

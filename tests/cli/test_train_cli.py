@@ -62,7 +62,7 @@ def alone_run(place: Path, vitpar: Command) -> Path:
 
 def test_a_run_folder_tells_its_story(alone_run: Path) -> None:
     from vitpar import parse
-    from vitpar.strategy import read_plan
+    from vitpar.strategy.plan_json import read_plan
     from vitpar.training.recipe import read_recipe
 
     assert {path.name for path in alone_run.iterdir()} == {
@@ -132,6 +132,14 @@ def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> N
     assert done.returncode == 0, done.stderr
     expected = rows_of(alone_run, "eval")[-1]
     assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:]})
+
+
+def test_eval_does_without_what_only_the_trainings_plan_used(place: Path, alone_run: Path, vitpar: Command) -> None:
+    copy = shutil.copytree(alone_run / "weights", place / "sharded")
+    text = (copy / "recipe.toml").read_text().replace('mesh = "dp1"', 'mesh = "fsdp2"')
+    (copy / "recipe.toml").write_text(text.replace("[communication]\n", "[communication]\nprefetch = 2\n"))
+    done = vitpar("eval", "--checkpoint", "sharded", "--json")
+    assert done.returncode == 0 and "prefetch = 2" in (copy / "recipe.toml").read_text(), done.stderr
 
 
 def test_check_passes_and_fails(vitpar: Command) -> None:

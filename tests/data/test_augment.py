@@ -7,8 +7,7 @@ from PIL import Image
 
 from vitpar.data import Mix, TrainTransform, parse_policy
 from vitpar.data.randomness import Draws, betas, sample_keys
-from vitpar.data.transforms.operations import OPERATIONS, Setting
-from vitpar.data.transforms.policies import OneOf, RandAugment
+from vitpar.data.transforms.policies import OPERATIONS, OneOf, RandAugment, Setting
 from vitpar.errors import RecipeError
 
 GREY = (128, 128, 128)

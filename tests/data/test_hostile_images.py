@@ -96,7 +96,7 @@ def test_a_large_jpeg_is_decoded_at_half_its_size(fast: bool, monkeypatch: pytes
 def test_a_long_thin_image_is_not_blown_up(monkeypatch: pytest.MonkeyPatch) -> None:
     thin = np.random.default_rng(0).integers(0, 256, (1, 65_000, 3), np.uint8)
     sizes: list[tuple[int, int]] = []
-    module = sys.modules["vitpar.data.transforms.evaluate"]
+    module = sys.modules["vitpar.data.transforms.sample"]
     real = module.resize
     monkeypatch.setattr(module, "resize", lambda image, h, w, i: sizes.append((h, w)) or real(image, h, w, i))
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 3 * 9 * 576)

@@ -182,7 +182,7 @@ def test_lists_that_share_their_items_are_not_expanded(cifar: Callable[[bytes], 
 
 @pytest.mark.timeout(60)
 def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["vitpar.data.sources.cifar"], "MAX_RECORD_BYTES", 1 << 22)
+    monkeypatch.setattr(sys.modules["vitpar.data.sources.arrays"], "MAX_RECORD_BYTES", 1 << 22)
     path = tmp_path / "cifar.tar.gz"
     path.write_bytes(gzip.compress(header("data_batch_1", tarfile.REGTYPE, 1 << 30) + bytes(1 << 24)))
     with pytest.raises(DataError, match="it unpacks to more than"):

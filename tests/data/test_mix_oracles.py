@@ -13,8 +13,8 @@ from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm
 from vitpar.data import Mix
 from vitpar.data.randomness import sample_keys
-from vitpar.data.transforms import mix as module
-from vitpar.data.transforms.mix import Mixed
+from vitpar.data.transforms import batch as module
+from vitpar.data.transforms.batch import Mixed
 
 timms = timm.data.mixup
 

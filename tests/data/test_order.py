@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitpar.data import Order
-from vitpar.data.order import shuffled
-from vitpar.data.randomness import sample_keys
+from vitpar.data.randomness import sample_keys, shuffled
 from vitpar.errors import RecipeError
 
 

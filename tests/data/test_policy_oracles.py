@@ -15,7 +15,7 @@ from helpers.oracles import timm
 from vitpar.data import parse_policy
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policies
-from vitpar.data.transforms.operations import OPERATIONS, Setting
+from vitpar.data.transforms.policies import OPERATIONS, Setting
 
 timms = timm.data.auto_augment
 FILL = (124, 116, 104)

@@ -65,6 +65,16 @@ def test_every_mutation_fits_the_source() -> None:
     assert all(re.fullmatch(r"[A-Z2-3].*\.", mutation.breaks) and mutation.caught_by for mutation in MUTATIONS)
 
 
+def test_mutated_sources_know_all_their_names(tmp_path: Path) -> None:
+    """Otherwise a mutation crashes what should notice it, as soon as the source no longer imports a name."""
+    for mutation in MUTATIONS:
+        if mutation.file.endswith(".py"):
+            (tmp_path / f"{mutation.name}.py").write_text(mutation.applied((ROOT / mutation.file).read_text()))
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--target-version", "py311"]
+    done = subprocess.run([*lint, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_commands_name_what_there_is() -> None:
     for command in {command for mutation in MUTATIONS for command in mutation.caught_by}:
         program, *words = shlex.split(command)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers.sharded_parameters import HEAD_DIM, HEADS, SHAPES, drawn
 from vitpar.training.optim.optimizer import decays
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.sections import OptimizerSection
 
 RATES = (0.1, 0.03, 0.2, 0.05)
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
-from vitpar.training.events import Silent
+from vitpar.training.events import Reporter
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.trainer import Trainer
 
@@ -45,7 +45,7 @@ def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
 
 def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
     plan = recipe.plan(recipe.config(7))
-    return Trainer(recipe, plan, CPU, reporter=Silent(), run_dir=run_dir, **more)
+    return Trainer(recipe, plan, CPU, reporter=Reporter(), run_dir=run_dir, **more)
 
 
 def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> None:

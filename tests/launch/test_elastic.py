@@ -13,7 +13,7 @@ import pytest
 from helpers.command_line import run, started
 from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
 from helpers.small_data import pack_small
-from vitpar.strategy import read_plan
+from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
 
 # Seconds: how soon a host is missed that does not answer, and how long others are waited for once there are enough.

@@ -15,7 +15,7 @@ import pytest
 
 from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
-from vitpar.launch.reports_folder import PREFIX
+from vitpar.launch.report import PREFIX
 
 # What the ranks of the tests run. Only the ways that need torch.distributed import torch, which takes seconds.
 PROGRAM = '''

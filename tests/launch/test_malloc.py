@@ -11,8 +11,8 @@ from helpers.paths import ROOT
 PROGRAM = """
 import sys, torch
 from vitpar.launch import ALONE, join, leave
-from vitpar.launch.malloc import freed_memory_given_back
-from vitpar.planner.measure.resident import _resident
+from vitpar.launch.resources import freed_memory_given_back
+from vitpar.planner.measure.device import _resident
 
 def kept():
     before = _resident("VmRSS")

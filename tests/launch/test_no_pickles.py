@@ -27,7 +27,7 @@ def refused(*args: Any, **kwargs: Any) -> Any:
 def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[str]:
     """Train two steps, with evaluation, checks, a checkpoint and going on from it, where torch cannot send an object.
     Returns what was done."""
-    from vitpar.training.events import Silent
+    from vitpar.training.events import Reporter
     from vitpar.training.trainer import Trainer
 
     sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
@@ -43,7 +43,7 @@ def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[s
         for resume in (None, folder / "checkpoints" / "step_1"):
             where = folder if resume is None else folder.with_name("on")
             plan = recipe.plan(recipe.config(7))
-            Trainer(recipe, plan, device, reporter=Silent(), run_dir=where, resume=resume).run()
+            Trainer(recipe, plan, device, reporter=Reporter(), run_dir=where, resume=resume).run()
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from helpers.command_line import clean_environment
 from vitpar.errors import LaunchError
-from vitpar.launch import open_files
-from vitpar.launch.open_files import ENOUGH, LEAST, LEAST_A_RANK, allow_open_files
+from vitpar.launch import resources
+from vitpar.launch.resources import ENOUGH, LEAST, LEAST_A_RANK, allow_open_files
 
 NEEDED = {ranks: LEAST + LEAST_A_RANK * ranks for ranks in (2, 5000)}
 
@@ -31,14 +31,14 @@ def test_the_limit_is_raised(
     ranks: int, before: tuple[int, int], after: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[tuple[int, int]] = []
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda which: before)
-    monkeypatch.setattr(open_files.resource, "setrlimit", lambda which, limits: given.append(limits))
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda which: before)
+    monkeypatch.setattr(resources.resource, "setrlimit", lambda which, limits: given.append(limits))
     allow_open_files(ranks)
     assert given == ([] if after is None else [after])
 
 
 def test_too_low_a_hard_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda which: (20, NEEDED[2] - 1))
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda which: (20, NEEDED[2] - 1))
     with pytest.raises(LaunchError, match=r"2 ranks need 54 open files in a process, but .* 53: .*`ulimit -n 54`"):
         allow_open_files(2)
 
@@ -46,7 +46,7 @@ def test_too_low_a_hard_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); "
 SPAWN = "from vitpar.launch import spawn; spawn(2, ['-c', '1'], device='cpu')"
 JOIN = "from vitpar.launch import World, join; join(World(0, 2, 0, 2, 'openmpi', '127.0.0.1', 29999), 'cpu')"
-MEET = "from vitpar.launch import World; from vitpar.launch.process_group import meeting_place; " + (
+MEET = "from vitpar.launch import World; from vitpar.launch.store import meeting_place; " + (
     "meeting_place(World(0, 2, 0, 2, 'openmpi', '127.0.0.1', 29999))"
 )
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sock
 RANK = """
 import sys
 from vitpar.launch import find_world, join
-from vitpar.launch.process_group import meeting_place
+from vitpar.launch.store import meeting_place
 
 world = find_world()
 if sys.argv[1] == "meeting_place":

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from helpers.plans import EVERYTHING
 from helpers.ranks import RankPool
-from vitpar import ViTConfig, model_config, parallelize, parse, validate
+from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.models.initial import initial_value, initialise
 from vitpar.models.vit import ViT
 
@@ -42,7 +42,7 @@ def gathered(device: torch.device, mesh: str, seed: int, precision: str, refill:
     """
     config = config_of()
     plan = validate(parse(mesh), config, BATCH)
-    model = parallelize(config, plan, batch_size=BATCH, device=device, precision_name=precision, seed=seed)
+    model = parallelize(config, plan, Execution(BATCH, precision=precision, seed=seed), device)
     if refill:
         for stage in model.stages.values():
             for parameter in stage.parameters():
@@ -86,7 +86,7 @@ def test_no_shard_is_left_unfilled(mesh: str, ranks: Callable[[int], RankPool]) 
 def test_double_precision_keeps_every_bit(alone: None) -> None:
     config = config_of()
     plan = validate(parse("dp1"), config, BATCH)
-    model = parallelize(config, plan, batch_size=BATCH, device=torch.device("cpu"), precision_name="fp64", seed=5)
+    model = parallelize(config, plan, Execution(BATCH, precision="fp64", seed=5), torch.device("cpu"))
     expected = one_process(5, config)
     for name, parameter in model.named_parameters():
         assert parameter.dtype is torch.float64 and torch.equal(parameter, expected[name].double()), name

@@ -14,11 +14,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from helpers.collectives import Sent
 from helpers.ranks import RankPool
-from vitpar import ParallelModel, model_config, parallelize, parse, validate
+from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.parallel import Communication
-from vitpar.training.optim.gradient_norm import clip_, global_norm
+from vitpar.training.optim.norms import clip_, global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.sections import OptimizerSection
 
 BATCH = 8
 
@@ -145,7 +145,7 @@ def built(device: torch.device, row: Row) -> tuple[ParallelModel, ShardedOptimiz
     config = model_config("vit_custom", **{**sizes, **row.model})
     plan = validate(replace(parse(row.mesh), **row.plan), config, BATCH)
     communication = Communication(**row.communication)
-    model = parallelize(config, plan, batch_size=BATCH, device=device, communication=communication)
+    model = parallelize(config, plan, Execution(BATCH, communication=communication), device)
     return model, ShardedOptimizer(model.named_parameters(), OptimizerSection())
 
 

@@ -24,7 +24,7 @@ from vitpar.parallel.attention import Attention, choose_attention, probe, use_at
 from vitpar.parallel.compiling import Compiling, choose_compiling, compiler_fault
 from vitpar.parallel.precision import precision, slow_here
 from vitpar.strategy import Plan
-from vitpar.training.garbage import Garbage
+from vitpar.training.step import Garbage
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BATCH = 8
@@ -274,7 +274,7 @@ def test_garbage_is_collected_between_steps_only() -> None:
             assert not gc.isenabled()
             collected.clear()
             for number in range(1, 101):
-                garbage.look(number, 0.5)  # every tenth, of steps of half a second
+                garbage.maybe_collect(number, 0.5)  # every tenth, of steps of half a second
             assert collected.count("stop") == 10
     finally:
         gc.callbacks.pop()

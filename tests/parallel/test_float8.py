@@ -12,9 +12,9 @@ from vitpar import model_config, parse, validate
 from vitpar.errors import PlannerError, RecipeError
 from vitpar.launch import ALONE, join, leave
 from vitpar.models.vit import Block
-from vitpar.parallel import float8, parallelize
+from vitpar.parallel import Execution, float8, parallelize
 from vitpar.parallel.precision import precision, slow_here
-from vitpar.planner.measure.work import products
+from vitpar.planner.measure.hardware import products
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 
@@ -75,7 +75,7 @@ def test_only_the_linear_layers_of_blocks_compute_in_it() -> None:
     device = join(ALONE, "cpu")
     try:
         plan = validate(parse("dp1"), CONFIG, 4)
-        model = parallelize(CONFIG, plan, batch_size=4, device=device, precision_name="fp8")
+        model = parallelize(CONFIG, plan, Execution(4, precision="fp8"), device)
     finally:
         leave()
     (stage,) = model.stages.values()
@@ -99,7 +99,7 @@ def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert float8.float8_fault(CPU) is None
     monkeypatch.setattr(torch, "_scaled_mm", fail)
     with pytest.raises(RecipeError, match=r"fp8, but this cpu device cannot .*\(only supported on .* 8\.9\): use bf16"):
-        parallelize(CONFIG, validate(parse("dp1"), CONFIG, 4), batch_size=4, device=CPU, precision_name="fp8")
+        parallelize(CONFIG, validate(parse("dp1"), CONFIG, 4), Execution(4, precision="fp8"), CPU)
 
 
 def test_a_cpu_is_told_to_be_slow_and_a_data_sheet_to_have_no_rates() -> None:

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import RankPool
-from vitpar import ParallelModel, model_config, parallelize, parse, validate
-from vitpar.training.optim.ema import EMA
-from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
+from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -78,7 +77,7 @@ def built(device: torch.device, mesh: str, depth: int = 4, compiled: bool = Fals
         "vit_nano_patch4_16", num_classes=10, depth=depth, drop_path=0.1, dropout=0.1, layer_scale=0.1, **options
     )
     plan = validate(parse(mesh), config, BATCH)
-    return parallelize(config, plan, batch_size=BATCH, device=device, compile_blocks=compiled, label_smoothing=0.1)
+    return parallelize(config, plan, Execution(BATCH, compile=compiled, label_smoothing=0.1), device)
 
 
 def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], object]:

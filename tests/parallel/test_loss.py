@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from helpers.oracles import timm
-from vitpar import ParallelModel, model_config, parallelize, parse, validate
+from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models import IGNORED
 
 BATCH, CLASSES = 8, 5
@@ -26,7 +26,7 @@ def model_of(smoothing: float) -> ParallelModel:
     config = model_config("vit_custom", **sizes)
     plan = validate(parse("dp1"), config, BATCH)
     cpu = torch.device("cpu")
-    return parallelize(config, plan, batch_size=BATCH, device=cpu, precision_name="fp64", label_smoothing=smoothing)
+    return parallelize(config, plan, Execution(BATCH, precision="fp64", label_smoothing=smoothing), cpu)
 
 
 def logits(*, seed: int = 0) -> Tensor:

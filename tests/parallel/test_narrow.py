@@ -16,8 +16,8 @@ from helpers.plans import Case
 from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.launch import ALONE, join, leave
-from vitpar.parallel import ParallelModel, parallelize
-from vitpar.parallel.narrow import NarrowCopies
+from vitpar.parallel import Execution, ParallelModel, parallelize
+from vitpar.parallel.precision import NarrowCopies
 
 CONFIG = model_config("vit_nano_patch4_16", num_classes=10, depth=4, init="perturbed")
 
@@ -42,7 +42,7 @@ def device() -> Iterator[torch.device]:
 
 def built(device: torch.device, mesh: str = "dp1", precision: str = "bf16", **plan: Any) -> ParallelModel:
     whole = validate(replace(parse(mesh), **plan), CONFIG, 8)
-    return parallelize(CONFIG, whole, batch_size=8, device=device, precision_name=precision)
+    return parallelize(CONFIG, whole, Execution(8, precision=precision), device)
 
 
 def batch(model: ParallelModel) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -165,8 +165,8 @@ def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
     found = {}
     for reduce_dtype in (None, "bf16"):
         plan = validate(parse("dp2"), CONFIG, 8)
-        options = {"precision_name": "bf16", "reduce_dtype": reduce_dtype}
-        model = parallelize(CONFIG, plan, batch_size=8, device=device, **options)
+        execution = Execution(8, precision="bf16", reduce_dtype=reduce_dtype)
+        model = parallelize(CONFIG, plan, execution, device)
         model.forward_backward(*batch(model))
         gradients = {name: p.grad for name, p in model.named_parameters()}
         assert all(g is not None and g.dtype is torch.float32 for g in gradients.values())

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from helpers.parity import run_case, run_compiled, skip_what_cannot_run
 from helpers.plans import CASES, Case, representatives
@@ -77,10 +76,9 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
     parallelize = importlib.import_module("vitpar.parallel.parallelize")
     real = data_parallel.shard
 
-    def shard(module: Any, sharding: Any, **kwargs: Any) -> None:
-        real(module, sharding, **kwargs)
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(divisor(module, sharding.mesh.size()))
+    def shard(layer: Any, mesh: Any, *settings: Any) -> None:
+        real(layer, mesh, *settings)
+        layer.set_gradient_divide_factor(divisor(layer, mesh.size()))
 
     class Spoilt(data_parallel.GradientSum):
         def __init__(self, layers: Any, group: Any, *more: Any) -> None:

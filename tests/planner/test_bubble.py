@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from vitpar.planner.cost.bubble import duration, idle_share, order
-from vitpar.planner.cost.replay import Part, replay
+from vitpar.planner.cost.pipeline import Part, duration, idle_share, order, replay
 from vitpar.strategy import Plan, parse
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from vitpar.errors import PlannerError
-from vitpar.planner.cost.groups import Group
-from vitpar.planner.cost.links import Links
+from vitpar.planner.cost.links import Group, Links
 from vitpar.planner.profile.cluster import find_cluster
 
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import RankPool
 from vitpar.models import model_config
-from vitpar.parallel import Communication, parallelize
-from vitpar.planner.describe.summary import StrategySummary, summarize
+from vitpar.parallel import Communication, Execution, parallelize
+from vitpar.planner.describe import StrategySummary, summarize
 from vitpar.strategy import Plan, parse, validate
-from vitpar.strategy.support import uses
+from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings
 
 BASE = model_config("vit_base_patch16_224")
 
@@ -102,8 +102,9 @@ def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], 
     """What the second of two steps of a model with so many blocks sends along data and along tensor axes."""
     config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
     # Blocks as small as these would share a message, larger ones do not.
-    alone = Communication(bucket_cap_mb=1e-6) if uses(plan, "fp32", "bucket_cap_mb") else Communication()
-    model = parallelize(config, plan, batch_size=32, device=device, communication=alone)
+    idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, "fp32"))
+    alone = Communication(bucket_cap_mb=None if "communication.bucket_cap_mb" in idle else 1e-6)
+    model = parallelize(config, plan, Execution(32, communication=alone), device)
     images = torch.randn(32, 3, 16, 16)[model.image_rows(32)] if model.takes_images else None
     labels = torch.zeros(32, dtype=torch.int64)
     model.forward_backward(images, labels)

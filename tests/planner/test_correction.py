@@ -9,11 +9,9 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.measure.steps import Measured, Run
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.correction import LEAST, Correction, Evidence, correction
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.hardware import Hardware, read_hardware
-from vitpar.planner.profile.model import ModelProfile, read_model_profile, tensors
-from vitpar.planner.report.accuracy import Row, accuracy
+from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.planner.report.accuracy import LEAST, Correction, Evidence, Row, accuracy, correction
 from vitpar.strategy import parse, validate
 
 CONFIG = model_config("vit_custom", width=256, depth=4, heads=4, patch_size=8, image_size=64, num_classes=10)
@@ -58,7 +56,7 @@ def test_corrected_profiles_predict_what_was_measured(tmp_path: Path) -> None:
     better = found.of(hardware, model)
     for record, name in zip(better, ("hardware.json", "model.json"), strict=True):
         record.save(tmp_path / name)
-    read = read_hardware(tmp_path / "hardware.json"), read_model_profile(tmp_path / "model.json")
+    read = Hardware.read(tmp_path / "hardware.json"), ModelProfile.read(tmp_path / "model.json")
     after = [Row(p, row.measured) for p, row in zip(prices(*read), rows, strict=True)]
     memory = accuracy(after).memory
     assert accuracy(rows).time[0] > 0.25 and accuracy(after).time[0] < 0.02

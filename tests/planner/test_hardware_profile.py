@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from helpers.ranks import RankPool
 from vitpar.errors import PlannerError
 from vitpar.planner.measure.hardware import Effort, profile_hardware
-from vitpar.planner.measure.sending import group_of, group_shapes
-from vitpar.planner.profile.curve import Curve, Timing, fit
-from vitpar.planner.profile.hardware import OPERATIONS, Hardware, read_hardware
+from vitpar.planner.measure.sending import group_of
+from vitpar.planner.profile.cluster import group_shapes
+from vitpar.planner.profile.profiles import OPERATIONS, Curve, Hardware, Timing, fit
 from vitpar_cli.profile import hardware
 
 LITTLE = Effort(0.002, ("float32",), (16, 32), (2**10, 2**14), (2**12,))
@@ -89,7 +89,7 @@ def test_every_group_and_operation_is_measured(
     ]
     assert profile.overlap is not None and profile.pipeline > 0
     profile.save(tmp_path / "hardware.json")
-    assert read_hardware(tmp_path / "hardware.json") == profile
+    assert Hardware.read(tmp_path / "hardware.json") == profile
 
 
 def test_alone_there_are_no_links(alone: None) -> None:
@@ -115,21 +115,21 @@ def test_a_wrong_profile_is_refused_by_its_key(tmp_path: Path, change: dict, sen
     }
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(record))
-    assert read_hardware(path).links == ()
+    assert Hardware.read(path).links == ()
     path.write_text(json.dumps(record | change))
     with pytest.raises(PlannerError, match=rf"hardware.json is not a hardware profile, {sentence}"):
-        read_hardware(path)
+        Hardware.read(path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match=r"cannot read the hardware profile .*none.json: No such file"):
-        read_hardware(tmp_path / "none.json")
+        Hardware.read(tmp_path / "none.json")
     (tmp_path / "picture.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlannerError, match="is not a hardware profile, Invalid JSON"):
-        read_hardware(tmp_path / "picture.json")
+        Hardware.read(tmp_path / "picture.json")
     (tmp_path / "half.json").write_text('{"name": ')
     with pytest.raises(PlannerError, match=r"half.json is not a hardware profile, Invalid JSON"):
-        read_hardware(tmp_path / "half.json")
+        Hardware.read(tmp_path / "half.json")
 
 
 def test_the_command_writes_what_it_shows(
@@ -141,7 +141,7 @@ def test_the_command_writes_what_it_shows(
     app.command()(hardware)
     path = tmp_path / "one.json"
     shown = CliRunner().invoke(app, ["--ranks", "1", "--device", "cpu", "--out", str(path)]).stdout
-    profile = read_hardware(path)
+    profile = Hardware.read(path)
     assert profile.name == "1xcpu" and f"written    {path}" in shown and "float32" in shown
     wrong = CliRunner().invoke(app, ["--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "no" / "one.json")])
     assert "name a file in a folder that exists" in str(wrong.exception)

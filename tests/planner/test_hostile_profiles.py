@@ -15,8 +15,7 @@ from vitpar.errors import PlannerError, StrategyError, UserError
 from vitpar.limits import MAX_PROFILE_BYTES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.galvatron import import_hardware, import_model
-from vitpar.planner.profile.hardware import read_hardware
-from vitpar.planner.profile.model import read_model_profile
+from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
 pytestmark = pytest.mark.timeout(30)
 HUGE = 10**400
@@ -37,7 +36,7 @@ HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias
 def test_a_profile_that_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(HARDWARE))
-    assert read_hardware(path).ranks == 2
+    assert Hardware.read(path).ranks == 2
 
 
 @pytest.mark.parametrize(
@@ -64,10 +63,10 @@ def test_a_profile_that_is_read(tmp_path: Path) -> None:
 def test_profiles_that_claim_too_much(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(HARDWARE | change))
-    refused(lambda: read_hardware(path), f"is not a hardware profile, {message}")
+    refused(lambda: Hardware.read(path), f"is not a hardware profile, {message}")
 
 
-@pytest.mark.parametrize("read", [read_hardware, read_model_profile], ids=["hardware", "model"])
+@pytest.mark.parametrize("read", [Hardware.read, ModelProfile.read], ids=["hardware", "model"])
 def test_files_that_are_no_profiles(read: Callable[[Path], Any], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for content in (b"[" * 10**6, b"\xff" * 100, b"1" * 5_000, b"[1]", b'{"a": '):

@@ -13,14 +13,13 @@ from helpers.command_line import refusal
 from vitpar.errors import PlannerError
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel.attention import use_attention
-from vitpar.planner.cost.held import layer_parameters
+from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
-from vitpar.planner.measure.layer import LayerBench, Subject, built
-from vitpar.planner.measure.live_bytes import LiveBytes
-from vitpar.planner.measure.model import profile_model
+from vitpar.planner.measure.device import LiveBytes
+from vitpar.planner.measure.model import LayerBench, Subject, built, profile_model
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, read_model_profile, tensors
+from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.profiles import CHECKPOINTS, Bytes, LayerProfile, ModelProfile
 from vitpar.strategy import parse, validate
 
 CPU = torch.device("cpu")
@@ -103,10 +102,10 @@ def test_a_profile_keeps_its_model_and_its_figures(profile: ModelProfile, tmp_pa
     assert profile.optimizer.timings[0].size == sum(p.elements for p in profile.weights if p.tensor == "tp1")
     assert 0 < of(profile, "block", "tp1").input_share <= 1 and of(profile, "stem", "tp1").input_share == 0
     profile.save(tmp_path / "model.json")
-    assert read_model_profile(tmp_path / "model.json") == profile
+    assert ModelProfile.read(tmp_path / "model.json") == profile
     (tmp_path / "other.json").write_text('{"format": "vitpar hardware 1"}')
     with pytest.raises(PlannerError, match=r"other.json is not a model profile, format: .* vitpar profile model"):
-        read_model_profile(tmp_path / "other.json")
+        ModelProfile.read(tmp_path / "other.json")
 
 
 def test_live_bytes_come_and_go() -> None:

@@ -11,12 +11,10 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure import clock as clocks
-from vitpar.planner.measure.clock import PACES, Clock, Neighbours
-from vitpar.planner.measure.pace import Pace
+from vitpar.planner.measure.clock import PACES, Clock, Neighbours, Pace
 from vitpar.planner.measure.steps import TURNS, Measured, Run, Runner
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.model import tensors
+from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.report.accuracy import Row, accuracy
 from vitpar.strategy import parse, validate
 

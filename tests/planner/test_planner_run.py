@@ -11,7 +11,7 @@ import pytest
 
 from helpers.paths import EXPERIMENTS
 from vitpar.errors import StrategyError
-from vitpar.planner.measure.apart import apart
+from vitpar.planner.measure.steps import run_in_subprocess
 
 RECIPE = """
 [model]
@@ -31,11 +31,11 @@ batch_size = 8
 
 def test_work_apart_returns_and_raises() -> None:
     mine = os.getpid()
-    assert apart(os.getpid) != mine
+    assert run_in_subprocess(os.getpid) != mine
     with pytest.raises(StrategyError, match="no such axis"):
-        apart(lambda: (_ for _ in ()).throw(StrategyError("no such axis")))
+        run_in_subprocess(lambda: (_ for _ in ()).throw(StrategyError("no such axis")))
     with pytest.raises(RuntimeError, match="ended with code 3"):
-        apart(lambda: os._exit(3))
+        run_in_subprocess(lambda: os._exit(3))
 
 
 Command = Callable[..., str]

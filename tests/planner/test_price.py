@@ -5,16 +5,26 @@ from dataclasses import replace
 import pytest
 
 from vitpar.models import ViTConfig, model_config
-from vitpar.planner.cost.bubble import idle_share
-from vitpar.planner.cost.groups import Group, layer_groups
-from vitpar.planner.cost.held import layer_parameters
+from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Links
+from vitpar.planner.cost.links import Group, Links, layer_groups
+from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.cost.streams import Streams
-from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import Hardware, Link, Matmul, Overlap
-from vitpar.planner.profile.model import CHECKPOINTS, Bytes, LayerProfile, ModelProfile, WeightProfile, tensors
+from vitpar.planner.profile.estimate import tensors
+from vitpar.planner.profile.profiles import (
+    CHECKPOINTS,
+    Bytes,
+    Curve,
+    Hardware,
+    LayerProfile,
+    Link,
+    Matmul,
+    ModelProfile,
+    Overlap,
+    Timing,
+    WeightProfile,
+)
 from vitpar.strategy import parse, validate
 
 CONFIG = model_config("vit_custom", patch_size=8, image_size=32, width=64, depth=8, heads=4, num_classes=10)

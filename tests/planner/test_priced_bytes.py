@@ -8,20 +8,17 @@ import torch
 
 from helpers.collectives import Sent
 from helpers.ranks import RankPool
-from vitpar import model_config, parallelize, parse, validate
-from vitpar.planner.cost.groups import Group
-from vitpar.planner.cost.held import layer_elements
+from vitpar import Execution, model_config, parallelize, parse, validate
+from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Links
+from vitpar.planner.cost.links import Group, Links
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.hardware import Hardware
-from vitpar.planner.profile.model import ModelProfile, tensors
-from vitpar.training.optim.gradient_norm import global_norm
+from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.profiles import Curve, Hardware, ModelProfile, Timing
+from vitpar.training.optim.norms import global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.sections import OptimizerSection
 
 BATCH = 16
 CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=32, depth=3, heads=4, hidden=64, num_classes=4)
@@ -67,7 +64,7 @@ def asdict_shallow(record: ModelProfile) -> dict:
 def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
     """What a rank sends in its second step; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
-    model = parallelize(CONFIG, plan, batch_size=BATCH, device=device)
+    model = parallelize(CONFIG, plan, Execution(BATCH), device)
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.heads)
     images = torch.randn(len(model.image_rows(BATCH)), CONFIG.channels, CONFIG.image_size, CONFIG.image_size)
     labels = torch.zeros(BATCH, dtype=torch.int64)

@@ -11,8 +11,7 @@ from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.model import tensors
+from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.search.scaling import Kind, Point, best_on, efficiency, images
 from vitpar.planner.search.space import Space
 from vitpar_cli.scaling import scaling as command

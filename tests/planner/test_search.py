@@ -13,14 +13,13 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
-from vitpar.planner.profile.curve import Curve
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.hardware import Overlap
-from vitpar.planner.profile.model import LayerProfile, tensors
+from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.profiles import Curve, LayerProfile, Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.expand import Effort
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan, Strategy, plan_from_json, plan_to_json, validate
+from vitpar.strategy import Plan, Strategy, validate
+from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.strategy.support import refuse_clashes
 
 EVERYTHING = Effort(tolerance=0.0, kinds=10**9, prices=10**9, runs=10**9, seconds=10**9)

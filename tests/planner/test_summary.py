@@ -1,4 +1,4 @@
-"""What `vitpar.planner.describe.summary` predicts, against numbers by hand and against what `parallelize` makes."""
+"""What `vitpar.planner.describe` predicts, against numbers by hand and against what `parallelize` makes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +10,11 @@ import torch
 from helpers.ranks import RankPool
 from vitpar.models import model_config
 from vitpar.models.config import ViTConfig
-from vitpar.models.vit import local
-from vitpar.parallel import parallelize
+from vitpar.parallel import Execution, parallelize
 from vitpar.parallel.pipeline import stage_layers
-from vitpar.planner.cost.held import chunk_length, layer_parameters
-from vitpar.planner.describe.summary import PlanSummary, summarize
+from vitpar.planner.cost.elements import chunk_length, layer_parameters
+from vitpar.planner.describe import PlanSummary, summarize
+from vitpar.sharded import to_local
 from vitpar.strategy import Plan, parse, place_of_rank, stages_of_rank, validate
 
 TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes
@@ -183,9 +183,9 @@ def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int
     """For every plan, how many elements of each layer's parameters this rank keeps. Runs on every rank."""
     found = []
     for plan in plans:
-        model = parallelize(UNEVEN, plan, batch_size=32, device=device)
+        model = parallelize(UNEVEN, plan, Execution(32), device)
         layers = {name: layer for stage in model.stages.values() for name, layer in stage.layers().items()}
-        found.append({name: sum(local(p).numel() for p in layer.parameters()) for name, layer in layers.items()})
+        found.append({name: sum(to_local(p).numel() for p in layer.parameters()) for name, layer in layers.items()})
     return found
 
 

@@ -13,12 +13,13 @@ from helpers.small_data import pack_small
 from vitpar.errors import StrategyError
 from vitpar.limits import MAX_LAYOUT_PARTS, MAX_PLAN_BYTES, MAX_QUOTED_CHARS, MAX_STRATEGY_CHARS
 from vitpar.models import model_config
-from vitpar.strategy import Axis, Plan, Strategy, batch_arithmetic, parse, plan_from_json, plan_to_json, read_plan
+from vitpar.strategy import Axis, Plan, Strategy, batch_arithmetic, parse
 from vitpar.strategy.galvatron import from_galvatron, read_galvatron
 from vitpar.strategy.layout import row_parts, token_layout
+from vitpar.strategy.plan_json import plan_from_json, plan_to_json, read_plan
 from vitpar.strategy.stages import split_blocks
 from vitpar.strategy.validate import validate
-from vitpar.strategy.words import divisors
+from vitpar.text import divisors
 
 pytestmark = pytest.mark.timeout(20)
 HUGE = 10**400

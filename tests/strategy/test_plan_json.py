@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
-from vitpar.strategy import ROLES, SCHEDULES, Axis, Plan, Strategy, plan_from_json, plan_to_json, read_plan, write_plan
+from vitpar.strategy import ROLES, SCHEDULES, Axis, Plan, Strategy
+from vitpar.strategy.plan_json import plan_from_json, plan_to_json, read_plan, write_plan
 
 TEXT = """\
 {

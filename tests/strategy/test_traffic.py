@@ -10,7 +10,7 @@ import torch
 
 from helpers.collectives import Sent
 from helpers.ranks import RankPool
-from vitpar import model_config, parallelize, parse, validate
+from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
@@ -23,7 +23,7 @@ def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) 
     """What it sends in forward and in backward along tensor axes, groups as axis and ranks; runs on every rank."""
     config = replace(CONFIG, **options)
     plan = validate(parse(mesh), config, ROWS)
-    model = parallelize(config, plan, batch_size=ROWS, device=device)
+    model = parallelize(config, plan, Execution(ROWS), device)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[model.pipe.get_local_rank("stage")]
     shape = (len(part.row_range(ROWS)), config.tokens, len(part.feature_range(config.width)))

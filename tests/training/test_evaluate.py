@@ -17,12 +17,12 @@ from vitpar.data.images import decode
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
-from vitpar.parallel import parallelize
+from vitpar.parallel import Execution, parallelize
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.input import Input
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.sections import OptimizerSection
 
 BATCH = 8  # 17 images: two whole batches and one image, so that the second of two ranks sees padding alone
 INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
@@ -49,7 +49,7 @@ def config_of() -> ViTConfig:
 def built(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], bad_sample: str) -> tuple[Any, Input]:
     config = config_of()
     plan = validate(replace(parse(mesh), **fields), config, BATCH)
-    model = parallelize(config, plan, batch_size=BATCH, device=device, seed=SEED)
+    model = parallelize(config, plan, Execution(BATCH, seed=SEED), device)
     options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
     return model, Input(read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH}), model)
 

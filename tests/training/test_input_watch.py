@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from helpers.tiny_images import write_tree
 from vitpar.data import pack
-from vitpar.training.input import decoding_threads
-from vitpar.training.input_watch import STEPS, InputWatch
+from vitpar.training.input import WATCHED_STEPS, InputWatch, decoding_threads
 from vitpar.training.recipe import Recipe
 from vitpar_cli.data import app
 
@@ -21,13 +20,13 @@ def rows(first: int, count: int, data: float) -> list[dict]:
 
 def test_slow_input_is_said_once_with_a_remedy() -> None:
     watch = InputWatch(workers=2, cores=8)
-    assert watch.look([{"step": 1, "data_ms": 9000.0, "step_ms": 9000.0}, *rows(2, STEPS - 1, 40)]) is None
-    words = watch.look(rows(STEPS + 1, 5, 40))
+    assert watch.look([{"step": 1, "data_ms": 9000.0, "step_ms": 9000.0}, *rows(2, WATCHED_STEPS - 1, 40)]) is None
+    words = watch.look(rows(WATCHED_STEPS + 1, 5, 40))
     assert words == (
         "training waits for images 40% of the time: raise data.workers (it is 2, and a rank has 8 cores here)"
     )
     assert watch.look(rows(90, 50, 90)) is None
-    words = InputWatch(8, 8).look(rows(2, STEPS, 50))
+    words = InputWatch(8, 8).look(rows(2, WATCHED_STEPS, 50))
     assert words is not None and "8 decoding threads on 8 cores" in words and "--short-side" in words
 
 
@@ -42,7 +41,7 @@ def test_fast_input_is_not() -> None:
 def test_decoding_threads_follow_the_cores_of_a_rank(
     device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitpar.launch.cores.cpu_cores", lambda: cores)
+    monkeypatch.setattr("vitpar.launch.resources.cpu_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "steps": 1}})
     assert decoding_threads(recipe, device) == threads

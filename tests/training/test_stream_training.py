@@ -16,7 +16,7 @@ from vitpar import model_config, parse, validate
 from vitpar.data import Labels, index
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
-from vitpar.parallel import parallelize
+from vitpar.parallel import Execution, parallelize
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.input import Input, open_data
 from vitpar.training.recipe import Recipe, read_recipe
@@ -120,7 +120,7 @@ def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) ->
 def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
     sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2}
     config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
-    model = parallelize(config, validate(parse(mesh), config, BATCH), batch_size=BATCH, device=device)
+    model = parallelize(config, validate(parse(mesh), config, BATCH), Execution(BATCH), device)
     return model, Input(recipe, model)
 
 

@@ -14,16 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from helpers.plans import EVERYTHING
 from helpers.ranks import RankPool
-from vitpar import ParallelModel, ViTConfig, model_config, parallelize, parse, validate
+from vitpar import Execution, ParallelModel, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
-from vitpar.training.optim.ema import EMA
-from vitpar.training.optim.gradient_norm import clip_, global_norm
-from vitpar.training.optim.lr_schedule import CosineWithWarmup
-from vitpar.training.optim.optimizer import ShardedOptimizer, decays
+from vitpar.training.optim.norms import clip_, global_norm
+from vitpar.training.optim.optimizer import EMA, CosineWithWarmup, ShardedOptimizer, decays
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
 
 BATCH = 8
@@ -42,7 +40,7 @@ def recipe() -> Recipe:
 
 def built(device: torch.device, mesh: str, seed: int = 0, **options: Any) -> ParallelModel:
     config = config_of(**options)
-    return parallelize(config, validate(parse(mesh), config, BATCH), batch_size=BATCH, device=device, seed=seed)
+    return parallelize(config, validate(parse(mesh), config, BATCH), Execution(BATCH, seed=seed), device)
 
 
 def backward(model: ParallelModel) -> None:

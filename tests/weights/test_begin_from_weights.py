@@ -21,8 +21,7 @@ from vitpar.models.initial import initial_value
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
-from vitpar.weights.importing import import_weights
-from vitpar.weights.positions import resampled
+from vitpar.weights.importing import import_weights, resampled
 from vitpar_cli.checkpoint import app
 
 

@@ -28,8 +28,7 @@ from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
-from vitpar.weights.importing import Imported, import_weights
-from vitpar.weights.positions import resampled
+from vitpar.weights.importing import Imported, import_weights, resampled
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:

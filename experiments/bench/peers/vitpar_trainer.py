@@ -19,9 +19,9 @@ from bench.peers.turns import Turns
 from bench.peers.vitpar_step import plan
 from bench.settings import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY
 from vitpar.data import Batch
-from vitpar.data.shards.manifest import ROW, Manifest, ShardEntry, write_manifest, write_split
+from vitpar.data.shards.manifest import ROW, Manifest, write_manifest, write_split
 from vitpar.launch import ALONE, join
-from vitpar.training.events import Silent
+from vitpar.training.events import Reporter
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import Stepped
 from vitpar.training.trainer import Trainer
@@ -67,7 +67,7 @@ def train(job: Job, turns: Turns) -> NoReturn:
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder, "data"), job)
         trainer = Watched(
-            recipe(Path(folder, "data"), job), plan(job), device, reporter=Silent(), run_dir=Path(folder, "run")
+            recipe(Path(folder, "data"), job), plan(job), device, reporter=Reporter(), run_dir=Path(folder, "run")
         )
         trainer.input = Ready(job, turns)
         turns.ready(sum(p.numel() for _, p in trainer.model.named_parameters()), f"torch {torch.__version__}")
@@ -114,6 +114,5 @@ def write_data(folder: Path, job: Job) -> None:
         shard = folder / f"{split}-000000.tar"
         with shard.open("wb") as file:
             file.truncate(1024 * (classes + 1))
-        entry = ShardEntry(file=shard.name, samples=classes, bytes=shard.stat().st_size)
-        splits[split] = write_split(folder, split, [entry], [rows.copy()], classes)
+        splits[split] = write_split(folder, split, [shard], [rows.copy()], classes)
     write_manifest(folder, Manifest(classes=[str(label) for label in range(classes)], splits=splits))

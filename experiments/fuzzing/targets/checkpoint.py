@@ -18,13 +18,13 @@ from fuzzing.attacks.binary import small
 from fuzzing.attacks.jsons import json_attack
 from fuzzing.target import Case, Files, FileTarget, Refused, read_folder, tolerated
 from vitpar.checkpoint import Checkpoint, Facts, Writer, load_tensors
-from vitpar.checkpoint.folder import STATE, Best
-from vitpar.checkpoint.index import INDEX, Index
-from vitpar.checkpoint.names import CONFIG, PLAN, RECIPE
-from vitpar.checkpoint.whole import read_whole
+from vitpar.checkpoint.folder import Best
+from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE, STATE, Index
+from vitpar.checkpoint.reader import read_whole
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
-from vitpar.strategy import Plan, plan_text
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import plan_text
 from vitpar.weights.folder import open_weights
 
 TINY = ViTConfig("vit_tiny", patch_size=4, width=8, depth=1, heads=2, hidden=16, image_size=8, num_classes=3)

@@ -14,8 +14,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.galvatron import import_hardware, import_model
-from vitpar.planner.profile.hardware import read_hardware
-from vitpar.planner.profile.model import read_model_profile
+from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
 TINY = ViTConfig("vit_tiny", patch_size=4, width=8, depth=2, heads=2, hidden=16, image_size=8, num_classes=3)
 CLUSTER = b"""
@@ -99,16 +98,16 @@ class ProfileFiles(FileTarget):
                 ranks = None if case.untouched else random.Random(case.number).choice((None, None, 1, 2, 8))
                 tolerated(lambda: cluster.hardware(ranks))
             case 1:
-                hardware = read_hardware(case.place / "hardware.json")
+                hardware = Hardware.read(case.place / "hardware.json")
                 hardware.save(case.place / "again.json")
-                if read_hardware(case.place / "again.json") != hardware:
+                if Hardware.read(case.place / "again.json") != hardware:
                     raise oracle.Wrong("a hardware profile reads back as another")
                 for link in hardware.links[:20]:
                     link.seconds(1 << 20)
             case 2:
-                model = read_model_profile(case.place / "model.json")
+                model = ModelProfile.read(case.place / "model.json")
                 model.save(case.place / "again.json")
-                if read_model_profile(case.place / "again.json") != model:
+                if ModelProfile.read(case.place / "again.json") != model:
                     raise oracle.Wrong("a model profile reads back as another")
                 for layer in model.layers[:20]:
                     layer.forward.seconds(8)

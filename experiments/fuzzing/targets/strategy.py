@@ -18,8 +18,9 @@ from vitpar.data.stream.urls import expand
 from vitpar.launch import expand_hosts
 from vitpar.models.config import ViTConfig, model_config
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.strategy import Plan, parse, plan_from_json, plan_text, plan_to_json, rank_grid, read_plan, validate
+from vitpar.strategy import Plan, parse, rank_grid, validate
 from vitpar.strategy.galvatron import read_galvatron, to_galvatron
+from vitpar.strategy.plan_json import plan_from_json, plan_text, plan_to_json, read_plan
 
 MODELS = (model_config("vit_small_patch16_224"), model_config("vit_giant_patch14_224"))
 WORLDS = (1, 2, 8, 6, 4096)

@@ -8,8 +8,8 @@ MUTATIONS = (
         name="label-smoothing-dropped",
         breaks="The loss of a plan has no label smoothing.",
         file=FILE,
-        old="label_smoothing=self.label_smoothing)",
-        new="label_smoothing=0.0)",
+        old="smoothing = self.execution.label_smoothing",
+        new="smoothing = 0.0",
         caught_by=("vitpar check --mesh dp2",),
     ),
     Mutation(

@@ -17,7 +17,7 @@ MUTATIONS = (
         file="src/vitpar/models/vit.py",
         old="three=3, d=self.head_dim).unbind(0)\n",
         new="three=3, d=self.head_dim).unbind(0)\n"
-        "        if isinstance(self.qkv.weight, DTensor):\n            q, k = k, q\n",
+        "        if hasattr(self.qkv.weight, 'placements'):\n            q, k = k, q\n",
         caught_by=("vitpar check --mesh tp2",),
     ),
     Mutation(
@@ -56,8 +56,8 @@ MUTATIONS = (
         name="dp-head-not-reduced",
         breaks="The gradients of the head are not summed over the data-parallel ranks.",
         file="src/vitpar/parallel/data.py",
-        old="or isinstance(layer, FSDPModule):\n            continue\n",
-        new='or isinstance(layer, FSDPModule) or hasattr(layer, "fc"):\n            continue\n',
+        old='size(mesh, "replicate") == 1:\n            continue\n',
+        new='size(mesh, "replicate") == 1 or hasattr(layer, "fc"):\n            continue\n',
         caught_by=("vitpar check --mesh dp2",),
     ),
     Mutation(
@@ -82,7 +82,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/model.py",
         old="                    loss.backward()\n",
         new="                    loss.backward()\n"
-        "                if number < count and isinstance(stage.head, FSDPModule):\n"
+        "                if number < count and hasattr(stage.head, 'reshard'):\n"
         "                    stage.head.reshard()\n"
         "                    stage.head.zero_grad()\n",
         caught_by=("vitpar check --mesh dp2+zero2 --microbatches 2",),
@@ -98,7 +98,7 @@ MUTATIONS = (
     Mutation(
         name="sample-keys-off-by-one",
         breaks="Every sample drops what its neighbour in the micro-batch should.",
-        file="src/vitpar/parallel/stage.py",
+        file="src/vitpar/parallel/pipeline.py",
         old="here = keys[rows.start : rows.stop]",
         new="here = keys.roll(1)[rows.start : rows.stop]",
         caught_by=("vitpar check --mesh dp2",),

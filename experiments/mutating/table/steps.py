@@ -8,7 +8,7 @@ MUTATIONS = (
     Mutation(
         name="clipping-ignores-replicas",
         breaks="The norm of the gradients counts a gradient once for every rank that holds it.",
-        file="src/vitpar/training/optim/gradient_norm.py",
+        file="src/vitpar/training/optim/norms.py",
         old="squares / replicas if replicas > 1 else squares",
         new="squares",
         caught_by=("vitpar check --mesh dp2",),
@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation(
         name="clipping-limit",
         breaks="Gradients below the limit are scaled up to it.",
-        file="src/vitpar/training/optim/gradient_norm.py",
+        file="src/vitpar/training/optim/norms.py",
         old="(limit / (norm + 1e-6)).clamp(max=1.0)",
         new="(limit / (norm + 1e-6))",
         caught_by=(f"pytest {NORMS}[dp1]",),
@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         name="trust-ratio-of-shards",
         breaks="LAMB and LARS take the norm of a rank's shard for that of the whole parameter.",
-        file="src/vitpar/training/optim/whole_norms.py",
+        file="src/vitpar/training/optim/norms.py",
         old="            dist.all_reduce(part, group=group)\n",
         new="",
         caught_by=("pytest tests/training/optim/test_optimizers.py::test_norms_count_every_element_once[fsdp2]",),
@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         name="ema-decay",
         breaks="The moving average gives the present parameters the weight of the past.",
-        file="src/vitpar/training/optim/ema.py",
+        file="src/vitpar/training/optim/optimizer.py",
         old="list(self._shards.values()), 1.0 - self.decay(step))",
         new="list(self._shards.values()), self.decay(step))",
         caught_by=(f"pytest {AVERAGE}[dp1]",),
@@ -66,7 +66,7 @@ MUTATIONS = (
     Mutation(
         name="cosine-late",
         breaks="The cosine of the learning rate falls one step late.",
-        file="src/vitpar/training/optim/lr_schedule.py",
+        file="src/vitpar/training/optim/optimizer.py",
         old="(step - 1 - self.warmup_steps) /",
         new="max(0, step - 2 - self.warmup_steps) /",
         caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warm_up",),

@@ -1,4 +1,4 @@
-"""Where the batches of measured steps come from: a recipe's data, or nowhere."""
+"""Sources of batches for measured steps: a recipe's data, or random images."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Protocol
 
-from torch import Tensor
-
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
-from vitpar.training.input import ImageSet, Input
+from vitpar.training.input import Given, ImageSet, Input, synthetic_batch
 from vitpar.training.recipe import Recipe
-from vitpar.training.synthetic import synthetic_batch
 
-Given = tuple[Tensor | None, Tensor, Tensor]
-"""Images, labels and keys, as ``ParallelModel.forward_backward`` takes them."""
 Take = Callable[[Phase], Given]
 """Gives the next batch. What it does is done in phases."""
 

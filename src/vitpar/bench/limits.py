@@ -27,9 +27,9 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.float8 import E4M3
 from vitpar.planner.measure.clock import Group
-from vitpar.planner.measure.work import Shape, copied, products
+from vitpar.planner.measure.hardware import ProductShape, copied, products
+from vitpar.sharded import local
 from vitpar.training.build import Trained
-from vitpar.training.optim.optimizer import local
 
 READINGS = 7
 LONG = 0.05  # seconds of a piece of work at least: ranks that share cores have to take turns on them, as in a step
@@ -94,7 +94,7 @@ def matmul_rates(model: ParallelModel) -> tuple[float, float]:
     return flops / _seconds(device, outputs), BACKWARD * flops / _seconds(device, backward)
 
 
-def block_products(model: ParallelModel) -> list[Shape]:
+def block_products(model: ParallelModel) -> list[ProductShape]:
     """The four large products of the first block, as a rank has them in a micro-batch."""
     config, plan = model.config, model.plan
     parts = plan.strategies(config.layer_names)["blocks.0"].data_parallel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from vitpar.bench.kernels import Kernel
 from vitpar.models.config import ViTConfig
@@ -26,7 +25,7 @@ class Repeated:
         """The standard deviation over repeats, 0 of one."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"mean": self.mean, "deviation": self.deviation, "repeats": list(self.values)}
 
 
@@ -129,7 +128,7 @@ class Benchmark:
     def _share(self, rate: float) -> float:
         return self.config.flops * self.batch_size / self.seconds.mean / (rate * self.plan.world_size)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """All of it, times in seconds."""
         data = self.data
         return {

@@ -8,26 +8,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from vitpar.bench.feeds import Feed, Loaded, Synthetic
+from vitpar.bench.feeds import Feed, Loaded, Synthetic, Take
 from vitpar.bench.kernels import record
 from vitpar.bench.limits import Limits, measure_limits
-from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated
-from vitpar.bench.runner import Phased, Runner, Told
+from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated, WarmUp
 from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ViTConfig
+from vitpar.parallel.phases import Phase, PhaseClock, untimed
+from vitpar.planner.measure.clock import Group
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
-from vitpar.training.build import build
+from vitpar.training.build import Trained, build
 from vitpar.training.input import ImageSet
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
+from vitpar.training.step import Garbage
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def bench(
     settings: Settings = Settings(),
     *,
     traces: Path | None = None,
-    told: Told = lambda words: None,
+    report: Report = lambda words: None,
 ) -> Benchmark:
     """Measure the steps of `recipe` under `plan`. Collective; equal for all ranks.
 
@@ -59,7 +63,7 @@ def bench(
     The learning rate is 0, so that every step does the same work, whatever is trained. Raises DataError for data that
     cannot be used.
     """
-    told("building the model")
+    report("building the model")
     trained = build(recipe, config, plan, device)
     recipe = trained.recipe
     attention = trained.choose_attention()
@@ -67,7 +71,7 @@ def bench(
         torch.cuda.reset_peak_memory_stats(device)  # what was tried when attention was chosen
     feed: Feed = Synthetic(trained.model) if images is None else Loaded(recipe, trained.model, images)
     runner = Runner(trained)
-    warm_up = runner.warm_up(feed, settings.warm_up, told)
+    warm_up = runner.warm_up(feed, settings.warm_up, report)
     memory = int(runner.most(memory_bytes(device)))
     synthetic = feed if images is None else Synthetic(trained.model)
     seconds: list[float] = []
@@ -78,14 +82,14 @@ def bench(
         if images is not None:
             works.append(lambda: without.append(runner.run(synthetic, settings.steps)))
         works.append(lambda: phased.append(runner.phases(feed, settings.steps)))
-        told(f"repeat {repeat + 1} of {settings.repeats}")
+        report(f"repeat {repeat + 1} of {settings.repeats}")
         for work in works[:: -1 if repeat % 2 else 1]:
             work()
-    told("measuring the limits")
+    report("measuring the limits")
     limits = measure_limits(trained)
     kernels = None
     if traces is not None:
-        told("recording a trace")
+        report("recording a trace")
         with runner.open(feed) as take:
             path = traces / f"rank_{dist.get_rank()}.json"
             kernels = record(lambda: runner.step(take), device, path, limits.matmul_rate)
@@ -99,7 +103,7 @@ def bench(
         plan=plan,
         batch_size=recipe.train.batch_size,
         precision=recipe.train.precision,
-        compiled=trained.model.compiled,
+        compiled=trained.model.execution.compile,
         attention=attention.backend,
         warnings=(*trained.warnings, *filter(None, [attention.warning])),
         device=device.type,
@@ -121,8 +125,8 @@ def _over_ranks(
 ) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
     """Phases, whole steps and rates of all ranks together. Collective."""
     world = dist.get_world_size()
-    told = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
-    every = [([Phased(**run) for run in runs], Limits(**found)) for runs, found in told]
+    gathered = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
+    every = [([Phased(**run) for run in runs], Limits(**found)) for runs, found in gathered]
     names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
 
     def mean(values: Iterable[float]) -> float:
@@ -138,3 +142,88 @@ def _over_ranks(
     whole = Repeated(tuple(mean(runs[n].step for runs, _ in every) for n in repeats))
     matmul, bandwidth = (mean(getattr(found, rate) for _, found in every) for rate in ("matmul_rate", "bandwidth"))
     return tuple(phases), whole, Rates(matmul, peak, bandwidth)
+
+
+STEADY, BETTER, MOST = 3, 0.05, 50
+"""Steps are steady when `STEADY` in a row are not faster, by the part `BETTER`, than the fastest before them. At most
+`MOST` are tried."""
+
+Report = Callable[[str], None]
+"""Called with a description of what begins now."""
+
+
+@dataclass(frozen=True)
+class Phased:
+    """Seconds of a step on this rank, and of its phases."""
+
+    step: float
+    phases: dict[str, float]
+
+
+class Runner:
+    """Runs steps of a model. All of it is collective."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._model, self._device, self._step = trained.model, trained.model.device, trained.step()
+        self._group = Group(self._device)
+
+    def step(self, take: Take, phase: Phase = untimed) -> None:
+        """One step, with learning rate 0."""
+        self._step(1, 0.0, *take(phase))
+
+    def most(self, value: float) -> float:
+        """Return the largest value over all ranks."""
+        return self._group.agree([value])[0][0]
+
+    @contextmanager
+    def open(self, feed: Feed) -> Iterator[Take]:
+        """The feed, when its queues are as they are in the middle of a training."""
+        with feed.opened() as take, Garbage():
+            for _ in range(feed.settling):
+                self.step(take)
+            yield take
+
+    def warm_up(self, feed: Feed, wanted: int | None, report: Report) -> WarmUp:
+        """Steps until they are steady, or as many as are `wanted`."""
+        taken: list[float] = []
+        fastest, since = float("inf"), 0
+        with feed.opened() as take:
+            while len(taken) < (MOST if wanted is None else wanted) and (wanted is not None or since < STEADY):
+                report(f"warming up, step {len(taken) + 1}")
+                begun = self._synchronised()
+                self.step(take)
+                taken.append(self.most(self._synchronised() - begun))
+                since = 0 if taken[-1] < (1 - BETTER) * fastest else since + 1
+                fastest = min(fastest, taken[-1])
+        return WarmUp(len(taken), taken[0] if taken else 0.0, since >= STEADY)
+
+    def run(self, feed: Feed, steps: int) -> float:
+        """Seconds of a step, in the mean, for the slowest rank."""
+        with self.open(feed) as take:
+            begun = self._synchronised()
+            for _ in range(steps):
+                self.step(take)
+            return self.most(self._synchronised() - begun) / steps
+
+    def phases(self, feed: Feed, steps: int) -> Phased:
+        """Return the seconds of a step, and of each of its phases, on this rank."""
+        clock = PhaseClock(self._device)
+        with self.open(feed) as take:
+            self._synchronised()
+            self._model.phase = clock
+            try:
+                begun = time.perf_counter()
+                for _ in range(steps):
+                    self.step(take, clock)
+                found = clock.read()
+                whole = time.perf_counter() - begun
+            finally:
+                self._model.phase = untimed
+        return Phased(whole / steps, {name: seconds / steps for name, seconds in found.items()})
+
+    def _synchronised(self) -> float:
+        """Now, when all ranks have done what they were given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._group.meet()
+        return time.perf_counter()

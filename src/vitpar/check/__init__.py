@@ -1,7 +1,6 @@
 """The proof that a plan does not change the training: the plan against one process, on the same seed and samples."""
 
-from vitpar.check.compare import Comparison
+from vitpar.check.compare import CheckResult, Comparison
 from vitpar.check.plan import check_plan, recipe_to_check
-from vitpar.check.result import CheckResult
 
 __all__ = ["CheckResult", "Comparison", "check_plan", "recipe_to_check"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.launch.world_group import all_reduce_, broadcast_
 from vitpar.parallel import ParallelModel
-from vitpar.training.optim.optimizer import local
+from vitpar.sharded import local
 
 FACTOR = 10.0
 """How many times its noise a tensor may differ. Sound plans reach 7.6, in float16 with tensor parallelism, which also
@@ -207,3 +207,44 @@ def _own_sums(model: ParallelModel, tensor: Tensor | None, whole: Tensor, trimme
         whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
     mine = local(tensor.detach()).to(whole.device)  # offloaded ones are on the host
     return _sums(mine.double() - whole, whole, replicas, trimmed)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The comparison of a plan with one process.
+
+    precision, batch_size: of the steps. comparisons: losses and norms of gradients; then for every parameter its
+    gradient in the first step, its change by the SGD steps, and the changes of it and of its average by the recipe's
+    steps. unchecked: what of a training was not compared.
+    """
+
+    plan: str
+    model: str
+    precision: str
+    batch_size: int
+    comparisons: tuple[Comparison, ...]
+    unchecked: str
+
+    @property
+    def worst(self) -> Comparison:
+        """The comparison whose error is largest in units of what is allowed."""
+        return max(self.comparisons, key=lambda comparison: comparison.severity)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every error is within what is allowed (a NaN is not)."""
+        return self.worst.severity <= 1
+
+    @property
+    def quantities(self) -> dict[str, list[Comparison]]:
+        """The comparisons of tensors by quantity (`gradient`, `SGD update`, `update`, `average`), the worst first, and
+        those of numbers under `number`."""
+        found: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            quantity, _, parameter = comparison.name.rpartition(" ")
+            found.setdefault(quantity if "." in parameter else "number", []).append(comparison)
+        return {name: sorted(group, key=lambda c: -c.severity) for name, group in found.items()}
+
+    def to_json(self) -> dict[str, object]:
+        """Everything, for ``vitpar check --json``."""
+        return {**asdict(self), "worst": asdict(self.worst), "passed": self.passed}

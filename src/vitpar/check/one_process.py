@@ -1,5 +1,9 @@
 """The same training by one process: the plain model, one batch, whole tensors, and formulas instead of vitpar's loss,
-mixing, clipping, optimizers and averages."""
+mixing, clipping, optimizers and averages. Its samples are random, and the same on every rank.
+
+Sources of the optimizers: AdamW arXiv 1711.05101, LAMB arXiv 1904.00962, LARS arXiv 1708.03888, Muon
+kellerjordan.github.io/posts/muon and arXiv 2502.16982.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitpar.check.samples import Samples
-from vitpar.check.updates import Updates
 from vitpar.data import Mixed
+from vitpar.data.randomness import sample_keys
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.vit import Block, ViT
 from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import precision
+from vitpar.training.input import mixing, order_of
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.sections import OptimizerSection
 
 NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}
 """Relative changes of parameters and images that make a run round differently. In 16 bits and fewer their size hardly
@@ -59,8 +64,9 @@ class OneProcess:
         self._draws = torch.Generator().manual_seed(noisy or 0)
         self._model = ViT(config).to(device=device, dtype=self._numbers.parameters)
         if self._numbers.float8:
-            for block in self._model.blocks.values():
-                compute_in_float8(block)
+            for layer in self._model.layers().values():
+                if isinstance(layer, Block):
+                    compute_in_float8(layer)
         initialise(self._model, recipe.train.seed, config)
         self._parameters = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in self._parameters.values():
@@ -159,3 +165,112 @@ class OneProcess:
 
 def _averaged(average: Tensor, p: Tensor, decay: float) -> Tensor:
     return (decay * average.double() + (1 - decay) * p.double()).to(p.dtype)
+
+
+class Updates:
+    """The optimizer of a recipe. heads: attention heads, which tell queries, keys and values of a matrix apart."""
+
+    def __init__(self, settings: OptimizerSection, heads: int) -> None:
+        self._settings, self._heads = settings, heads
+        self._memory: dict[str, dict[str, Tensor]] = {}
+        self._times = 0
+
+    @torch.no_grad()
+    def step(self, parameters: dict[str, Tensor], gradients: dict[str, Tensor], lr: float) -> None:
+        """Move `parameters`, in place."""
+        self._times += 1
+        s = self._settings
+        for name, x in parameters.items():
+            g = gradients[name]
+            memory = self._memory.setdefault(name, {})
+            matrix = x.dim() == 2  # biases, norms, tokens, positions and layer scales neither decay nor are adapted
+            decay = s.weight_decay if matrix else 0.0
+            if s.name == "sgd":
+                x -= lr * self._momentum(memory, g + decay * x)
+            elif s.name == "lars":
+                ratio = 1.0
+                if matrix and x.norm() > 0 and g.norm() > 0:
+                    ratio = s.trust_coefficient * x.norm() / (g.norm() + decay * x.norm())
+                x -= lr * self._momentum(memory, ratio * (g + decay * x))
+            elif s.name == "muon" and matrix and name.startswith("blocks."):
+                x -= lr * (self._muon(name, memory, g) + decay * x)
+            else:  # adamw, lamb, and muon's other parameters
+                step = self._adam(memory, g) + decay * x
+                adapts = s.name == "lamb" and matrix and x.norm() > 0 and step.norm() > 0
+                x -= lr * (x.norm() / step.norm() if adapts else 1.0) * step
+
+    def _momentum(self, memory: dict[str, Tensor], g: Tensor) -> Tensor:
+        mu = self._settings.momentum
+        memory["m"] = mu * memory["m"] + g if "m" in memory else g.clone()
+        return g + mu * memory["m"] if self._settings.nesterov else memory["m"]
+
+    def _adam(self, memory: dict[str, Tensor], g: Tensor) -> Tensor:
+        one, two = self._settings.betas
+        memory["m"] = one * memory.get("m", torch.zeros_like(g)) + (1 - one) * g
+        memory["v"] = two * memory.get("v", torch.zeros_like(g)) + (1 - two) * g * g
+        m, v = memory["m"] / (1 - one**self._times), memory["v"] / (1 - two**self._times)
+        return m / (v.sqrt() + self._settings.eps)
+
+    def _muon(self, name: str, memory: dict[str, Tensor], g: Tensor) -> Tensor:
+        s = self._settings
+        memory["m"] = s.momentum * memory.get("m", torch.zeros_like(g)) + (1 - s.momentum) * g
+        direction = s.momentum * memory["m"] + (1 - s.momentum) * g if s.nesterov else memory["m"]
+        if not name.endswith("attn.qkv.weight"):
+            return self._orthogonal(direction)
+        whole = direction.unflatten(0, (self._heads, 3, -1))  # rows are (head, q|k|v, feature)
+        maps = [self._orthogonal(whole[:, part].flatten(0, 1)).unflatten(0, (self._heads, -1)) for part in range(3)]
+        return torch.stack(maps, 1).flatten(0, 2)
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        """The Newton-Schulz iteration x ← (a + b·xxᵀ + c·(xxᵀ)²)·x, and the factor of the learning rate."""
+        s, (rows, columns) = self._settings, matrix.shape
+        factor = max(1.0, rows / columns) ** 0.5 if s.adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
+        x = matrix / matrix.norm().clamp(min=1e-7)
+        if x.is_cuda and x.dtype is not torch.float64:
+            x = x.bfloat16()
+        for _ in range(s.ns_steps):
+            square = x @ x.mT if rows <= columns else x.mT @ x
+            polynomial = -4.7750 * square + 2.0315 * square @ square
+            x = 3.4445 * x + (polynomial @ x if rows <= columns else x @ polynomial)
+        return factor * x.to(matrix.dtype)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the steps of a check are given, whole.
+
+    plain: for each SGD step images, float32 [batch, channels, size, size], labels and keys, int64 [batch]. Every sample
+    is another, so that a micro-batch or a slice taken twice shows. pixels: the same for each step of the recipe, with
+    images as uint8; a sample comes as often in a row as the recipe repeats it. mixed: how these images are mixed, None
+    where they are not.
+    """
+
+    plain: list[tuple[Tensor, Tensor, Tensor]]
+    pixels: list[tuple[Tensor, Tensor, Tensor]]
+    mixed: list[Mixed | None]
+
+
+def draw_samples(recipe: Recipe, config: ViTConfig, plain: int, further: int) -> Samples:
+    """Draw what `plain` SGD steps and `further` steps of the recipe take."""
+    batch, draws = recipe.train.batch_size, torch.Generator().manual_seed(recipe.train.seed)
+    shape = (config.channels, config.image_size, config.image_size)
+    first = [
+        (
+            torch.randn(batch, *shape, generator=draws),
+            torch.randint(0, config.num_classes, (batch,), generator=draws),
+            torch.randint(0, 2**62, (batch,), generator=draws),
+        )
+        for _ in range(plain)
+    ]
+    count = batch * max(1, further)
+    order, mix = order_of(recipe, count), mixing(recipe)
+    pixels = torch.randint(0, 256, (count, *shape), generator=draws, dtype=torch.uint8)
+    labels = torch.randint(0, config.num_classes, (count,), generator=draws)
+    then, mixed = [], []
+    for step in range(further):
+        epochs, samples, repeats = order.batch(step * batch, batch)
+        keys = sample_keys(recipe.train.seed, epochs, samples, repeats)
+        chosen = torch.from_numpy(samples)
+        then.append((pixels[chosen], labels[chosen], torch.from_numpy(keys)))
+        mixed.append(mix(keys, config.image_size) if mix else None)
+    return Samples(first, then, mixed)

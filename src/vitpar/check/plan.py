@@ -10,24 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.check.compare import IMAGES, LEAST, Comparison, compare, compare_numbers, noise_of
-from vitpar.check.one_process import OneProcess, Trace
-from vitpar.check.result import CheckResult
-from vitpar.check.samples import Samples, draw_samples
+from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare, compare_numbers, noise_of
+from vitpar.check.one_process import OneProcess, Samples, Trace, draw_samples
 from vitpar.data import Batch
 from vitpar.launch.world_group import broadcast_json
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
 from vitpar.parallel import ParallelModel
+from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.training.build import Trained, build
 from vitpar.training.input import Input
-from vitpar.training.optim.gradient_norm import multiply_
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.optimizer import ShardedOptimizer, local, sharded_as
+from vitpar.training.optim.norms import multiply_
+from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.auto_precision import resolve_precision
-from vitpar.training.recipe.optimizer_section import OptimizerSection
+from vitpar.training.recipe.machine import resolve_precision
+from vitpar.training.recipe.sections import OptimizerSection
 
 LEARNING_RATE = 0.05
 """Of the SGD steps."""
@@ -52,7 +51,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def recipe_to_check(options: Mapping[str, Any] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Iterable[str] = ()) -> Recipe:
     """Return a recipe in which everything is on that a check compares, and whose model is a tiny ViT.
 
     options, assignments: other settings, as of `read_recipe`. Raises RecipeError as it does.

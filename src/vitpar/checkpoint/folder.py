@@ -17,18 +17,17 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 
 from vitpar.checkpoint.atomic import remove
-from vitpar.checkpoint.index import INDEX, Index, damage, damaged_sizes, first_line, read_index
+from vitpar.checkpoint.index import INDEX, STATE, Index, damage, first_line, read_index
 from vitpar.errors import CheckpointError
-from vitpar.files import read_bytes
+from vitpar.io import read_bytes
 from vitpar.launch.world_group import all_gather_json
 from vitpar.limits import MAX_JSON_BYTES
 
-STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
 class Scale(BaseModel):
-    """Of a loss that is scaled."""
+    """State of the scale of a float16 loss."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     scale: PositiveFloat
@@ -45,7 +44,7 @@ class Best(BaseModel):
 
 
 class Facts(BaseModel):
-    """What a run knows besides its tensors. step: updates made. samples: of the training set, seen so far. data: the
+    """State of a run besides its tensors. step: updates made. samples: of the training set, seen so far. data: the
     fingerprint of the training set. attention: the kernel that computed it, None for whatever torch takes.
     compiled: whether blocks were."""
 
@@ -61,7 +60,7 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint."""
+    """A checkpoint that was opened: its index and facts are read, its tensors are not."""
 
     path: Path
     index: Index
@@ -98,7 +97,7 @@ class Checkpoint:
         return found
 
     def damage(self, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with its files, None if nothing is; of `parts` that look at some of them each, for `part`."""
+        """Return what is wrong with the files, None if nothing is. Of `parts` readers, this is number `part`."""
         names = sorted(self.index.files)[part::parts]
         return damage(self.path, {name: self.index.files[name] for name in names})
 
@@ -110,11 +109,11 @@ class Checkpoints:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where the one of `step` is."""
+        """Return the folder of the checkpoint of `step`."""
         return self.folder / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """Those that are there, oldest first."""
+        """Return the steps that have a checkpoint, oldest first."""
         names = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted(int(name[1]) for name in names if name and (self.folder / name[0] / INDEX).exists())
 
@@ -122,7 +121,7 @@ class Checkpoints:
         """Remove what killed runs left; one that was written in full, but has not got its name, gets it."""
         for path in self.folder.glob("step_*.partial"):
             with suppress(CheckpointError, OSError):
-                whole = damaged_sizes(path, Checkpoint.open(path).index) is None  # the index comes last
+                whole = damage(path, Checkpoint.open(path).index.files, only_sizes=True) is None  # the index comes last
                 if whole and not path.with_suffix("").exists():
                     path.rename(path.with_suffix(""))
         for path in [*self.folder.glob("step_*.partial"), *self.folder.glob("step_*.removed")]:

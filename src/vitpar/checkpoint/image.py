@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from vitpar.checkpoint.reader import part
+from vitpar.sharded import local
 
 _NAMES = {
     torch.float64: "F64",
@@ -40,11 +40,11 @@ class FileImage:
     def __init__(self, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], *, pinned: bool) -> None:
         # By size of their elements, so that all begin at a multiple of it.
         names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-        places, end = {}, 0
+        places, begins, end = {}, dict[str, int](), 0
         for name in names:
             dtype, shape = tensors[name]
-            begin, end = end, end + dtype.itemsize * shape.numel()
-            places[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            begins[name], end = end, end + dtype.itemsize * shape.numel()
+            places[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
         header = json.dumps(places, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         header = len(header).to_bytes(8, "little") + header
@@ -54,19 +54,19 @@ class FileImage:
         self._views: dict[str, Tensor] = {}
         for name in names:
             dtype, shape = tensors[name]
-            begin, end = (len(header) + offset for offset in places[name]["data_offsets"])
-            self._views[name] = self._buffer[begin:end].view(dtype).view(shape)
+            begin = len(header) + begins[name]
+            self._views[name] = self._buffer[begin : begin + dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> FileImage | None:
-        """For this rank's parts of `names` among `tensors`; None where there are none."""
-        kinds = {name: (tensors[name].dtype, part(tensors[name]).shape) for name in names}
-        return cls(kinds, pinned=any(part(tensors[name]).is_cuda for name in names)) if names else None
+        """Return an image for this rank's parts of the tensors called `names`; None where there are none."""
+        kinds = {name: (tensors[name].dtype, local(tensors[name]).shape) for name in names}
+        return cls(kinds, pinned=any(local(tensors[name]).is_cuda for name in names)) if names else None
 
     @property
     def content(self) -> memoryview:
-        """All of the file, sharing memory."""
-        return memoryview(self._buffer.numpy())
+        """The bytes of the file, sharing memory."""
+        return self._buffer.numpy().data
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> None:

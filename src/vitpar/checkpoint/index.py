@@ -12,12 +12,17 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, ValidationError
 
-from vitpar.errors import CheckpointError, literal, shown
-from vitpar.files import open_regular, read_json, stat_regular
+from vitpar.errors import CheckpointError
+from vitpar.io import open_regular, read_json, stat_regular
 from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_TENSOR_DIMS, MAX_TENSOR_PARTS
 from vitpar.records import Record, first_wrong, table_of
+from vitpar.text import literal, shown
 
 INDEX = "index.json"
+STATE, RECIPE, PLAN, CONFIG = "state.json", "recipe.toml", "plan.json", "config.json"
+"""Files beside the tensors: what the run knows besides them, its recipe, its plan and its model."""
+PARAMETERS, MOMENTS, AVERAGES = "model.", "optimizer.", "ema."
+"""How names of tensors begin: parameters, what the optimizer remembers, running averages."""
 _CHUNK = 1 << 24
 
 
@@ -66,8 +71,8 @@ class StoredFile(Record):
 
 
 class Index(Record):
-    """What is in a folder. shards: the files of tensors. files: these and those of text, by name. crc32: of all the
-    rest."""
+    """Contents of a checkpoint. shards: the files of tensors. files: these and those of text, by name. crc32: of all
+    the rest."""
 
     version: Literal[1] = 1
     shards: Annotated[list[str], FailFast()]
@@ -94,7 +99,7 @@ def read_index(folder: Path) -> Index:
     if index.crc32 != index.checksum:
         raise CheckpointError(f"{INDEX} of '{folder}' is not what was written: use another checkpoint")
     for name in {*index.files, *index.shards}:
-        if Path(name).name != name or name in ("", "..") or "\0" in name or name not in index.files:
+        if not is_file_name(name) or name not in index.files:
             raise CheckpointError(f"{INDEX} of '{folder}' names {literal(name)}, which cannot be in it: do not use it")
     for name, tensor in index.tensors.items():
         if not tensor.is_filled(len(index.shards)):
@@ -116,32 +121,20 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def damaged_sizes(folder: Path, index: Index) -> str | None:
-    """The first file that has not as many bytes as were written, with what is wrong; None where all have."""
-    for name, known in index.files.items():
-        if wrong := other_size(folder / name, known):
-            return wrong
-    return None
+def is_file_name(said: object) -> bool:
+    """Whether what a stranger's file says is the name of a file in its own folder."""
+    return isinstance(said, str) and Path(said).name == said and said not in ("", "..") and "\0" not in said
 
 
-def other_size(path: Path, known: StoredFile) -> str | None:
-    """What is wrong with the size of a file, None if nothing is."""
-    try:
-        found = stat_regular(path)
-    except OSError as error:
-        return f"{shown(path.name)}: {error.strerror}"
-    if found.st_size == known.bytes:
-        return None
-    return f"{shown(path.name)} has {found.st_size:,} bytes where {known.bytes:,} were written"
-
-
-def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
-    """The first of `files` that is not as it was written, with what is wrong; None where all are."""
+def damage(folder: Path, files: Mapping[str, StoredFile], *, only_sizes: bool = False) -> str | None:
+    """The first of `files` that is not as it was written, with what is wrong; None where all are. only_sizes: do not
+    read them, but see whether they have as many bytes."""
     for name, known in files.items():
-        if wrong := other_size(folder / name, known):
-            return wrong
         try:
-            if crc32(folder / name) != known.crc32:
+            size = stat_regular(folder / name).st_size
+            if size != known.bytes:
+                return f"{shown(name)} has {size:,} bytes where {known.bytes:,} were written"
+            if not only_sizes and crc32(folder / name) != known.crc32:
                 return f"{shown(name)} is not what was written"
         except OSError as error:
             return f"{shown(name)}: {error.strerror}"
@@ -149,7 +142,7 @@ def damage(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
 
 
 def crc32(path: Path) -> int:
-    """Of a file."""
+    """Return the checksum of a file. Raises OSError."""
     crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
@@ -158,7 +151,7 @@ def crc32(path: Path) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says."""
+    """Return the first line of an error's message, cut to a length that can be quoted."""
     if isinstance(error, ValidationError):
         return first_wrong(error)
     return shown((getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0])

@@ -1,35 +1,24 @@
-"""Named tensors, sharded or whole, out of a checkpoint: each rank reads its own parts.
-
-torch.distributed.checkpoint (DCP) decides which written parts a rank reads for the part that it needs. Its own storage
-keeps the index as a pickle, which can run code when it is read; nothing here can.
-"""
+"""Named tensors out of a checkpoint: sharded as a run has them, each rank its own parts, or whole, by one process."""
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from vitpar.checkpoint.index import Index, first_line, read_index
-from vitpar.errors import CheckpointError, shown
-from vitpar.files import stat_regular
+from vitpar.checkpoint.folder import Checkpoint
+from vitpar.checkpoint.index import Index, damage, first_line, read_index
+from vitpar.errors import CheckpointError
+from vitpar.io import stat_regular
+from vitpar.sharded import box_of, local
+from vitpar.text import shown
+
+Slices = tuple[slice, ...]
 
 
 @torch.no_grad()
@@ -39,8 +28,10 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
     Raises CheckpointError for what is missing, has another shape or cannot be read.
     """
     index = index or read_index(folder)
-    here = {name: tensor for name, tensor in tensors.items() if part(tensor).numel()}
-    for name, tensor in here.items():
+    wanted: dict[str, list[tuple[str, Slices, Tensor]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if not local(tensor).numel():
+            continue
         stored = index.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"'{folder}' lacks {name}: it is of another model or training")
@@ -48,78 +39,72 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
             raise CheckpointError(
                 f"{name} in '{folder}' has shape {list(stored.shape)} where {list(tensor.shape)} is needed"
             )
-    reader, planner = (
-        _Reader(folder, index),
-        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    planner.set_up_planner(here, metadata, is_coordinator=False)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        mine = box_of(tensor)
+        for shard, begin, size in stored.parts:
+            if shared := _overlap(mine, (begin, size)):
+                here, there = shared
+                wanted[index.shards[shard]].append((name, there, local(tensor)[here]))
+    for file, items in wanted.items():
+        _fill(folder / file, items)
 
 
-def part(tensor: Tensor) -> Tensor:
-    """This rank's, of a DTensor; a plain tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], ...]) -> tuple[Slices, Slices] | None:
+    """Where two boxes of a tensor overlap, as slices of each; None where they do not. A box is offsets and sizes."""
+    spans = [(max(a, b), min(a + of_a, b + of_b), a, b) for a, of_a, b, of_b in zip(*mine, *stored, strict=True)]
+    if any(begin >= end for begin, end, _, _ in spans):
+        return None
+    here = tuple(slice(begin - a, end - a) for begin, end, a, _ in spans)
+    return here, tuple(slice(begin - b, end - b) for begin, end, _, b in spans)
 
 
-class _Reader(StorageReader):
-    """A storage of DCP: the parts that a rank needs."""
+def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
+    """Read parts of tensors from a file of safetensors: which part of which tensor, and where it goes."""
+    try:
+        stat_regular(path)
+        with safe_open(path, framework="pt") as file:
+            for name, there, target in items:
+                found = file.get_slice(name)[there] if there else file.get_tensor(name)
+                if found.shape != target.shape:
+                    raise CheckpointError(f"{shown(name)} in '{path}' is not what was written: use another checkpoint")
+                target.copy_(found)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{path}' cannot be read: {first_line(error)}") from None
 
-    def __init__(self, folder: Path, index: Index) -> None:
-        self._folder, self._index = folder, index
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return the complete tensor `name`, on the CPU. Raises CheckpointError where there is none or it cannot be
+    read."""
+    path, index = checkpoint.path, checkpoint.index
+    stored = index.tensors.get(name)
+    if stored is None:
+        raise CheckpointError(f"'{path}' has no tensor {shown(name)}: `vitpar checkpoint info` lists those it has")
+    # The index bounds what it promises by the files' sizes, so nothing is allocated that is not there.
+    files = {index.shards[shard] for shard, _, _ in stored.parts}
+    if wrong := damage(path, {file: index.files[file] for file in files}, only_sizes=True):
+        raise CheckpointError(f"the checkpoint '{path}' is damaged: {wrong}")
+    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    load_tensors(path, {name: whole}, index)
+    return whole
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors, held = {}, dict[MetadataIndex, str]()
-        for name, stored in self._index.tensors.items():
-            parts = [(torch.Size(offsets), torch.Size(sizes), shard) for shard, offsets, sizes in stored.parts]
-            tensors[name] = TensorStorageMetadata(
-                TensorProperties(getattr(torch, stored.dtype)),
-                torch.Size(stored.shape),
-                [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in parts],
-            )
-            held |= {MetadataIndex(name, offsets): self._index.shards[shard] for offsets, _, shard in parts}
-        return Metadata(tensors, storage_data=held)
+@dataclass(frozen=True)
+class Difference:
+    """Difference of a tensor between two checkpoints. largest: of the absolute differences. magnitude: the largest
+    absolute value in the first; None for both where only one has it, or of another shape."""
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._held = metadata.storage_data
+    name: str
+    largest: float | None
+    magnitude: float | None
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file = defaultdict(list)
-        for item in plan.items:
-            by_file[self._held[item.storage_index]].append(item)
-        for name, items in by_file.items():
-            try:
-                stat_regular(self._folder / name)
-                with safe_open(self._folder / name, framework="pt") as file:
-                    for item in items:
-                        begins = zip(item.storage_offsets, item.lengths, strict=True)
-                        box = tuple(slice(begin, begin + length) for begin, length in begins)
-                        stored = file.get_slice(item.storage_index.fqn)
-                        target = planner.resolve_tensor(item)
-                        part = stored[box] if box else file.get_tensor(item.storage_index.fqn)
-                        if part.shape != target.shape:
-                            raise CheckpointError(
-                                f"{shown(item.storage_index.fqn)} in '{self._folder / name}' is not what was written: "
-                                "use another checkpoint"
-                            )
-                        target.copy_(part)
-                        planner.commit_tensor(item, target)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"'{self._folder / name}' cannot be read: {first_line(error)}") from None
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+def differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
+    """Yield the difference of every tensor that either checkpoint has."""
+    for name in first.index.tensors | second.index.tensors:
+        shapes = [found.shape if (found := c.index.tensors.get(name)) else None for c in (first, second)]
+        if None in shapes or shapes[0] != shapes[1]:
+            yield Difference(name, None, None)
+            continue
+        one, other = (read_whole(checkpoint, name).double() for checkpoint in (first, second))
+        if not one.numel():
+            continue
+        yield Difference(name, (one - other).abs().max().item(), one.abs().max().item())

@@ -1,20 +1,19 @@
-"""Which rank writes which part of a checkpoint's tensors, of which several may hold the same part.
+"""Which part of a checkpoint's tensors a rank holds, and which rank writes a part that several hold.
 
-torch.distributed.checkpoint (DCP) tells what this rank holds. Who writes it is decided here, much as DCP would: its
-plans go from rank to rank as pickles, which can run code when they are read.
+That is decided much as torch.distributed.checkpoint (DCP) would. DCP itself sends its plans from rank to rank, and
+keeps the index on the disk, as pickles, which can run code when they are read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from vitpar.checkpoint.index import StoredTensor
 from vitpar.launch.world_group import gather_json, scatter_json
+from vitpar.sharded import box_of
 
 Held = tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]
 """A part of a tensor: its name, dtype and shape; where the part begins, and the part's shape."""
@@ -31,15 +30,10 @@ def agreed(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, StoredTe
 
 def held(tensors: Mapping[str, Tensor]) -> list[Held]:
     """Return the parts of `tensors` that this rank holds."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=False)
-    found: list[Held] = []
-    for item in planner.create_local_plan().items:
-        name, data = item.index.fqn, item.tensor_data
-        assert data is not None and data.chunk is not None, f"{name} is no tensor"
-        dtype = str(data.properties.dtype).removeprefix("torch.")
-        found.append((name, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-    return found
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *box_of(tensor))
+        for name, tensor in tensors.items()
+    ]
 
 
 def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[str, StoredTensor]]:
@@ -47,30 +41,24 @@ def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[st
 
     Each part goes to one of those that hold it: whoever has the fewest bytes to write so far, the lowest of these.
     """
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    parts: dict[tuple[str, tuple[int, ...]], Held] = {}
+    parts: dict[tuple[str, tuple[int, ...]], tuple[Held, list[int]]] = {}
     for rank, mine in enumerate(everyone):
         for part in mine:
-            name, _, _, offsets, _ = part
-            key = name, tuple(offsets)
-            parts.setdefault(key, part)
-            holders.setdefault(key, []).append(rank)
+            parts.setdefault((part[0], tuple(part[3])), (part, []))[1].append(rank)
     load = [0] * len(everyone)
     names: list[list[str]] = [[] for _ in everyone]
-    boxes: dict[str, list[tuple[int, Held]]] = {}
+    boxes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
     stored: dict[str, StoredTensor] = {}
-    for key, ranks in holders.items():
-        name, dtype, shape, _, sizes = parts[key]
-        writer = min(ranks, key=load.__getitem__)
+    for (name, dtype, shape, begin, size), holders in parts.values():
+        writer = min(holders, key=load.__getitem__)
         if name not in stored:
-            kind: Any = dtype
-            stored[name] = StoredTensor(dtype=kind, shape=tuple(shape), parts=[])
-        load[writer] += math.prod(sizes) * stored[name].width
+            stored[name] = StoredTensor.model_validate({"dtype": dtype, "shape": shape, "parts": []})
+        load[writer] += math.prod(size) * stored[name].width
         names[writer].append(name)
-        boxes.setdefault(name, []).append((writer, parts[key]))
+        boxes.setdefault(name, []).append((writer, tuple(begin), tuple(size)))
     shards = {rank: shard for shard, rank in enumerate(rank for rank, mine in enumerate(names) if mine)}
     for name, tensor in stored.items():
-        tensor.parts += [(shards[rank], tuple(begin), tuple(size)) for rank, (*_, begin, size) in boxes[name]]
+        tensor.parts += [(shards[rank], begin, size) for rank, begin, size in boxes[name]]
         assert tensor.is_filled(len(shards)), f"the parts of {name} make it up"
     return names, stored
 

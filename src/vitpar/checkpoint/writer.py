@@ -29,11 +29,11 @@ from torch import Tensor
 
 from vitpar.checkpoint import atomic
 from vitpar.checkpoint.image import FileImage
-from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, other_size
-from vitpar.checkpoint.reader import part
+from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, damage
 from vitpar.checkpoint.sharing import agreed, shard_name
 from vitpar.errors import CheckpointError
 from vitpar.launch.world_group import all_gather_json, broadcast_json
+from vitpar.sharded import local
 
 T = TypeVar("T")
 DONE, BUSY, FAILED = 0.0, 1.0, 2.0
@@ -99,8 +99,8 @@ class Writer:
                 atomic.begin(folder)
             except OSError as error:
                 wrong = _cause(error)
-        here = {name: tensor for name, tensor in tensors.items() if part(tensor).numel()}
-        layout = {name: (tensor.dtype, part(tensor).shape) for name, tensor in here.items()}
+        here = {name: tensor for name, tensor in tensors.items() if local(tensor).numel()}
+        layout = {name: (tensor.dtype, local(tensor).shape) for name, tensor in here.items()}
         answers = all_gather_json((wrong, layout != self._layout))
         _raise_first(folder, [wrong for wrong, _ in answers])
         if any(changed for _, changed in answers):
@@ -124,7 +124,7 @@ class Writer:
 
     @property
     def progress(self) -> float:
-        """How far this rank is: DONE, BUSY or FAILED."""
+        """State of this rank's background work: DONE, BUSY or FAILED."""
         if self._flight is None or self._flight.work is None:
             return DONE
         if not self._flight.work.done():
@@ -161,7 +161,7 @@ class Writer:
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         if self._image is None:
             return
-        parts = {name: part(tensor) for name, tensor in tensors.items()}
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
         if not any(tensor.is_cuda for tensor in parts.values()):
             self._image.stage(parts)
             return
@@ -173,7 +173,7 @@ class Writer:
         self._wait = True
 
     def _write(self, folder: Path) -> StoredFile | None:
-        """In the background, on every rank."""
+        """Write this rank's file. Runs in the background on every rank."""
         if self._image is None:
             return None
         if self._copied is not None and self._beside is not None:
@@ -205,7 +205,8 @@ class Writer:
             flight.work = _in_background(self._publish, flight, files)
 
     def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:
-        """In the background, on rank 0. Returns the seconds since it was begun, and the bytes of all files."""
+        """Write the index and rename the folder. Runs in the background on rank 0. Returns the seconds since the
+        checkpoint was begun, and the bytes of all files."""
         place, shards = atomic.partial(flight.folder), sorted(files)
         _see(place, files)
         for name, text in flight.texts.items():
@@ -223,7 +224,7 @@ class Writer:
 def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
     """Look for what other ranks have written, which a mount over a network may show a little later. Raises OSError."""
     end = time.monotonic() + SEEN_S
-    while wrong := next(filter(None, (other_size(folder / name, known) for name, known in files.items())), None):
+    while wrong := damage(folder, files, only_sizes=True):
         if time.monotonic() > end:
             raise OSError(f"{wrong}; is the folder one that all machines share?")
         time.sleep(0.1)
@@ -244,7 +245,7 @@ def _in_background(work: Callable[..., T], *args: Any) -> Future[T]:
 
 
 def _outcome(work: Future[T] | None) -> tuple[str | None, T | None]:
-    """What went wrong, and what came out, once `work` is done."""
+    """Wait for `work`. Return its error in words and its result; either is None."""
     if work is None:
         return None, None
     error = work.exception()

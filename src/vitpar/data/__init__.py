@@ -7,20 +7,26 @@
 >>> batch = next(iter(loader))
 """
 
-from vitpar.data.decoding import Skipped
-from vitpar.data.loader import Batch, EvalBatch, EvalLoader, TrainLoader
-from vitpar.data.order import Order
-from vitpar.data.shards import Labels, Reencode, ShardSet, index, pack, scan, verify
-from vitpar.data.stream import Part, StreamEvalLoader, StreamLoader, StreamSet
+from vitpar.data.loader import Batch, EvalLoader, Loader, LoaderSettings, Skipped, TrainLoader
+from vitpar.data.randomness import Order
+from vitpar.data.shards.index import Labels, index, scan
+from vitpar.data.shards.pack import Reencode, pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
+from vitpar.data.stream.loader import StreamEvalLoader, StreamLoader
+from vitpar.data.stream.stream_set import Part, StreamSet
 from vitpar.data.survey import survey
-from vitpar.data.transforms import EvalTransform, Mix, Mixed, Normalize, TrainTransform, parse_policy
+from vitpar.data.transforms.batch import Mix, Mixed, Normalize
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 __all__ = [
     "Batch",
-    "EvalBatch",
     "EvalLoader",
     "EvalTransform",
     "Labels",
+    "Loader",
+    "LoaderSettings",
     "Mix",
     "Mixed",
     "Normalize",

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from vitpar.errors import DataError, shown
+from vitpar.errors import DataError
 from vitpar.limits import MAX_DECODED_BYTES, MAX_PIXELS, MAX_SCANS
+from vitpar.text import shown
 
 try:
     import simplejpeg
@@ -42,7 +43,7 @@ class BadImage(DataError):
 
 
 def image_type(data: bytes) -> str | None:
-    """Which of IMAGE_TYPES the bytes are, by how they begin and whatever the file was called; None for no image."""
+    """Tell which of IMAGE_TYPES the bytes are by how they begin, whatever the file was called; None for no image."""
     for signature, name in _SIGNATURES:
         if data.startswith(signature):
             return name
@@ -138,7 +139,7 @@ def _is_common(data: bytes) -> bool:
 
 
 def _orientation(data: bytes) -> int:
-    """How a JPEG's Exif header says its pixels lie: 1 to 8, 1 for as they should."""
+    """Return the orientation in a JPEG's Exif header, 1 to 8; 1 for the right side up."""
     start = data.find(b"Exif\0\0", 0, _HEADER)
     if start < 0:
         return 1
@@ -152,7 +153,7 @@ def _orientation(data: bytes) -> int:
 
 
 def _noted(exif: Callable[[], Image.Exif]) -> int:
-    """The orientation in a header, 1 in none."""
+    """Return the orientation in a header, 1 in none."""
     try:
         return int(exif().get(_ORIENTATION, 1))
     except Exception:  # damaged headers make it raise nearly anything, and say nothing of the pixels
@@ -160,7 +161,7 @@ def _noted(exif: Callable[[], Image.Exif]) -> int:
 
 
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Turned and mirrored as Exif's orientation asks."""
+    """Turn and mirror pixels as Exif's orientation asks."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):

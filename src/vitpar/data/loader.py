@@ -1,76 +1,243 @@
-"""One rank's batches of a training or validation set.
+"""Batches of one rank: the base that all loaders share, and the loaders of packed data sets.
 
 A global batch is the same under every plan. Every rank has the labels and keys of all of it, which come from the index,
 and the images of those rows that it names; ranks that need no pixels, such as the later stages of a pipeline, name none
 and open no shard.
+
+Samples are read, decoded and transformed in threads, which suffice because decoding and resizing run outside Python's
+global lock. Every sample has its own row of its batch's tensor and randomness of its own, so no result depends on which
+thread did it or when.
 """
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.decoding import BadSample, Decoder, Job, Skipped
-from vitpar.data.order import Order
-from vitpar.data.randomness import Draws, sample_keys
+from vitpar.data.images import BadImage, decode
+from vitpar.data.randomness import Draws, Order, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.data.transforms import EvalTransform, TrainTransform
-from vitpar.errors import DataError
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
+from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
+
+BadSample = Literal["fail", "skip"]
+
+_PREFETCH = 2  # batches in work beyond the one being waited for
+_TASK = 16  # rows a thread takes at a time: enough to hide the hand-over of tiny images, few enough to stop quickly
+_NAMED = 3  # bad samples that are named; the others are only counted
+
+
+class Encoded(Protocol):
+    """Encoded images by number. checked: whether `read` compares them with a checksum."""
+
+    checked: bool
+
+    def read(self, i: int) -> bytes:
+        """Return the encoded image of sample `i`. Raises DataError, and BadImage where that sample is damaged."""
+
+    def complaint(self, i: int, error: BadImage) -> str:
+        """Name sample `i`, with what is wrong with it."""
+
+
+@dataclass
+class Job:
+    """A batch to fill with pixels."""
+
+    source: Encoded
+    """Has the samples."""
+    samples: NDArray[np.int64]
+    """Number of each sample in `source`, [batch]; IGNORED for padding."""
+    keys: NDArray[np.int64]
+    """As in `Batch`."""
+    labels: NDArray[np.int64]
+    """As in `Batch`."""
+    images: Tensor | None = None
+    """As in `Batch`; None before there is room for them."""
+    skipped: list[str] = field(default_factory=list)
+    """The problem of each sample that was skipped."""
+    broken: list[str] = field(default_factory=list)
+    """The problem of each shard whose rest was skipped."""
+    ended: bool = False
+    """As in `Batch`."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch, with one rank's part of the images.
-
-    images: uint8 [rows, 3, size, size], None without rows. labels: int64 [batch], IGNORED (-1) for a sample that was
-    skipped here. keys: int64 [batch], the random key of every (epoch, sample, repeat), which all randomness in the
-    model follows.
-    samples: global samples seen when this batch is done, where the next one begins; epoch: the same in multiples of the
-    data set's size. whole: whether labels and keys are those of the whole batch; from a stream a rank has only those of
-    its own rows, which elsewhere are IGNORED and 0.
-    """
+    """A global batch, with one rank's part of the images."""
 
     images: Tensor | None
+    """uint8 [rows, 3, size, size]; None without rows."""
     labels: Tensor
+    """int64 [batch], IGNORED (-1) for padding and for a sample that was skipped here."""
     keys: Tensor
+    """int64 [batch]: random key of every (epoch, sample, repeat), from which all randomness in the model follows; 0 in
+    evaluation."""
     epoch: float
+    """`samples` in multiples of the data set's size."""
     samples: int
+    """Global samples seen when this batch is done, where the next one begins."""
     whole: bool = True
+    """Whether labels and keys are those of the global batch. From a stream a rank has only those of its own rows; the
+    others are IGNORED and 0."""
+    ended: bool = False
+    """Whether the stream of this rank has nothing more to give. Such batches follow without end, for the ranks whose
+    streams are longer."""
 
 
 @dataclass(frozen=True)
-class EvalBatch:
-    """A validation batch, with one rank's part of the images.
+class Skipped:
+    """Bad samples and shards that were passed over."""
 
-    images: uint8 [rows, 3, size, size], None without rows. labels: int64 [batch], IGNORED (-1) for padding and for
-    samples skipped here. whole: as in `Batch`. ended: the stream of this rank has given all it had; such batches follow
-    without end, for the ranks whose streams are longer.
+    times: int = 0
+    """How often a sample was."""
+    problems: tuple[str, ...] = ()
+    """Names of the first few, with what is wrong with them."""
+    shards: int = 0
+    """How often a streamed shard was, or the rest of one."""
+
+    def __add__(self, other: "Skipped") -> "Skipped":
+        problems = sorted({*self.problems, *other.problems})
+        return Skipped(self.times + other.times, tuple(problems[:_NAMED]), self.shards + other.shards)
+
+
+class LoaderSettings(TypedDict, total=False):
+    """Settings of every loader."""
+
+    batch_size: Required[int]
+    """Images of the global batch."""
+    rows: Sequence[int] | None
+    """Rows of the batch whose images to give, in this order. Default: all."""
+    workers: int
+    """Decoding threads, which change the speed only; 0 to decode in the caller's own. Default: 2."""
+    bad_sample: BadSample
+    """Treatment of an image that cannot be decoded: "fail" raises DataError, "skip" leaves a zero image with label
+    IGNORED and counts it in `skipped`. Only ranks that decode a sample know that it is bad. Default: "fail"."""
+    pin_memory: bool
+    """Whether images are in memory that a GPU copies from by itself. Default: False."""
+
+
+class Loader:
+    """Base of loaders: makes batches of the jobs that a subclass gives. skipped: what was bad and passed over so far.
+
+    start: samples seen before the first batch; every `iter()` begins there anew. whole: as in `Batch`. Raises DataError
+    for a batch of no images, RecipeError for a wrong setting.
     """
 
-    images: Tensor | None
-    labels: Tensor
-    whole: bool = True
-    ended: bool = False
+    whole = True
+
+    def __init__(
+        self, data: Sized, transform: TrainTransform | EvalTransform, start: int = 0, **settings: Unpack[LoaderSettings]
+    ) -> None:
+        self.workers, self.bad_sample = settings.get("workers", 2), settings.get("bad_sample", "fail")
+        if self.workers < 0:
+            raise RecipeError(
+                f"{self.workers} decoding workers: give 0 to decode in the main thread, or a positive number"
+            )
+        if self.bad_sample not in ("fail", "skip"):
+            raise RecipeError(f"unknown way '{self.bad_sample}' to treat a bad sample: use fail or skip")
+        self.batch_size, rows = settings["batch_size"], settings.get("rows")
+        if self.batch_size < 1:
+            raise DataError(f"the batch size is {self.batch_size}: use 1 or more")
+        self.rows = np.arange(self.batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
+        inside = (self.rows >= 0) & (self.rows < self.batch_size)
+        assert inside.all(), f"rows {rows} are not all within a batch of {self.batch_size}"
+        self.start = start
+        self.skipped = Skipped()
+        self._size, self._transform, self._pin_memory = len(data), transform, settings.get("pin_memory", False)
+
+    def _jobs(self) -> Generator[Job]:
+        """Yield the batches to fill, in order."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Generator[Batch]:
+        with closing(self._jobs()) as jobs, closing(self._filled(jobs)) as filled:
+            for number, job in enumerate(filled, start=1):
+                samples = self.start + number * self.batch_size
+                labels, keys, epoch = torch.from_numpy(job.labels), torch.from_numpy(job.keys), samples / self._size
+                yield Batch(job.images, labels, keys, epoch, samples, self.whole, job.ended)
+
+    def _filled(self, jobs: Iterable[Job]) -> Generator[Job]:
+        """The jobs in order, with pixels; a skipped row has label IGNORED. Closing the iterator ends the threads."""
+        if not len(self.rows):
+            yield from jobs
+            return
+        with closing(self._threaded(jobs) if self.workers else self._inline(jobs)) as filled:
+            for job in filled:
+                problems = tuple(job.skipped + job.broken)
+                self.skipped += Skipped(len(job.skipped), problems, len(job.broken))
+                yield job
+
+    def _inline(self, jobs: Iterable[Job]) -> Generator[Job]:
+        for job in jobs:
+            self._allocate(job)
+            self._fill(job, 0, len(self.rows))
+            yield job
+
+    def _threaded(self, jobs: Iterable[Job]) -> Generator[Job]:
+        waiting: deque[tuple[Job, list[Future[None]]]] = deque()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-decode")
+        try:
+            for job in jobs:
+                waiting.append((job, self._submit(pool, job)))
+                if len(waiting) > _PREFETCH:
+                    yield _finished(*waiting.popleft())
+            while waiting:
+                yield _finished(*waiting.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, job: Job) -> list[Future[None]]:
+        self._allocate(job)
+        rows = len(self.rows)
+        task = min(_TASK, -(-rows // self.workers))
+        return [pool.submit(self._fill, job, row, min(row + task, rows)) for row in range(0, rows, task)]
+
+    def _allocate(self, job: Job) -> None:
+        size = self._transform.size
+        job.images = torch.zeros(len(self.rows), 3, size, size, dtype=torch.uint8, pin_memory=self._pin_memory)
+
+    def _fill(self, job: Job, start: int, stop: int) -> None:
+        """Decode the images `start` to `stop` - 1 of the job."""
+        assert job.images is not None
+        pixels = job.images.numpy()
+        for place in range(start, stop):
+            row = self.rows[place]
+            sample = int(job.samples[row])
+            if sample == IGNORED:
+                continue
+            try:
+                image = decode(job.source.read(sample), strict=not job.source.checked)
+                pixels[place] = self._transformed(image, int(job.keys[row])).numpy()
+            except BadImage as error:
+                problem = job.source.complaint(sample, error)
+                if self.bad_sample == "fail":
+                    raise DataError(f"{problem}; replace it, or skip such with data.bad_sample") from error
+                job.labels[row] = IGNORED
+                job.skipped.append(problem)
+
+    def _transformed(self, image: NDArray[np.uint8], key: int) -> Tensor:
+        transform = self._transform
+        return transform(image, Draws(key)) if isinstance(transform, TrainTransform) else transform(image)
 
 
-class TrainLoader:
-    """Endless training batches, of which the first begins when `start` samples have been seen; every `iter()` starts
-    there anew.
+def _finished(job: Job, tasks: list[Future[None]]) -> Job:
+    for task in tasks:
+        task.result()
+    return job
 
-    order: of all samples of `shards`. batch_size: of the global batch. rows: which of its images to give, in this order
-    (None: all). workers: decoding threads (0: none), which change the speed only. pin_memory: whether images are in
-    memory that a GPU copies from by itself. skipped: bad samples met so far.
 
-    With bad_sample="skip" only ranks that decode a sample can know that it is bad: elsewhere it keeps its label.
-
-    Raises DataError for a batch of no images, RecipeError for a wrong setting.
-    """
+class TrainLoader(Loader):
+    """Endless training batches, of which the first begins when `start` samples have been seen. order: of all samples of
+    `shards`. Of other ranks' bad samples that are skipped the labels stay."""
 
     def __init__(
         self,
@@ -78,110 +245,41 @@ class TrainLoader:
         transform: TrainTransform,
         *,
         order: Order,
-        batch_size: int,
-        rows: Sequence[int] | None = None,
-        workers: int = 2,
-        bad_sample: BadSample = "fail",
-        pin_memory: bool = False,
         start: int = 0,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
         assert order.size == len(shards), f"an order of {order.size} samples for {len(shards)}"
-        self.shards = shards
-        self.order = order
-        self.batch_size = batch_size
-        self.start = start
-        self._rows = chosen_rows(batch_size, rows)
-        self._decoder = Decoder(
-            lambda image, key: transform(image, Draws(key)),
-            transform.size,
-            workers=workers,
-            bad_sample=bad_sample,
-            pin_memory=pin_memory,
-        )
-
-    @property
-    def skipped(self) -> Skipped:
-        return self._decoder.skipped
-
-    def __iter__(self) -> Generator[Batch]:
-        samples = self.start
-        with closing(self._decoder.fill(self._jobs()) if len(self._rows) else self._jobs()) as jobs:
-            for job in jobs:
-                samples += self.batch_size
-                yield Batch(
-                    images=job.images,
-                    labels=torch.from_numpy(job.labels),
-                    keys=torch.from_numpy(job.keys),
-                    epoch=samples / len(self.shards),
-                    samples=samples,
-                )
+        super().__init__(shards, transform, start, **settings)
+        self._shards, self._order = shards, order
 
     def _jobs(self) -> Generator[Job]:
         checked = -1
         for start in itertools.count(self.start, self.batch_size):
-            epochs, samples, repeats = self.order.batch(start, self.batch_size)
-            if len(self._rows) and epochs[-1] > checked:
-                self.shards.refuse_changed()
+            epochs, samples, repeats = self._order.batch(start, self.batch_size)
+            if len(self.rows) and epochs[-1] > checked:
+                self._shards.refuse_changed()
                 checked = int(epochs[-1])
-            keys = sample_keys(self.order.seed, epochs, samples, repeats)
-            yield Job(self.shards, samples, keys, self.shards.labels[samples].astype(np.int64), self._rows)
+            keys = sample_keys(self._order.seed, epochs, samples, repeats)
+            yield Job(self._shards, samples, keys, self._shards.labels[samples].astype(np.int64))
 
 
-class EvalLoader:
-    """The whole split once, in order, in `len()` batches of one shape; the tail is padded with label IGNORED (-1).
+class EvalLoader(Loader):
+    """The whole split once, in order, in `len()` batches of one shape; the tail is padded with label IGNORED.
 
-    batch_size: of the global batch; every rank has the same number of batches, some perhaps of padding alone. The
-    other settings are those of TrainLoader. Raises DataError for a batch of no images, RecipeError for a wrong
-    setting.
+    Every rank has the same number of batches, some perhaps of padding alone.
     """
 
-    def __init__(
-        self,
-        shards: ShardSet,
-        transform: EvalTransform,
-        *,
-        batch_size: int,
-        rows: Sequence[int] | None = None,
-        workers: int = 2,
-        bad_sample: BadSample = "fail",
-        pin_memory: bool = False,
-    ) -> None:
-        self.shards = shards
-        self.batch_size = batch_size
-        self._rows = chosen_rows(batch_size, rows)
-        self._decoder = Decoder(
-            lambda image, key: transform(image),
-            transform.size,
-            workers=workers,
-            bad_sample=bad_sample,
-            pin_memory=pin_memory,
-        )
-
-    @property
-    def skipped(self) -> Skipped:
-        return self._decoder.skipped
+    def __init__(self, shards: ShardSet, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
+        super().__init__(shards, transform, **settings)
+        self._shards = shards
 
     def __len__(self) -> int:
-        return -(-len(self.shards) // self.batch_size)
-
-    def __iter__(self) -> Generator[EvalBatch]:
-        with closing(self._decoder.fill(self._jobs()) if len(self._rows) else self._jobs()) as jobs:
-            for job in jobs:
-                yield EvalBatch(images=job.images, labels=torch.from_numpy(job.labels))
+        return -(-len(self._shards) // self.batch_size)
 
     def _jobs(self) -> Generator[Job]:
         for step in range(len(self)):
             samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-            real = samples < len(self.shards)
+            real = samples < len(self._shards)
             labels = np.full(len(samples), IGNORED, dtype=np.int64)
-            labels[real] = self.shards.labels[samples[real]]
-            yield Job(self.shards, np.where(real, samples, IGNORED), np.zeros_like(samples), labels, self._rows)
-
-
-def chosen_rows(batch_size: int, rows: Sequence[int] | None) -> NDArray[np.int64]:
-    """`rows` of a batch, all where None: int64 [rows]. Raises DataError for a batch of no images."""
-    if batch_size < 1:
-        raise DataError(f"the batch size is {batch_size}: use 1 or more")
-    chosen = np.arange(batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
-    assert ((chosen >= 0) & (chosen < batch_size)).all(), f"rows {rows} are not all within a batch of {batch_size}"
-    return chosen
+            labels[real] = self._shards.labels[samples[real]]
+            yield Job(self._shards, np.where(real, samples, IGNORED), np.zeros_like(samples), labels)

@@ -1,22 +1,35 @@
-"""Random numbers as pure functions of (seed, epoch, sample, repeat), never of a rank, a worker or a plan.
+"""Random numbers, and the order of samples, as pure functions of (seed, epoch, sample, repeat), never of a rank, a
+worker or a plan.
 
 All of it is 64-bit integer arithmetic with splitmix64's finaliser (Steele, Lea, Flood 2014), so that the numbers are
 the same on every machine and with every version of numpy and torch.
+
+Positions 0, 1, 2, … of the global order of training samples run through the epochs without a break, so every sample
+comes exactly once an epoch, and every batch is full (one may straddle two epochs). Any position can be asked for
+without going through those before it, in memory that does not grow with the data set: a shuffle is a keyed permutation
+of numbers, not a list of them.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vitpar.errors import RecipeError
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _DRAWS = 0xD1342543DE82EF95  # odd: sets Draws apart from other uses of a key, which count on from the key itself
+_SHUFFLE = 0x5F1E  # sets shuffles apart from the sample keys, which hash the same numbers
+_ROUNDS = 8
+
+Samples = NDArray[np.int64]
 
 
-def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection that turns neighbouring numbers into unrelated ones. `x`: uint64 of any shape but a scalar."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
@@ -28,7 +41,7 @@ def hash_numbers(*columns: NDArray[np.int64] | int) -> NDArray[np.uint64]:
     state = np.zeros(1, dtype=np.uint64)
     for column in columns:
         numbers = np.atleast_1d(np.asarray(column, dtype=np.int64)).view(np.uint64)
-        state = mix((state ^ numbers) + np.uint64(_GOLDEN))
+        state = _scrambled((state ^ numbers) + np.uint64(_GOLDEN))
     return state
 
 
@@ -40,18 +53,18 @@ def sample_keys(
 
 
 def uniforms(keys: NDArray[np.int64], *which: int) -> NDArray[np.float64]:
-    """The number `which` of every key, uniform in [0, 1): float64 [n]. keys: int64 [n]."""
+    """Return the number `which` of every key, uniform in [0, 1): float64 [n]. keys: int64 [n]."""
     return (hash_numbers(keys, *which) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def betas(keys: NDArray[np.int64], alpha: float, which: int) -> NDArray[np.float64]:
-    """The same of Beta(alpha, alpha), alpha > 0."""
+    """Return the number `which` of every key, from Beta(alpha, alpha), alpha > 0: float64 [n]. keys: int64 [n]."""
     one, other = (_gammas(keys, alpha, 2 * which + part) for part in (0, 1))
     return np.divide(one, one + other, out=np.full(len(keys), 0.5), where=one + other > 0)
 
 
 def _gammas(keys: NDArray[np.int64], shape: float, which: int) -> NDArray[np.float64]:
-    """The same of Gamma(shape, 1) (Marsaglia and Tsang 2000)."""
+    """Return the number `which` of every key, from Gamma(shape, 1) (Marsaglia and Tsang 2000)."""
     boost = np.ones(len(keys))
     if shape < 1:
         boost, shape = (1 - uniforms(keys, which, 0)) ** (1 / shape), shape + 1
@@ -94,5 +107,86 @@ class Draws:
     def bytes(self, count: int) -> NDArray[np.uint8]:
         """The next `count` bytes, uint8 [count]."""
         first = int(self.uniform() * 2**53)
-        words = mix(np.uint64(first) + np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_GOLDEN))
+        words = _scrambled(np.uint64(first) + np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_GOLDEN))
         return words.astype("<u8").view(np.uint8)[:count]
+
+
+def shuffled(places: Samples, size: int, *key: int) -> Samples:
+    """Return the numbers at `places` of a shuffle of 0 … size - 1. places and what is returned: int64 [n].
+
+    A Feistel network over the bits of a place (Luby and Rackoff 1988), walked until the result is below `size` (Black
+    and Rogaway 2002).
+    """
+    low = np.uint64(max(1, (size - 1).bit_length() // 2))
+    high = np.uint64(max(1, (size - 1).bit_length() - int(low)))
+    widths, one = (high, low), np.uint64(1)
+    keys = hash_numbers(_SHUFFLE, *key, np.arange(_ROUNDS))
+    found = places.astype(np.uint64)
+    rest = np.arange(len(found))
+    while len(rest):
+        left, right = found[rest] >> low, found[rest] & ((one << low) - one)
+        for number in range(_ROUNDS):
+            drawn = _scrambled(right + keys[number]) & ((one << widths[number % 2]) - one)
+            left, right = right, left ^ drawn
+        found[rest] = (left << low) | right
+        rest = rest[found[rest] >= size]
+    return found.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which `size` samples come.
+
+    repeats: how often a sample comes in a row, each time with randomness of its own (Hoffer et al. 2020); a pass over
+    the data then takes as many times as many positions.
+    block, window: with a window, `window` samples are mixed at a time, which lie in runs of `block`; and a batch has
+    its samples in the order in which they are stored, so that a rank's part of it lies close together. For disks that
+    turn, and mounts over a network; 0 mixes everything. Where runs begin changes from epoch to epoch.
+    Raises RecipeError for a window that holds no whole number of blocks.
+    """
+
+    seed: int
+    size: int
+    repeats: int = 1
+    block: int = 0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise RecipeError(f"{self.repeats} repeats of a sample: give 1 or more")
+        if self.window and (self.block < 1 or self.window % self.block):
+            raise RecipeError(
+                f"a shuffle window of {self.window} samples is no whole number of blocks of {self.block}: make it a "
+                "multiple"
+            )
+
+    def batch(self, start: int, size: int) -> tuple[Samples, Samples, Samples]:
+        """Positions `start` … `start + size - 1`: their epochs, samples, and which repeat of the sample each is, all
+        int64 [size]."""
+        turns, repeats = np.divmod(np.arange(start, start + size), self.repeats)
+        epochs, places = np.divmod(turns, self.size)
+        samples = np.empty_like(places)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            inside = epochs == epoch
+            samples[inside] = self.samples(epoch, places[inside])
+        if not self.window:
+            return epochs, samples, repeats
+        stored = np.lexsort((repeats, epochs, samples))
+        return epochs[stored], samples[stored], repeats[stored]
+
+    def samples(self, epoch: int, places: Samples) -> Samples:
+        """Return the samples at `places`, 0 … size - 1, of one pass over the data: int64 [n]."""
+        if not self.window:
+            return shuffled(places, self.size, self.seed, epoch)
+        whole = self.size // self.block  # what is left over, less than a block, comes last
+        windows, inside = np.divmod(places, self.window)
+        mixed = np.empty_like(places)
+        for window in range(int(windows.min()), int(windows.max()) + 1):
+            here, first = windows == window, window * self.window
+            here_size = min(self.window, self.size - first)
+            mixed[here] = first + shuffled(inside[here], here_size, self.seed, epoch, window)
+        runs, offsets = np.divmod(mixed, self.block)
+        full = runs < whole
+        runs[full] = shuffled(runs[full], whole, self.seed, epoch, -1)
+        begin = int(shuffled(np.zeros(1, np.int64), self.size, self.seed, epoch, -2)[0])
+        return (runs * self.block + offsets + begin) % self.size

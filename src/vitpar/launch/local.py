@@ -18,31 +18,27 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Literal
+from typing import NamedTuple
 
 from vitpar.errors import LaunchError
-from vitpar.launch.cores import cpu_share
-from vitpar.launch.open_files import allow_open_files
-from vitpar.launch.report import PARENT_PIPE, Report
-from vitpar.launch.reports_folder import reports_folder
-from vitpar.launch.world import LOOPBACK, REPORTS
+from vitpar.launch.report import PARENT_PIPE, Report, reports_folder
+from vitpar.launch.resources import allow_open_files, cpu_share
+from vitpar.launch.stop_request import StopRequest
+from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
 
 POLL = 0.02  # seconds between two looks at the workers
 CONFIRM = 0.1  # seconds after a failure in which an earlier one may still come to light
 SETTLE = 1.0  # the same, as long as all we know are symptoms: peers that lost a connection, exit codes without a report
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TAIL = 20  # lines of a dead rank's log to show
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a world ended: the exit `code`, and the `message` for the user, empty where there is nothing to say."""
 
     code: int
@@ -72,45 +68,38 @@ class Failure:
         return (0 if not self.is_symptom else 2 if self.report else 1, self.time)
 
 
+def _print(message: str) -> None:
+    if sys.stdout.isatty():
+        print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
+    print(message, file=sys.stderr, flush=True)
+
+
 def spawn(
     num_workers: int,
     argv: Sequence[str],
     *,
-    device: Literal["cpu", "cuda"],
+    device: Device,
     env: Mapping[str, str] | None = None,
+    handed: str | None = None,
     debug: bool = False,
     patient: bool = False,
+    tell: Callable[[str], None] = _print,
 ) -> int:
     """Runs `python <argv>` as `num_workers` ranks on this machine, and returns the exit code once all have ended.
 
     argv: what follows the interpreter, for example `["-m", "package.module", "train"]`. env: variables to add to ours.
+    handed: text for the ranks, which they find in the file `HANDED` of the folder that the variable `REPORTS` names.
     The program has to enter its `main` through `reporting()` and to `join` the world it finds.
     0 = all went well; 2 = a UserError in a rank, shown as one sentence (debug: after its traceback); 1 = a FaultError,
     shown likewise, or a rank crashed or was killed; 130, 143 and 138 = stopped by Ctrl-C, SIGTERM and SIGUSR1; else the
     exit code of the rank that ended with one. patient: at the first such signal the ranks are asked to end with
-    SIGTERM, and waited for; at a second one they are ended.
+    SIGTERM, and waited for; at a second one they are ended. tell: shows the message of a world that did not end well.
     Raises LaunchError when this machine cannot hold the ranks.
     """
-    outcome = run_world(num_workers, argv, device=device, env=env, debug=debug, patient=patient)
-    if outcome.message:
-        if sys.stdout.isatty():
-            print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
-        print(outcome.message, file=sys.stderr, flush=True)
-    return outcome.code
-
-
-def run_world(
-    num_workers: int,
-    argv: Sequence[str],
-    *,
-    device: Literal["cpu", "cuda"],
-    env: Mapping[str, str] | None = None,
-    debug: bool = False,
-    patient: bool = False,
-) -> Outcome:
-    """As `spawn`, but returns the message instead of printing it."""
     _check_room(num_workers, device)
-    with reports_folder() as folder, _StopSignals() as stop:
+    with reports_folder() as folder, StopRequest(only_note=True) as stop:
+        if handed is not None:
+            (folder / HANDED).write_text(handed, encoding="utf-8")
         # We listen ourselves, on loopback only and on a port that is ours from now on; the store takes the socket over.
         listener = socket.create_server((LOOPBACK, 0))
         with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
@@ -123,12 +112,14 @@ def run_world(
                 timeout=timedelta(minutes=10),
                 master_listen_fd=listener.detach(),
             )
-            outcome = _supervise(workers, stop, debug, patient)
+            code, message = _supervise(workers, stop, debug, patient)
         del store  # only now: without it the workers would fail too, noisily
-    return outcome
+    if message:
+        tell(message)
+    return code
 
 
-def _check_room(num_workers: int, device: Literal["cpu", "cuda"]) -> None:
+def _check_room(num_workers: int, device: Device) -> None:
     if num_workers < 1:
         raise LaunchError(f"{num_workers} workers were asked for: start at least 1")
     if num_workers > MAX_RANKS:
@@ -165,13 +156,13 @@ class _Workers:
         try:
             for rank in range(num_workers):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with self._output(rank) as output:
+                own |= {"PYTHONUNBUFFERED": "1"} if rank else {}  # a killed rank's log is whole
+                # Rank 0 writes where we do.
+                with self.log(rank).open("wb") if rank else contextlib.nullcontext() as output:
                     self.processes.append(
                         subprocess.Popen(
                             [sys.executable, *argv],
-                            env=shared
-                            | own
-                            | ({"PYTHONUNBUFFERED": "1"} if rank else {}),  # a killed rank's log is whole
+                            env=shared | own,
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=output,
@@ -190,15 +181,6 @@ class _Workers:
 
     def __exit__(self, *error: object) -> None:
         self.end()
-
-    @contextlib.contextmanager
-    def _output(self, rank: int) -> Iterator[int | None]:
-        """Where `rank` writes: None = where we write."""
-        if rank == 0:
-            yield None
-            return
-        with self.log(rank).open("wb") as file:
-            yield file.fileno()
 
     def log(self, rank: int) -> Path:
         """The file that holds the output of `rank`, which is not 0."""
@@ -222,12 +204,12 @@ class _Workers:
         return found
 
     def ask(self) -> None:
-        """Asks the ranks to end."""
+        """Ask the ranks to end."""
         for process in self.processes:
             process.terminate()
 
     def end(self) -> None:
-        """Ends all workers and their children: first politely, after GRACE seconds by force."""
+        """End all workers and their children: by SIGTERM, after GRACE seconds by SIGKILL."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE
         while self.running() and time.monotonic() < deadline:
@@ -238,7 +220,7 @@ class _Workers:
         os.close(self.lifeline)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To every worker's group, also of a dead worker: its children may live on."""
+        """Send a signal to every worker's process group, also a dead worker's: its children may live on."""
         for process in self.processes:
             with contextlib.suppress(
                 ProcessLookupError, PermissionError
@@ -246,52 +228,29 @@ class _Workers:
                 os.killpg(process.pid, number)
 
 
-class _StopSignals:
-    """While the block runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of ending this process: the first in
-    `received`, whether more came in `again`."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.again = False
-
-    def __enter__(self) -> _StopSignals:
-        self.former = {number: signal.signal(number, self._note) for number in _STOPPING}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self.former.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.again = self.received is not None
-        self.received = self.received or signal.Signals(number)
-
-
-def _supervise(workers: _Workers, stop: _StopSignals, debug: bool, patient: bool) -> Outcome:
+def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool) -> Outcome:
     """Waits until all workers are done, one has failed or the user wants to stop. Workers may still run on return."""
     noticed: float | None = None
-    asked = False
-    while not (stop.again if patient else stop.received):
-        if stop.received and not asked:
+    passed_on = False
+    while not (stop.again if patient else stop.asked):
+        if stop.asked and not passed_on:
             workers.ask()
-            asked = True
+            passed_on = True
         running = workers.running()  # before the failures: once nobody runs, they are all there
         failures = sorted(workers.failures(), key=lambda failure: failure.order)
         if failures:
             noticed = noticed or time.monotonic()
             certain = not failures[0].is_symptom and (failures[0].report or (failures[0].code or 0) < 0)
             if not running or time.monotonic() - noticed > (CONFIRM if certain else SETTLE):
-                if asked and failures[0].code == -signal.SIGTERM:  # as we wanted it
+                if passed_on and failures[0].code == -signal.SIGTERM:  # as we wanted it
                     break
                 return _explain(failures, workers, debug)
         elif not running:
             return Outcome(0)
         time.sleep(POLL)
-    assert stop.received is not None
-    name = "Ctrl-C" if stop.received == signal.SIGINT else stop.received.name
-    return Outcome(128 + stop.received, f"stopped by {name}")
+    assert stop.asked is not None
+    name = "Ctrl-C" if stop.asked == signal.SIGINT else stop.asked.name
+    return Outcome(128 + stop.asked, f"stopped by {name}")
 
 
 def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome:

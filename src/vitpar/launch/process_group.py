@@ -5,29 +5,26 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vitpar.errors import LaunchError
-from vitpar.launch.cores import cpu_share
-from vitpar.launch.malloc import keep_freed_memory
-from vitpar.launch.open_files import allow_open_files
-from vitpar.launch.report import watch_parent
-from vitpar.launch.store import loopback_store, meeting, meeting_place
-from vitpar.launch.world import World
+from vitpar.launch.report import reporting, watch_parent
+from vitpar.launch.resources import allow_open_files, cpu_share, keep_freed_memory
+from vitpar.launch.store import loopback_store, meeting
+from vitpar.launch.world import Device, World, find_world
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-__all__ = ["finish", "join", "leave", "meeting_place", "share_cores"]
-
-Device = Literal["cpu", "cuda"]
 LOOPBACK = "GLOO_SOCKET_IFNAME"
-_before: dict[str, str | None] = {}
-"""What was there where `join` and `share_cores` set the environment."""
-_threads: list[int] = []
-"""How many torch had, where `share_cores` changed that."""
+PROBE_S = 30.0
+"""Seconds for the ranks of a `probe` to meet, and for their all-reduce."""
+_undo = ExitStack()
+"""Sets back what `join` and `share_cores` changed: the environment, and the threads that torch has."""
 
 
 def join(world: World, device: Device, timeout: float = 600.0, store: Store | None = None) -> torch.device:
@@ -50,16 +47,16 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     own_device = _own_device(world, device)
     if device == "cpu":
         keep_freed_memory()
-    ours = {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "MASTER_ADDR": world.master_addr,
-        "MASTER_PORT": str(world.master_port),
-    }
-    _remember(*ours, LOOPBACK)
-    os.environ |= ours
+    _set_environment(
+        {
+            "RANK": str(world.rank),
+            "WORLD_SIZE": str(world.size),
+            "LOCAL_RANK": str(world.local_rank),
+            "LOCAL_WORLD_SIZE": str(world.local_size),
+            "MASTER_ADDR": world.master_addr,
+            "MASTER_PORT": str(world.master_port),
+        }
+    )
     if world.single_machine:
         _use_loopback()
     # In a world of one nothing is sent between GPUs, so NCCL need not start.
@@ -84,20 +81,11 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
 def leave() -> None:
     """Ends the default process group, where there is one, and sets the environment back, so that who comes after finds
     no world that is gone. After an error let the process die: peers may be gone."""
-    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name, value in _before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    _before.clear()
-    if _threads:
-        torch.set_num_threads(_threads[0])
-        _threads.clear()
+    _undo.close()
 
 
 def finish(code: int) -> NoReturn:
@@ -140,14 +128,13 @@ def share_cores(world: World) -> None:
     if threads is None or "OMP_NUM_THREADS" in os.environ:
         return
     if "torch" not in sys.modules:
-        _remember("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        _set_environment({"OMP_NUM_THREADS": str(threads)})
         return
 
     import torch
 
     if torch.get_num_threads() != threads:
-        _threads.append(torch.get_num_threads())
+        _undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
 
 
@@ -160,14 +147,41 @@ def _cpu_threads(world: World) -> int | None:
     return None if world.local_size == 1 else cpu_share(world.local_size)
 
 
-def _remember(*names: str) -> None:
-    for name in names:
-        _before.setdefault(name, os.environ.get(name))
+def _set_environment(values: Mapping[str, str]) -> None:
+    for name, value in values.items():
+        _undo.callback(_set_back, name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def _set_back(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _use_loopback() -> None:
     """Lets gloo connect ranks of one machine over loopback: it would look up the host's name, which may not resolve."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback:
-        os.environ.setdefault(LOOPBACK, loopback)
+    if loopback and LOOPBACK not in os.environ:
+        _set_environment({LOOPBACK: loopback})
+
+
+def probe() -> None:
+    """Join the world found, add up one number a rank, and leave: all that a rank of the smallest world does, to show
+    that worlds work here. Raises RuntimeError when the sum is wrong."""
+    with reporting():
+        world = find_world()
+        assert world is not None, "start it through spawn"
+        join(world, "cpu", timeout=PROBE_S)
+
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([world.rank + 1])
+        dist.all_reduce(total)
+        expected = world.size * (world.size + 1) // 2
+        if total.item() != expected:
+            raise RuntimeError(f"{world.size} ranks added up to {total.item()} instead of {expected}")
+        leave()

@@ -3,18 +3,24 @@
 A worker writes its error to a file of its own in the folder the parent named in VITPAR_REPORTS, and prints nothing. The
 parent picks the root cause among all (`local.py`), so that the user sees one error once. Under torchrun a rank writes
 its error for torchrun, which shows the first, and prints it too: torchrun is silent about ranks that it starts again.
+
+A launcher holds a lock on a file in its folder for as long as it lives, so a folder whose lock can be taken is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import signal
+import stat
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -28,6 +34,10 @@ from vitpar.launch.world import REPORTS
 
 TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the error of this rank
 PARENT_PIPE = "VITPAR_PARENT_PIPE"  # file descriptor that reads end-of-file once the parent is gone
+
+# With the name of the machine: where several share the folder, a lock may hold on its own machine alone.
+PREFIX = f"vitpar-ranks-{re.sub('[^A-Za-z0-9]', '-', platform.node())[:32]}-"
+_LOCK = "lock"
 
 # How losing a peer looks like: torch's own classes, and the RuntimeErrors in which gloo and NCCL wrap a socket's error.
 _PEER_LOST = ("DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionError")
@@ -102,25 +112,14 @@ def reporting() -> Iterator[None]:
     us. Of a rank that only lost another one line is printed, exit code 1, so that the cause stands out (with
     VITPAR_DEBUG set its error passes through too).
     """
-    if REPORTS not in os.environ:
-        with _foreign():
-            yield
-        return
-    watch_parent()
-    faulthandler.enable()
+    if REPORTS in os.environ:
+        watch_parent()
+        faulthandler.enable()
     try:
         yield
     except Exception as error:
-        report_failure(error)
-        sys.exit(2 if isinstance(error, UserError) else 1)
-
-
-@contextlib.contextmanager
-def _foreign() -> Iterator[None]:
-    """`reporting` in a process that another launcher started, or none."""
-    try:
-        yield
-    except Exception as error:
+        if report_failure(error):
+            sys.exit(2 if isinstance(error, UserError) else 1)
         report = Report.of(error, int(os.environ.get("RANK", 0)))
         _tell_torchrun(report)
         if not report.peer_lost or os.environ.get("VITPAR_DEBUG"):
@@ -170,3 +169,38 @@ def _is_peer_lost(error: BaseException | None) -> bool:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
+
+
+@contextlib.contextmanager
+def reports_folder() -> Iterator[Path]:
+    """Make an empty folder that only this user can enter, and remove it in the end. First removes those left behind."""
+    remove_left()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with open(folder / f".{_LOCK}", "xb") as file:
+            with contextlib.suppress(OSError):  # where a file system has no locks, folders that are left stay
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Only now under the name that others look for: they never see it without its lock.
+                os.rename(folder / f".{_LOCK}", folder / _LOCK)
+            yield folder
+
+
+def remove_left() -> None:
+    """Remove this user's folders in the temporary folder whose launchers are gone. Follows no link, raises nothing."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(tempfile.gettempdir()):
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(entry)
+
+
+def _remove_if_left(entry: os.DirEntry[str]) -> None:
+    found = entry.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return
+    lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its launcher lives
+        shutil.rmtree(entry.path)
+    finally:
+        os.close(lock)

@@ -20,8 +20,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
-from vitpar.launch.open_files import allow_open_files
 from vitpar.launch.report import watch_parent
+from vitpar.launch.resources import allow_open_files
 from vitpar.launch.world import LOOPBACK, World
 
 if TYPE_CHECKING:

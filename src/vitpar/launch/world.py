@@ -21,12 +21,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from vitpar.errors import LaunchError, shown
+from vitpar.errors import LaunchError
 from vitpar.limits import MAX_RANKS
+from vitpar.text import shown
 
+Device = Literal["cpu", "cuda"]
 Launcher = Literal["none", "vitpar", "torchrun", "openmpi", "slurm"]
 
 REPORTS = "VITPAR_REPORTS"  # set in workers that vitpar started itself: the folder their errors go to
+HANDED = "handed.json"
+"""File in that folder with what the launcher hands to its ranks."""
 LOOPBACK = "127.0.0.1"
 # Below the ports that kernels hand out by themselves (32768 and up on Linux), so that no client socket sits there.
 FIRST_PORT, NUM_PORTS = 20000, 12000

@@ -140,7 +140,7 @@ def _refuse_sizes(sizes: Tensor) -> None:
             )
 
 
-def all_reduce_(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+def all_reduce_(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Reduce a tensor of the device over all ranks, in place. A world of one sends nothing."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor, op)

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vitpar.errors import ModelError, nearest, shown
+from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
+from vitpar.text import nearest, shown
 
 _LARGEST = {
     "patch_size": MAX_IMAGE_SIZE,

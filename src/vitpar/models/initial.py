@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.models.config import ViTConfig
+from vitpar.models.vit import Layer
 
 Rule = Callable[[Tensor, torch.Size, ViTConfig], Tensor]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers."""
@@ -134,5 +135,5 @@ def initialise(model: nn.Module, seed: int, config: ViTConfig) -> None:
     for name, parameter in model.named_parameters():
         copy_whole_(parameter, initial_value(name, parameter.shape, seed, config))
     for module in model.modules():
-        if hasattr(module, "reset_buffers"):
+        if isinstance(module, Layer):
             module.reset_buffers()

@@ -6,22 +6,17 @@ its parameters split under tensor parallelism (`TENSOR_PARALLEL`: name of a modu
 mode makes of a kind stands in ``vitpar.parallel.tensor``).
 """
 
-from collections.abc import Collection
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from vitpar.models.config import ViTConfig
 from vitpar.models.keyed_random import at_place, drop
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor as a plain tensor, differentiably; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from vitpar.sharded import to_local
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -40,7 +35,7 @@ def for_every_sample(parameter: Tensor) -> Tensor:
     With one sample its gradient would be a part of the activation's, in the same memory, and accumulating into it would
     change both: a DTensor around it hides that from autograd (upstream: AccumulateGrad takes over what it alone holds).
     """
-    return _OwnGradient.apply(local(parameter))
+    return _OwnGradient.apply(to_local(parameter))
 
 
 def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
@@ -55,12 +50,25 @@ def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
 
 
-class Stem(nn.Module):
+class Layer(nn.Module):
+    """Base of the model's layers."""
+
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str]]
+    """Name of a module or parameter -> its kind."""
+
+    def take_features(self, index: int, parts: int) -> None:
+        """Expect and give only part `index` of `parts` of the tokens' features."""
+
+    def reset_buffers(self) -> None:
+        """Fill what is neither learned nor saved."""
+
+
+class Stem(Layer):
     """Images [batch, channels, height, width] -> tokens [batch, tokens, width]: patches through one Linear, tokens,
     positions."""
 
     positions: Tensor
-    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
         "proj": "embedding",
         "cls_token": "token",
         "dist_token": "token",
@@ -83,13 +91,11 @@ class Stem(nn.Module):
             self.register_buffer("positions", torch.empty(1, c.patches, d), persistent=False)
 
     def take_features(self, index: int, parts: int) -> None:
-        """Give only part `index` of `parts` of the tokens' features."""
         self.first_feature = index * self.width // parts
         if self.pos_embed is None:
             self.register_buffer("positions", self.positions.chunk(parts, dim=-1)[index].clone(), persistent=False)
 
     def reset_buffers(self) -> None:
-        """Fill what is neither learned nor saved."""
         if self.pos_embed is None:
             whole = sincos_2d(self.grid, self.grid, self.width)[None]
             self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
@@ -148,10 +154,12 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
 
-    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+    place: Tensor
+    rate: Tensor
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
         "norm1": "norm",
         "attn.qkv": "column",
         "attn.q_norm": "heads",
@@ -181,11 +189,9 @@ class Block(nn.Module):
         self.register_buffer("rate", torch.empty(()), persistent=False)
 
     def take_features(self, index: int, parts: int) -> None:
-        """Expect and give only part `index` of `parts` of the tokens' features."""
         self.first_feature = index * self.width // parts
 
     def reset_buffers(self) -> None:
-        """Fill what is neither learned nor saved."""
         self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; the stem's is 0
         self.rate.fill_(self.drop_path_rate)
 
@@ -193,7 +199,7 @@ class Block(nn.Module):
         if keys is not None and self.dropout:
             here = at_place(keys, self.place + 2 * branch)
             x = drop(x, here, self.dropout, whole_sample=False, first_feature=self.first_feature)
-        x = x if gamma is None else x * local(gamma)
+        x = x if gamma is None else x * to_local(gamma)
         if keys is not None and self.drops_paths:
             x = drop(x, at_place(keys, self.place + 2 * branch + 1), self.rate, whole_sample=True)
         return x
@@ -205,11 +211,11 @@ class Block(nn.Module):
         return x + self._branch(self.mlp(self.norm2(x)), self.gamma2, keys, 1)
 
 
-class Head(nn.Module):
+class Head(Layer):
     """Tokens [batch, tokens, width] -> logits [batch, classes]: norm, pooling, optional representation layer,
     classifier."""
 
-    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
         "norm": "norm",
         "pooled": "pooled",
         "representation": "representation",
@@ -259,9 +265,10 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.depth) if f"blocks.{i}" in held})
         self.head = Head(config) if "head" in held else None
 
-    def layers(self) -> dict[str, nn.Module]:
+    def layers(self) -> dict[str, Layer]:
         """The layers held here, by name, in order."""
-        named = {"stem": self.stem, **{f"blocks.{i}": block for i, block in self.blocks.items()}, "head": self.head}
+        blocks = {f"blocks.{i}": cast(Block, block) for i, block in self.blocks.items()}  # nn.ModuleDict has modules
+        named: dict[str, Layer | None] = {"stem": self.stem, **blocks, "head": self.head}
         return {name: layer for name, layer in named.items() if layer is not None}
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:

@@ -1,25 +1,15 @@
 """Data parallelism: replicated (dp), with sharded optimizer state and gradients (+zero1, +zero2), sharded (fsdp), both
-(HSDP).
+(HSDP). When each happens is the rule of ``vitpar.strategy.execution``.
 
 ``fully_shard`` does all that shards; it also offloads. Where neither is needed, because every rank keeps all that it
 computes with, it would only copy every parameter and gradient several times a step (a third of a small model's step):
-such layers stay plain modules, ``vitpar.parallel.narrow`` computes with them in 16 bits where that is wanted, and
+such layers stay plain modules, ``vitpar.parallel.precision`` computes with them in 16 bits where that is wanted, and
 `GradientSum` adds up their gradients. Schedules that compute gradients of weights in a backward of their own look for
 them at what is computed with: there ``fully_shard`` makes the copies.
-
-| kind   | ``fully_shard`` over | parameters are gathered             | gradients are reduced          |
-|--------|----------------------|-------------------------------------|--------------------------------|
-| dp     | none, or one rank    |                                     | at the step's last micro-batch |
-| zero1  | dp                   | once a step                         | at the step's last micro-batch |
-| zero2  | dp                   | once a step                         | at every micro-batch           |
-| fsdp   | fsdp                 | for every use; once a step under pp | at the step's last micro-batch |
-
-The axis i of the tensor modes is as fsdp. For both `Communication` can have it otherwise: gathered for every use under
-pp too, reduced at every micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,61 +18,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vitpar.models.vit import local
 from vitpar.parallel.mesh import data_mesh, size
+from vitpar.sharded import to_local
+from vitpar.strategy.execution import LayerExecution
 
 BUCKET_MB = 4.0
 """What gradients of neighbouring layers share a message up to, unless told otherwise: to begin one takes time, however
 small it is."""
 
 
-@dataclass(frozen=True)
-class Communication:
-    """When gradients and gathered parameters are sent; changes speed and memory, never the result.
+def shard(layer: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, execution: LayerExecution) -> None:
+    """Apply ``fully_shard`` to a layer, whose mesh is `mesh`."""
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if execution.offloaded else OffloadPolicy()
+    _fully_shard(layer, mesh, policy, reshard_after_forward=execution.reshard_after_forward, offload_policy=offload)
 
-    bucket_cap_mb: see `gradient_sums`. prefetch: how many layers ahead sharded parameters are gathered, in forward and
-    in backward; None as FSDP2 does by itself. reshard_after_forward: whether sharded layers, but those of +zero1 and
-    +zero2, drop what they gathered after forward; None where that is worth it (not under a pipeline, not in the head).
-    reduce_every_microbatch: whether the same layers reduce gradients at every micro-batch, so that no whole ones wait
-    for the last; None for not.
+
+def shard_stage(stage: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Apply ``fully_shard`` to a stage of which layers are wrapped.
+
+    The stage itself must be an FSDP module too, or pipeline schedules reduce gradients once per micro-batch; it must
+    not take the parameters of layers that stay plain (upstream: it fails on overlapping meshes).
     """
-
-    bucket_cap_mb: float | None = None
-    prefetch: int | None = None
-    reshard_after_forward: bool | None = None
-    reduce_every_microbatch: bool | None = None
+    _fully_shard(stage, mesh, policy, reshard_after_forward=False, ignored_params=set(stage.parameters()))
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How one layer's parameters are kept: the layer's mesh, precision, and when gathered copies are dropped.
-    splits_backward: whether the schedule does."""
-
-    mesh: DeviceMesh
-    policy: MixedPrecisionPolicy
-    reshard_after_forward: bool
-    offload: bool = False
-    splits_backward: bool = False
-
-    @property
-    def needed(self) -> bool:
-        """Whether ``fully_shard`` has anything to do."""
-        copied = self.splits_backward and self.policy != MixedPrecisionPolicy()
-        return size(self.mesh, "shard") > 1 or self.offload or copied
-
-
-def shard(module: nn.Module, sharding: Sharding, *, ignored: set[nn.Parameter] | None = None) -> None:
-    """Apply ``fully_shard`` to one module so that gradients are *summed*, never averaged. ignored: parameters to leave
-    alone."""
-    on_gpu = sharding.mesh.device_type == "cuda"
-    fully_shard(
-        module,
-        mesh=data_mesh(sharding.mesh),
-        mp_policy=sharding.policy,
-        reshard_after_forward=sharding.reshard_after_forward,
-        offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy(),
-        ignored_params=ignored,
-    )
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **settings: Any) -> None:
+    """Apply ``fully_shard`` so that gradients are *summed*, never averaged."""
+    fully_shard(module, mesh=data_mesh(mesh), mp_policy=policy, **settings)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -114,7 +76,7 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        self._total = torch.cat([local(p.grad).flatten() for p in self._parameters]).to(self._dtype)
+        self._total = torch.cat([_gradient(p).flatten() for p in self._parameters]).to(self._dtype)
         self._running = dist.all_reduce(self._total, group=self._group, async_op=True)
         if self._total.dtype is self._parameters[0].dtype:
             # From here on the gradients are views of the message, so that what backward wrote is freed at once.
@@ -125,14 +87,14 @@ class GradientSum:
 
     def _parts(self) -> list[Tensor]:
         """The message, as parts of the shapes of the parameters."""
-        shards = [local(p) for p in self._parameters]
+        shards = [to_local(p) for p in self._parameters]
         parts = self._total.split([shard.numel() for shard in shards])
         return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
 
     @property
     def message(self) -> tuple[dist.ProcessGroup, int]:
         """Who sums, and how many bytes."""
-        return self._group, sum(local(p).numel() for p in self._parameters) * self._dtype.itemsize
+        return self._group, sum(to_local(p).numel() for p in self._parameters) * self._dtype.itemsize
 
     def wait(self) -> None:
         """Must follow the step's last backward: from here on the gradients are the sums."""
@@ -142,9 +104,14 @@ class GradientSum:
         assert self._running is not None
         self._running.wait()
         if self._total.dtype is not self._parameters[0].dtype:
-            torch._foreach_copy_([local(p.grad) for p in self._parameters], self._parts())
+            torch._foreach_copy_([_gradient(p) for p in self._parameters], self._parts())
         self._running = None
         del self._total
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "not every parameter of the layers has a gradient"
+    return to_local(parameter.grad)
 
 
 def gradient_sums(
@@ -153,7 +120,7 @@ def gradient_sums(
     dtype: torch.dtype,
     bucket_cap_mb: float | None = None,
 ) -> list[GradientSum]:
-    """For those layers, given in order with their meshes, that ``fully_shard`` has not taken. dtype: to sum in.
+    """For layers that ``fully_shard`` is not around, given in order with their meshes. dtype: to sum in.
 
     bucket_cap_mb: gradients of neighbouring layers share a message as long as it has at most so many MiB; None for
     `BUCKET_MB`.
@@ -162,9 +129,9 @@ def gradient_sums(
     buckets: list[tuple[DeviceMesh, list[nn.Module]]] = []
     filled = 0.0
     for layer, mesh in reversed(list(layers)):  # as backward reaches them
-        if size(mesh, "replicate") == 1 or isinstance(layer, FSDPModule):
+        if size(mesh, "replicate") == 1:
             continue
-        megabytes = sum(local(p).numel() for p in layer.parameters()) * dtype.itemsize / 2**20
+        megabytes = sum(to_local(p).numel() for p in layer.parameters()) * dtype.itemsize / 2**20
         filled += megabytes
         if buckets and buckets[-1][0] is mesh and filled <= cap:
             buckets[-1][1].append(layer)
@@ -177,7 +144,7 @@ def gradient_sums(
 def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
     """Let every wrapped layer, in order, ask for the parameters of the `ahead` layers that come after it in forward
     and in backward."""
-    wrapped = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    wrapped: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for index, layer in enumerate(wrapped):
         layer.set_modules_to_forward_prefetch(wrapped[index + 1 : index + 1 + ahead])
         layer.set_modules_to_backward_prefetch(wrapped[max(0, index - ahead) : index][::-1])
@@ -186,14 +153,16 @@ def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
 def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Let the gradients of `layers`, which are wrapped, be reduced at every micro-batch, also when those under `root`
     are told to wait: by us, or by a pipeline schedule."""
-    eager, set_all = list(layers), root.set_requires_gradient_sync
+    eager = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    assert isinstance(root, FSDPModule)
+    set_all = root.set_requires_gradient_sync
 
     def set_the_others(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         set_all(requires_gradient_sync, recurse=recurse)
         for layer in eager:
             layer.set_requires_gradient_sync(True)
 
-    root.set_requires_gradient_sync = set_the_others
+    root.set_requires_gradient_sync = set_the_others  # type: ignore[method-assign]
 
 
 def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module]) -> None:

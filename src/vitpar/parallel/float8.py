@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from vitpar.errors import RecipeError
-from vitpar.models.vit import Block, local
+from vitpar.models.vit import Block
+from vitpar.sharded import to_local
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
@@ -45,8 +46,8 @@ def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = True) -> Tensor:
     """a @ b.T in `dtype`. a [rows, in], b [columns, in]: in float8, of_a and of_b their scales. fast: whether GPUs may
     add up in fewer bits than float32 has."""
-    options = {"scale_a": of_a, "scale_b": of_b.t(), "out_dtype": dtype, "use_fast_accum": fast}
-    return torch._scaled_mm(a, b.contiguous().t(), **options)
+    columns = b.contiguous().t()
+    return torch._scaled_mm(a, columns, scale_a=of_a, scale_b=of_b.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def product(x: Tensor, weight: Tensor, fast: bool = True) -> Tensor:
@@ -78,8 +79,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _forward(module: nn.Module, x: Tensor) -> Tensor:
-    return linear(x, local(module.weight), local(module.bias))
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, to_local(module.weight), to_local(module.bias))
 
 
 def compute_in_float8(block: Block) -> None:
@@ -88,15 +89,15 @@ def compute_in_float8(block: Block) -> None:
     for name, module in block.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        sizes = local(module.weight).shape
+        sizes = to_local(module.weight).shape
         if any(size % MULTIPLE for size in sizes):
             raise RecipeError(
                 f"train.precision fp8 needs weights whose sizes on every rank are multiples of {MULTIPLE}, but "
                 f"blocks.{block.index}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
             )
-        module.float8 = True
+        module.float8 = True  # type: ignore[assignment]
         if "forward" not in vars(module):  # not split: else its own way asks
-            module.forward = MethodType(_forward, module)
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def float8_fault(device: torch.device) -> str | None:

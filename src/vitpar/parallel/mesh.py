@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.strategy import Plan, Strategy, rank_of_place
-from vitpar.strategy.layout import mesh_axes, place
+from vitpar.strategy.layout import mesh_axes, place, replicating_axes, sharding_axes
 
 
 def pipeline_mesh(plan: Plan, device_type: str) -> DeviceMesh:
@@ -34,14 +34,9 @@ def pipeline_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
     """The mesh of the layers that have `strategy`, over the whole world. All ranks must call it, for the same
     strategies in the same order."""
-    made_of = {
-        "replicate": {"d"} if strategy.zero else {"dp", "d"},
-        "shard": {"fsdp", "i"} | ({"dp"} if strategy.zero else set()),
-        "j": {"j"},
-        "k": {"k"},
-    }
     sizes = dict(mesh_axes(strategy))
-    names = {axis: [name for name in sizes if name in parts] for axis, parts in made_of.items()}
+    names = {"replicate": replicating_axes(strategy), "shard": sharding_axes(strategy), "j": ("j",), "k": ("k",)}
+    names = {axis: tuple(name for name in parts if name in sizes) for axis, parts in names.items()}
     shape = {axis: math.prod(sizes[name] for name in parts) for axis, parts in names.items()}
     kept = [axis for axis in shape if shape[axis] > 1 or axis == "shard"]
     ranks = torch.empty(plan.pipeline_degree, *(shape[axis] for axis in kept), dtype=torch.int64)

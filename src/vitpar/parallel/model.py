@@ -9,27 +9,26 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
-from vitpar.parallel.narrow import NarrowCopies
 from vitpar.parallel.phases import Phase, untimed
-from vitpar.parallel.pipeline import build_schedule, pipeline_stage, receive_tokens, send_tokens, travel_layouts
-from vitpar.parallel.precision import Precision
-from vitpar.parallel.stage import Stage
+from vitpar.parallel.pipeline import Stage, build_schedule, pipeline_stage, receive_tokens, send_tokens, travel_layouts
+from vitpar.parallel.precision import NarrowCopies, precision
 from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.strategy import Part, Plan, batch_arithmetic, image_layout, logit_layout
 from vitpar.strategy.batch import smallest_microbatch
+from vitpar.strategy.execution import Execution
 from vitpar.strategy.layout import copies
 
 
@@ -41,7 +40,7 @@ class ParallelModel:
     over the ranks of the plan.
 
     pipe: the mesh (pp, stage). meshes: each layer's mesh, by name. loss_scale: what the loss is multiplied by before
-    backward, and so the gradients (fp16). compiled: whether its blocks are. phase: what the parts of a step run in.
+    backward, and so the gradients (fp16). phase: what the parts of a step run in.
     narrow: copies that layers without ``fully_shard`` compute with in 16 bits.
     """
 
@@ -49,24 +48,19 @@ class ParallelModel:
         self,
         config: ViTConfig,
         plan: Plan,
+        execution: Execution,
         pipe: DeviceMesh,
         stages: dict[int, Stage],
         meshes: dict[str, DeviceMesh],
         partial: Sequence[PartialGradient],
-        *,
-        bucket_cap_mb: float | None,
-        batch_size: int,
         device: torch.device,
-        numbers: Precision,
-        label_smoothing: float,
-        compiled: bool,
     ) -> None:
-        self.config, self.plan, self.pipe, self.stages, self.device = config, plan, pipe, stages, device
-        self.precision, self.batch_size, self.label_smoothing = numbers, batch_size, label_smoothing
-        self.compiled = compiled
+        self.config, self.plan, self.execution, self.device = config, plan, execution, device
+        self.pipe, self.stages, self.batch_size = pipe, stages, execution.batch_size
+        self.precision = numbers = precision(execution.precision, execution.reduce_dtype)
         self.loss_scale: float | Tensor = 1.0
         self.phase: Phase = untimed
-        self.batch = batch_arithmetic(plan, batch_size)
+        self.batch = batch_arithmetic(plan, self.batch_size)
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
         strategies = plan.strategies(config.layer_names)
@@ -76,12 +70,15 @@ class ParallelModel:
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
-        self._kept = [layer for name, layer in layers.items() if strategies[name].zero]
+        rules = execution.rules(plan)
+        executions = {name: rules.of(strategies[name], name) for name in layers}
+        self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
+        plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
         backwards = None if plan.splits_backward else self.batch.microbatches
-        by_mesh = [(layer, meshes[name]) for name, layer in layers.items()]
-        self._gradient_sums = gradient_sums(by_mesh, backwards, numbers.reduce, bucket_cap_mb)
-        plain = [layer for layer in layers.values() if not isinstance(layer, FSDPModule)]
-        self.narrow = NarrowCopies(plain if numbers.compute is not numbers.parameters else [], numbers.compute)
+        by_mesh = [(layer, meshes[name]) for name, layer in plain.items()]
+        self._gradient_sums = gradient_sums(by_mesh, backwards, numbers.reduce, execution.communication.bucket_cap_mb)
+        narrow = [layer for name, layer in plain.items() if executions[name].narrow_copies]
+        self.narrow = NarrowCopies(narrow, numbers.compute)
         self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
@@ -131,7 +128,8 @@ class ParallelModel:
         rows = self._logits[self._stage_rank].row_range(len(labels))
         wide = logits if logits.dtype is torch.float64 else logits.float()
         here = labels[rows.start : rows.stop]
-        loss = functools.partial(F.cross_entropy, wide, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+        smoothing = self.execution.label_smoothing
+        loss = functools.partial(F.cross_entropy, wide, ignore_index=IGNORED, label_smoothing=smoothing)
         if here.ndim == 1:
             total = loss(here, reduction="sum")
         else:
@@ -187,10 +185,11 @@ class ParallelModel:
         losses: list[Tensor] = []
         if self._schedule is not None:
             args = (images,) if self.takes_images else ()
-            kwargs = {} if keys is None else {"keys": keys}
-            ends = {"target": labels, "losses": losses} if self.gives_logits else {}
+            kwargs: dict[str, Any] = {} if keys is None else {"keys": keys}
+            if self.gives_logits:
+                kwargs |= {"target": labels, "losses": losses}
             with self.phase("pipeline"):
-                self._schedule.step(*args, return_outputs=False, **kwargs, **ends)
+                self._schedule.step(*args, return_outputs=False, **kwargs)
         else:
             (stage,) = self.stages.values()
             assert images is not None, "a model without pipeline takes images on every rank"
@@ -293,4 +292,5 @@ class ParallelModel:
             takes = self._token_shape(self._travel[index - 1], n)
         if index < self.plan.num_stages - 1:
             gives = self._token_shape(self._travel[index], n)
-        return tuple(torch.empty(shape, dtype=self.precision.compute, device="meta") for shape in (takes, gives))
+        dtype = self.precision.compute
+        return torch.empty(takes, dtype=dtype, device="meta"), torch.empty(gives, dtype=dtype, device="meta")

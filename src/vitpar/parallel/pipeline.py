@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages with static shapes, schedules by name, and what travels between stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -20,7 +20,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from vitpar.models.config import ViTConfig
-from vitpar.strategy import Plan, rank_of_stage, split_blocks, token_layout
+from vitpar.models.vit import ViT
+from vitpar.parallel.redistribute import Redistribute
+from vitpar.strategy import Part, Plan, rank_of_stage, split_blocks, token_layout
 from vitpar.strategy.layout import Layout
 
 CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -76,8 +78,15 @@ def pipeline_stage(
 
     upstream: without `input_args` and `output_args` the first step runs a real forward of each stage to infer them.
     """
-    args = {"input_args": (takes.requires_grad_(index > 0),), "output_args": (gives.requires_grad_(),)}
-    return _NeighbourStage(module, index, count, device, group=group, **args)
+    return _NeighbourStage(
+        module,
+        index,
+        count,
+        device,
+        input_args=(takes.requires_grad_(index > 0),),
+        output_args=(gives.requires_grad_(),),
+        group=group,
+    )
 
 
 def build_schedule(
@@ -112,3 +121,29 @@ def receive_tokens(
     tokens = torch.empty(shape, dtype=dtype, device=device)
     dist.recv(tokens, group=pipe.get_group(), group_src=rank_of_stage(index - 1, plan))
     return tokens
+
+
+class Stage(ViT):
+    """The layers `names` of a model, each computing this rank's part of a micro-batch.
+
+    before: what to do with the activation before a layer, by its name. after: and behind the last layer.
+    rows: this rank's part of the batch in every layer, by name.
+    """
+
+    def __init__(self, config: ViTConfig, names: Collection[str]) -> None:
+        super().__init__(config, names)
+        self.before: dict[str, Redistribute] = {}
+        self.after: Redistribute | None = None
+        self.rows: dict[str, Part] = {}
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x: this rank's part of the images or tokens. keys: int64, those of the whole micro-batch, or None."""
+        for name, layer in self.layers().items():
+            if name in self.before:
+                x = self.before[name](x)
+            here = None
+            if keys is not None:
+                rows = self.rows[name].row_range(len(keys))
+                here = keys[rows.start : rows.stop]
+            x = layer(x) if name == "head" else layer(x, here)
+        return x if self.after is None else self.after(x)

@@ -26,6 +26,7 @@ tensors between the explicit collectives of ``vitpar.parallel.collective``.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from vitpar.models.vit import local
+from vitpar.models.vit import Layer
 from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
@@ -46,9 +47,21 @@ from vitpar.parallel.collective import (
     leave_in_parts,
     split_layer_norm,
 )
+from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
 
-Forward = Callable[[nn.Module, Tensor], Tensor]
+
+class SplitModule(Protocol):
+    """What a linear layer or norm has once it is split: `tensor_mesh` with its axes, and in fp8 `float8`."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    float8: bool
+    tensor_mesh: DeviceMesh
+
+
+Forward = Callable[[SplitModule, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,52 +75,52 @@ class Split:
     forward: Forward | None = None
 
 
-def _group(module: nn.Module, axis: str) -> ProcessGroup:
+def _group(module: SplitModule, axis: str) -> ProcessGroup:
     return module.tensor_mesh.get_group(axis)
 
 
-def _product(module: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(module: SplitModule, x: Tensor, bias: Tensor | None = None) -> Tensor:
     linear = float8.linear if _in_float8(module) else F.linear
-    return linear(x, local(module.weight), bias)
+    return linear(x, to_local(module.weight), bias)
 
 
-def _gathered_product(module: nn.Module, x: Tensor, dim: int, axis: str) -> Tensor:
-    return gathered_linear(x, local(module.weight), dim, _group(module, axis), _in_float8(module))
+def _gathered_product(module: SplitModule, x: Tensor, dim: int, axis: str) -> Tensor:
+    return gathered_linear(x, to_local(module.weight), dim, _group(module, axis), _in_float8(module))
 
 
-def _in_float8(module: nn.Module) -> bool:
+def _in_float8(module: SplitModule) -> bool:
     return getattr(module, "float8", False)
 
 
-def _column(module: nn.Module, x: Tensor) -> Tensor:
-    return _product(module, enter(x, _group(module, "j")), local(module.bias))
+def _column(module: SplitModule, x: Tensor) -> Tensor:
+    return _product(module, enter(x, _group(module, "j")), to_local(module.bias))
 
 
-def _row(module: nn.Module, x: Tensor) -> Tensor:
-    return leave(_product(module, x), _group(module, "j")) + local(module.bias)
+def _row(module: SplitModule, x: Tensor) -> Tensor:
+    return leave(_product(module, x), _group(module, "j")) + to_local(module.bias)
 
 
-def _row_of_whole(module: nn.Module, x: Tensor) -> Tensor:
+def _row_of_whole(module: SplitModule, x: Tensor) -> Tensor:
     return _row(module, cut(x, -1, _group(module, "j")))
 
 
-def _column_of_batch_parts(module: nn.Module, x: Tensor) -> Tensor:
-    return _gathered_product(module, x, 0, "j") + local(module.bias)
+def _column_of_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
+    return _gathered_product(module, x, 0, "j") + to_local(module.bias)
 
 
-def _row_to_batch_parts(module: nn.Module, x: Tensor) -> Tensor:
-    return leave_in_parts(_product(module, x), _group(module, "j")) + local(module.bias)
+def _row_to_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
+    return leave_in_parts(_product(module, x), _group(module, "j")) + to_local(module.bias)
 
 
-def _gather_batch(module: nn.Module, x: Tensor) -> Tensor:
+def _gather_batch(module: SplitModule, x: Tensor) -> Tensor:
     return gather(x, 0, _group(module, "j"))
 
 
 def _features(axis: str) -> Forward:
     """A linear of split features to split features."""
 
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return _gathered_product(module, x, -1, axis) + local(module.bias)
+    def forward(module: SplitModule, x: Tensor) -> Tensor:
+        return _gathered_product(module, x, -1, axis) + to_local(module.bias)
 
     return forward
 
@@ -115,15 +128,15 @@ def _features(axis: str) -> Forward:
 def _features_to_whole(axis: str) -> Forward:
     """A linear of split features to whole ones."""
 
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return leave(_product(module, x), _group(module, axis)) + local(module.bias)
+    def forward(module: SplitModule, x: Tensor) -> Tensor:
+        return leave(_product(module, x), _group(module, axis)) + to_local(module.bias)
 
     return forward
 
 
 def _norm(axis: str) -> Forward:
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return split_layer_norm(x, local(module.weight), local(module.bias), module.eps, _group(module, axis))
+    def forward(module: SplitModule, x: Tensor) -> Tensor:
+        return split_layer_norm(x, to_local(module.weight), to_local(module.bias), module.eps, _group(module, axis))
 
     return forward
 
@@ -131,15 +144,15 @@ def _norm(axis: str) -> Forward:
 def _on_cube(gathered: str, summed: str) -> Forward:
     """A linear of 3d: the batch gathered over one axis, its products summed and parted over the other."""
 
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
+    def forward(module: SplitModule, x: Tensor) -> Tensor:
         products = _gathered_product(module, x, 0, gathered)
-        return leave_in_parts(products, _group(module, summed)) + local(module.bias)
+        return leave_in_parts(products, _group(module, summed)) + to_local(module.bias)
 
     return forward
 
 
-def _own(module: nn.Module, x: Tensor) -> Tensor:
-    return F.linear(x, local(module.weight), local(module.bias))
+def _own(module: SplitModule, x: Tensor) -> Tensor:
+    return F.linear(x, to_local(module.weight), to_local(module.bias))
 
 
 S0, S1, LAST = Shard(0), Shard(1), Shard(-1)
@@ -196,7 +209,7 @@ class PartialGradient:
     group: ProcessGroup
 
 
-def apply_tensor_parallel(layer: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> list[PartialGradient]:
+def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) -> list[PartialGradient]:
     """Split the parameters of `layer` over `mesh`, the tensor axes of its mesh, as its class declares and `strategy`
     says. Returns the gradients that are partial."""
     found = []
@@ -219,7 +232,7 @@ def apply_tensor_parallel(layer: nn.Module, strategy: Strategy, mesh: DeviceMesh
         for module, part, axes in parts:
             _place(module, part, axes, mesh)
             found += [PartialGradient(module, part, mesh.get_group(axis)) for axis in split.sums if axis not in axes]
-    if hasattr(layer, "take_features") and (axis := feature_axis(strategy)):
+    if axis := feature_axis(strategy):
         layer.take_features(mesh.get_local_rank(axis), mesh.shape[(mesh.mesh_dim_names or ()).index(axis)])
     return found
 
@@ -251,12 +264,12 @@ class TensorSums:
     def messages(self) -> list[tuple[ProcessGroup, int]]:
         """Who adds up, and how many bytes."""
         parameters = {group: [getattr(p.module, p.name) for p in found] for group, found in self._by_group.items()}
-        return [(group, sum(local(p).nbytes for p in found)) for group, found in parameters.items()]
+        return [(group, sum(to_local(p).nbytes for p in found)) for group, found in parameters.items()]
 
     def run(self) -> None:
         """Must follow the step's last backward and the reduction over data-parallel ranks."""
         for group, partial in self._by_group.items():
-            shards = [local(getattr(p.module, p.name).grad) for p in partial]
+            shards = [to_local(getattr(p.module, p.name).grad) for p in partial]
             kinds = {(shard.dtype, shard.device) for shard in shards}
             for kind in sorted(kinds, key=str):
                 same = [shard for shard in shards if (shard.dtype, shard.device) == kind]

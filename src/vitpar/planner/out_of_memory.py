@@ -17,12 +17,11 @@ from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.device import memory_bytes
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.profile.model import tensors
+from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
-from vitpar.strategy.words import count, divisors, either, size
+from vitpar.text import count, divisors, either, size
+from vitpar.training.optim.optimizer import moments
 from vitpar.training.recipe import Recipe
-from vitpar.training.state import moments
 
 # The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.
 _TEXT = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")

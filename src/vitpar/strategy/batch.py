@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vitpar.errors import StrategyError, shown
+from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BATCH_SIZE
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import Part, row_parts
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
-from vitpar.strategy.words import closest, count, divisors, either
+from vitpar.text import closest, count, divisors, either, shown
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.errors import StrategyError, literal, nearest, shown
+from vitpar.errors import StrategyError
 from vitpar.limits import MAX_RANKS, MAX_STRATEGY_CHARS
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.selectors import blocks_of
+from vitpar.text import literal, nearest, shown
 
 FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "offload")
 _ROLE_NAMED: dict[str, Role] = {role: role for role in ROLES}

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from vitpar.errors import StrategyError, nearest, shown
+from vitpar.errors import StrategyError
 from vitpar.limits import MAX_RANKS
-from vitpar.strategy.words import divisors, either
+from vitpar.text import divisors, either, nearest, shown
 
 Role = Literal["pp", "dp", "fsdp", "tp"]
 ROLES: tuple[Role, ...] = ("pp", "dp", "fsdp", "tp")

@@ -75,6 +75,13 @@ def sharding_axes(strategy: Strategy) -> tuple[str, ...]:
     return tuple(name for name, _ in mesh_axes(strategy) if name in ("fsdp", "i") or (name == "dp" and strategy.zero))
 
 
+@cache
+def replicating_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes whose ranks hold copies of a parameter and see other samples, outermost first (the axis `replicate`)."""
+    sharding = sharding_axes(strategy)
+    return tuple(name for name, _ in mesh_axes(strategy) if name in ("dp", "d") and name not in sharding)
+
+
 def shards_as_fsdp(strategy: Strategy) -> bool:
     """Whether parameters are sharded over fsdp or i, to be gathered whenever they are used; +zero1 and +zero2 gather
     once a step."""

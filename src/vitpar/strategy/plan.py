@@ -13,12 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vitpar.errors import StrategyError, nearest, shown
+from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_LAYOUT_PARTS
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.selectors import Groups, blocks_of, canonical, strategies
-from vitpar.strategy.words import count
+from vitpar.text import count, nearest, shown
 
 SPLITS = ("even", "balanced")
 _COUNTS = {"virtual_stages": MAX_BLOCKS, "microbatches": MAX_BATCH_SIZE, "microbatch_size": MAX_BATCH_SIZE}

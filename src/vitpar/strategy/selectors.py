@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from vitpar.errors import StrategyError, shown
+from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BLOCKS
 from vitpar.strategy.layer import Strategy
-from vitpar.strategy.words import count
+from vitpar.text import count, shown
 
 Groups = tuple[tuple[str, Strategy], ...]
 _BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")

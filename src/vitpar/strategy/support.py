@@ -1,4 +1,4 @@
-"""The support matrix: what a plan may be made of, and which two things do not go together.
+"""The support matrix: what a plan may be made of, which two things do not go together, and which settings do nothing.
 
 One table: refusals, the page ``docs/support.md`` (`page`) and the tests' combinations (`combinations`) follow from it.
 Whatever holds no clash runs, and equals one process.
@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic, TypeVar
 
-from vitpar.errors import StrategyError, shown
+from vitpar.errors import StrategyError, UserError
+from vitpar.strategy.execution import Rules
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
+from vitpar.text import shown
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     "data": ("no dp", "dp", "+zero1", "+zero2", "fsdp", "dp x fsdp"),
@@ -37,8 +40,6 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 checkpoint and offload."""
 APART = "gradients of weights come in a backward of their own, where they cannot be reduced at once"
 SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
-NARROW = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""By precision that computes in 16 bits: what gradients can be reduced in besides fp32."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,74 @@ def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
             )
 
 
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Effect(Generic[Case]):
+    """Settings that change something in some cases alone."""
+
+    keys: tuple[str, ...]
+    """Dotted keys of a recipe."""
+    used: Callable[[Case], bool]
+    """Whether they change anything in a case: a recipe, or a plan in a precision."""
+    refusal: str
+    """Message for a user who sets one elsewhere; ``{key}``, its ``{value}`` and the ``{case}`` are filled in."""
+
+
+def idle_settings(effects: Iterable[Effect[Case]], case: Case) -> set[str]:
+    """Return the keys that change nothing in `case`."""
+    return {key for effect in effects if not effect.used(case) for key in effect.keys}
+
+
+def refuse_idle(
+    effects: Iterable[Effect[Case]], case: Case, given: Mapping[str, object], error: type[UserError]
+) -> None:
+    """Raise `error` if one of the settings `given`, by key, changes nothing in `case`."""
+    for effect in effects:
+        wrong = [] if effect.used(case) else [key for key in effect.keys if key in given]
+        if wrong:
+            raise error(effect.refusal.format(key=wrong[0], value=given[wrong[0]], case=case))
+
+
+@dataclass(frozen=True)
+class PlanInPrecision:
+    """The case that decides which communication settings do something."""
+
+    plan: Plan
+    precision: str
+
+    def __str__(self) -> str:
+        return f"'{shown(self.plan)}' in {self.precision}"
+
+
+def _communication(names: str, needs: str, test: Callable[[Strategy, Rules], bool]) -> Effect[PlanInPrecision]:
+    """Row of settings of `Communication`: which layers use them, in words and as a test."""
+
+    def used(case: PlanInPrecision) -> bool:
+        rules = Rules.under(case.plan, case.precision)
+        return any(test(strategy, rules) for strategy in case.plan.kinds)
+
+    refusal = f"{{key}} is {{value}}, which does nothing under {{case}}: leave it out, it is for {needs}"
+    return Effect(tuple(f"communication.{name}" for name in names.split()), used, refusal)
+
+
+COMMUNICATION = (
+    _communication(
+        "bucket_cap_mb",
+        f"dp where nothing is sharded or offloaded, and in 16 bits not with {', '.join(SPLIT_BACKWARD)}",
+        lambda s, rules: s.has("dp") and not rules.wraps(s),
+    ),
+    _communication("prefetch", "fsdp, +2d, +2.5d, +3d, +zero1 and +zero2", lambda s, _: bool(sharding_axes(s))),
+    _communication(
+        "reshard_after_forward reduce_every_microbatch",
+        "fsdp, +2d, +2.5d and +3d",
+        lambda s, _: shards_as_fsdp(s),
+    ),
+)
+"""When each communication setting does something; ``vitpar.training.recipe.effects`` has the other settings."""
+
+
 def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object]) -> None:
     """Raise StrategyError if one of the recipe's `communication` settings would change nothing, or clashes with the
     schedule."""
@@ -109,31 +178,8 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
             f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{shown(plan)}', as {APART}: "
             "leave it out, or use schedule 1f1b or interleaved1f1b"
         )
-    for name, (needs, _) in COMMUNICATION.items():
-        if communication[name] is not None and not uses(plan, precision, name):
-            raise StrategyError(
-                f"communication.{name} is {communication[name]}, which does nothing under '{shown(plan)}' in "
-                f"{precision}: leave it out, it is for {needs}"
-            )
-
-
-def uses(plan: Plan, precision: str, name: str) -> bool:
-    """Whether a layer of the plan uses the communication setting `name`."""
-    # There ``fully_shard`` is around all layers (``vitpar.parallel.data``).
-    copied = precision in NARROW and plan.splits_backward
-    return any(COMMUNICATION[name][1](strategy, copied) for strategy in plan.kinds)
-
-
-COMMUNICATION: dict[str, tuple[str, Callable[[Strategy, bool], bool]]] = {
-    "bucket_cap_mb": (
-        f"dp where nothing is sharded or offloaded, and in 16 bits not with {', '.join(SPLIT_BACKWARD)}",
-        lambda s, copied: s.has("dp") and not (sharding_axes(s) or s.offload or copied),
-    ),
-    "prefetch": ("fsdp, +2d, +2.5d, +3d, +zero1 and +zero2", lambda s, _: bool(sharding_axes(s))),
-    "reshard_after_forward": ("fsdp, +2d, +2.5d and +3d", lambda s, _: shards_as_fsdp(s)),
-    "reduce_every_microbatch": ("fsdp, +2d, +2.5d and +3d", lambda s, _: shards_as_fsdp(s)),
-}
-"""By setting (``vitpar.parallel.Communication``): which layers use it, in words and as a test."""
+    given = {f"communication.{name}": value for name, value in communication.items() if value is not None}
+    refuse_idle(COMMUNICATION, PlanInPrecision(plan, precision), given, StrategyError)
 
 
 def combinations(dimensions: Iterable[str]) -> Iterator[tuple[str, ...]]:

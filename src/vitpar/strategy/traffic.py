@@ -8,37 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
 
 from vitpar.strategy.layer import Strategy
-
-
-class LayerShapes(Protocol):
-    """What the table has to know of a model."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def hidden(self) -> int:
-        """Hidden features of a block's MLP."""
-
-    @property
-    def features(self) -> int:
-        """Features that the classifier reads."""
-
-    @property
-    def representation_size(self) -> int | None:
-        """Features of a layer before the classifier, None for no such layer."""
-
-    @property
-    def num_classes(self) -> int: ...
-    @property
-    def pool(self) -> str: ...
-    @property
-    def distillation(self) -> bool:
-        """Whether there are two tokens with a classifier each."""
+from vitpar.strategy.validate import ModelShape
 
 
 @dataclass(frozen=True)
@@ -63,7 +35,7 @@ _Kept = tuple[Traffic, Traffic, Collective | None]
 """Forward, backward without computing again, and what forward ends with after the last product."""
 
 
-def block_traffic(model: LayerShapes, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+def block_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
     """What one rank takes part in for a micro-batch of `rows` images over the stage: (in forward, in backward).
 
     Without biases' and norms' partial gradients (once a step) and weights.
@@ -75,7 +47,7 @@ def block_traffic(model: LayerShapes, strategy: Strategy, rows: int) -> tuple[Tr
     return forward, backward + _again(strategy, forward, last)
 
 
-def _block(model: LayerShapes, strategy: Strategy, rows: int) -> _Kept:
+def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
     shape = dict(strategy.tensor_shape)
     cells = rows // strategy.data_parallel * model.tokens  # tokens of the images that a tensor group works on
     if strategy.tensor_mode == "3d":
@@ -98,7 +70,7 @@ def _again(strategy: Strategy, forward: Traffic, last: Collective | None) -> Tra
     return forward - Counter([last] if last else [])
 
 
-def head_traffic(model: LayerShapes, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
     """The same of the head. The stem sends nothing."""
     shape = dict(strategy.tensor_shape)
     side, forward, backward = shape["j"], Counter[Collective](), Counter[Collective]()
@@ -127,7 +99,7 @@ def head_traffic(model: LayerShapes, strategy: Strategy, rows: int) -> tuple[Tra
     return forward, backward + _again(strategy, forward, last)
 
 
-def _square(model: LayerShapes, q: int, cells: int) -> _Kept:
+def _square(model: ModelShape, q: int, cells: int) -> _Kept:
     """2d and 2.5d: features gathered before each of the four products, again in backward, where their gradients are
     scattered; the statistics of two norms."""
     forward: Traffic = Counter({Collective("all_reduce", "j", q, cells): 4})
@@ -139,7 +111,7 @@ def _square(model: LayerShapes, q: int, cells: int) -> _Kept:
     return forward, backward, None
 
 
-def _cube(model: LayerShapes, q: int, cells: int) -> _Kept:
+def _cube(model: ModelShape, q: int, cells: int) -> _Kept:
     """3d: rows gathered over one axis, sums scattered over the other, the axes swapped from product to product."""
     forward: Traffic = Counter({Collective("all_reduce", "k", q, cells // q): 4})
     backward: Traffic = Counter({Collective("all_reduce", "k", q, 2 * cells // q): 2})

@@ -6,17 +6,17 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
-from vitpar.errors import StrategyError, shown
+from vitpar.errors import StrategyError
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.stages import split_blocks
-from vitpar.strategy.words import closest, count, divisors, either
+from vitpar.text import closest, count, divisors, either, shown
 
 
 class ModelShape(Protocol):
-    """What a plan has to know of a model."""
+    """What plans, and what their ranks send, depend on of a model."""
 
     @property
     def name(self) -> str: ...
@@ -39,6 +39,24 @@ class ModelShape(Protocol):
     @property
     def features(self) -> int:
         """Features that the classifier reads."""
+
+    @property
+    def representation_size(self) -> int | None:
+        """Features of a layer before the classifier, None for no such layer."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image, those beside its patches included."""
+
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def pool(self) -> str:
+        """How tokens become features, "cls" or "avg"."""
+
+    @property
+    def distillation(self) -> bool:
+        """Whether there are two tokens with a classifier each."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -15,12 +15,11 @@ from vitpar.errors import RecipeError
 from vitpar.models.config import ViTConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
-from vitpar.training.optim.ema import EMA
+from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
-from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated
-from vitpar.weights.positions import resampled
+from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated, resampled
 
 _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
 """What of the model's shape a run may have otherwise than its weights: it changes no parameter, or is dealt with."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from vitpar.models.config import ViTConfig
-from vitpar.parallel import ParallelModel, parallelize
+from vitpar.parallel import Communication, ParallelModel, parallelize
 from vitpar.parallel.attention import Attention, choose_attention
 from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
+from vitpar.strategy.execution import Execution
 from vitpar.training.faults.non_finite import NonFinite
-from vitpar.training.optim.ema import EMA
 from vitpar.training.optim.loss_scale import LossScaler
-from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.auto_precision import resolve_precision
+from vitpar.training.recipe.machine import resolve_precision
 from vitpar.training.step import TrainStep, nothing
 
 
@@ -60,6 +60,21 @@ class Trained:
         )
 
 
+def execution(recipe: Recipe, plan: Plan, compile_blocks: bool) -> Execution:
+    """Return the settings of `recipe` that decide how steps of `plan` are executed."""
+    train = recipe.train
+    return Execution(
+        batch_size=train.batch_size,
+        precision=train.precision,
+        reduce_dtype=train.reduce_dtype,
+        seed=train.seed,
+        label_smoothing=train.label_smoothing,
+        compile=compile_blocks,
+        activation_memory_budget=train.activation_memory_budget,
+        communication=Communication(**recipe.communication_under(plan).model_dump()),
+    )
+
+
 def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> Trained:
     """The parts that `recipe` asks for, with initial values. Collective.
 
@@ -70,19 +85,7 @@ def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks look into blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
-    model = parallelize(
-        config,
-        plan,
-        batch_size=train.batch_size,
-        device=device,
-        precision_name=train.precision,
-        reduce_dtype=train.reduce_dtype,
-        seed=train.seed,
-        label_smoothing=train.label_smoothing,
-        compile_blocks=compiling.blocks,
-        activation_memory_budget=train.activation_memory_budget,
-        communication=recipe.communication.used_by(plan, train.precision).settings(),
-    )
+    model = parallelize(config, plan, execution(recipe, plan, compiling.blocks), device)
     optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.heads)
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None

@@ -13,7 +13,7 @@ from vitpar.errors import DataError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
-from vitpar.strategy.words import count
+from vitpar.text import count
 from vitpar.training.input import ImageSet, Input
 
 
@@ -31,12 +31,12 @@ class Evaluation:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What counts, by name."""
+        """The numbers of the result, by name."""
         return {"samples": self.samples, "loss": self.loss, "top1": self.top1, "top5": self.top5}
 
     @property
     def warning(self) -> str | None:
-        """What to tell the user about images that were skipped, or that a stream did not have or had besides."""
+        """Warning about images that were skipped, or that a stream lacked or had in excess; None where all is well."""
         times, shards = self.skipped.times, self.skipped.shards
         words = [count(times, "image")] * bool(times) + [count(shards, "shard")] * bool(shards)
         told = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)

@@ -1,11 +1,18 @@
-"""What a training run tells whoever shows it. The library prints nothing; the command line implements this."""
+"""Events of a training run for whoever shows it, and its log.txt, which has them all as plain lines.
+
+The library prints nothing; the command line implements a `Reporter`.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vitpar.models.config import ViTConfig
 from vitpar.strategy import Plan
 from vitpar.training.recipe import Recipe
+from vitpar.training.run_folder import RunFolder
+
+Row = dict[str, Any]
+"""A line of metrics.jsonl, or a summary: numbers and words by name."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,13 @@ class Origin:
     """Number of training images whose defaults the recipe has (``vitpar.training.recipe.defaults``); None for fixed
     defaults."""
     automatic_precision: bool = False
-    """Whether the precision follows the device (``vitpar.training.recipe.auto_precision``)."""
+    """Whether the precision follows the device (``vitpar.training.recipe.machine``)."""
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What will run. state_bytes: parameters, gradients and optimizer of the fullest rank, activations not counted."""
+    """Description of a run before it starts. state_bytes: parameters, gradients and optimizer of the fullest rank,
+    activations not counted."""
 
     recipe: Recipe
     config: ViTConfig
@@ -36,45 +44,67 @@ class RunHeader:
     origin: Origin = Origin()
 
 
-class Reporter(Protocol):
-    """Receives the events of a run, on rank 0 only."""
+class Reporter:
+    """Receives the events of a run, on rank 0 only. This one shows nothing."""
 
     def started(self, header: RunHeader) -> None:
         """Before the first step."""
 
-    def stepped(self, row: dict[str, Any]) -> None:
+    def stepped(self, row: Row) -> None:
         """After every log interval, with the newest row of metrics.jsonl."""
 
-    def evaluated(self, row: dict[str, Any]) -> None:
+    def evaluated(self, row: Row) -> None:
         """After every evaluation, with its row of metrics.jsonl."""
 
     def note(self, text: str) -> None:
         """A warning."""
 
-    def told(self, text: str) -> None:
-        """What became of the run: that it goes on from a checkpoint, or was asked to end."""
+    def info(self, text: str) -> None:
+        """A message about the run: that it resumes from a checkpoint, or was asked to end."""
 
-    def finished(self, summary: dict[str, Any]) -> None:
+    def finished(self, summary: Row) -> None:
         """After the last step, evaluation and save."""
 
 
-class Silent:
-    """Shows nothing."""
+class Logged(Reporter):
+    """Writes every event as a plain line to the log.txt of `folder`, and hands it on to `shown`."""
+
+    def __init__(self, folder: RunFolder, shown: Reporter) -> None:
+        self._log, self._shown = folder.log, shown
 
     def started(self, header: RunHeader) -> None:
-        pass
+        self._log(
+            f"start  {header.config.name}, {header.parameters:,} parameters, {header.plan} on {header.device}, "
+            f"{header.train_samples:,} images to train on, {header.val_samples:,} to validate with, "
+            f"{header.steps:,} steps of {header.recipe.train.batch_size:,}"
+        )
+        self._shown.started(header)
 
-    def stepped(self, row: dict[str, Any]) -> None:
-        pass
+    def stepped(self, row: Row) -> None:
+        loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))
+        scale = f"scale {row['loss_scale']:,.10g}  " if "loss_scale" in row else ""
+        self._log(
+            f"step {row['step']:,}  loss {loss:.4f}  lr {row['lr']:.3g}  gradients {norm:.3g}  {scale}"
+            f"{row['images_per_second']:,.1f} images/s  step {row['step_ms']:,.1f} ms  data {row['data_ms']:,.1f} ms"
+        )
+        self._shown.stepped(row)
 
-    def evaluated(self, row: dict[str, Any]) -> None:
-        pass
+    def evaluated(self, row: Row) -> None:
+        self._log(f"eval {row['step']:,}  {_result(row)}")
+        self._shown.evaluated(row)
 
     def note(self, text: str) -> None:
-        pass
+        self._log(f"warning: {text}")
+        self._shown.note(text)
 
-    def told(self, text: str) -> None:
-        pass
+    def info(self, text: str) -> None:
+        self._log(text)
+        self._shown.info(text)
 
-    def finished(self, summary: dict[str, Any]) -> None:
-        pass
+    def finished(self, summary: Row) -> None:
+        self._log(f"done  {_result(summary)}  weights {summary['weights']}")
+        self._shown.finished(summary)
+
+
+def _result(row: Row) -> str:
+    return f"val loss {row['loss']:.4f}  top-1 {row['top1']:.2%}  top-5 {row['top5']:.2%}"

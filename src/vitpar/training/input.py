@@ -1,7 +1,7 @@
-"""From images, packed or streamed, to what a step takes: this rank's batches, its normalised images and its labels, as
-the recipe says."""
+"""Input of a rank: from packed or streamed images to what a step takes on the device, as the recipe says."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from vitpar.data import (
     Batch,
-    EvalBatch,
     EvalLoader,
     EvalTransform,
     Labels,
+    Loader,
+    LoaderSettings,
     Mix,
     Normalize,
     Order,
@@ -31,17 +32,21 @@ from vitpar.data import (
 )
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
-from vitpar.launch.cores import cpu_share
+from vitpar.launch.resources import cpu_share
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
-from vitpar.strategy.words import count
+from vitpar.text import count
 from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
 """Has `len()`, `num_classes`, and `place` for messages."""
+Given = tuple[Tensor | None, Tensor, Tensor]
+"""Images, labels and keys on the device, as ``ParallelModel.forward_backward`` takes them."""
 MOST_THREADS = {"cuda": 16, "cpu": 2}
 """Decoding threads of a rank by default, at most. On CPUs the model computes on the same cores."""
+WATCHED_STEPS = 20  # after the first, which fills the queue
+WAITING_SHARE = 0.15  # of the time, above which the user is told
 
 
 def decoding_threads(recipe: Recipe, device_type: str) -> int:
@@ -75,7 +80,8 @@ def open_split(recipe: Recipe, split: str) -> ImageSet:
 
 
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
-    """How images of `size` pixels are prepared. Raises RecipeError for a setting out of its range."""
+    """Return the transforms of images of `size` pixels, and their normalisation. Raises RecipeError for a
+    setting out of its range."""
     d, a = recipe.data, recipe.augment
     train = TrainTransform(
         size,
@@ -93,7 +99,7 @@ def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform
 
 
 def mixing(recipe: Recipe) -> Mix:
-    """How images are mixed."""
+    """Return the recipe's mixup and CutMix."""
     a = recipe.augment
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
@@ -114,7 +120,7 @@ class Input:
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
         self._recipe, self._model = recipe, model
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
-        self._normalize = replace(normalize, compiled=model.compiled)
+        self._normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
@@ -123,7 +129,7 @@ class Input:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
 
-    def train_batches(self, images: ImageSet, start: int = 0) -> TrainLoader | StreamLoader:
+    def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
         """Every global batch after `start` samples, with this rank's share of the images, without end. Raises DataError
         for a stream of fewer shards than ranks that decode."""
         if isinstance(images, StreamSet):
@@ -136,33 +142,32 @@ class Input:
 
     @property
     def train_rows(self) -> list[int]:
-        """Which rows of a training batch this rank decodes itself."""
-        return self._settings(self._needed())["rows"]
+        """Rows of a training batch that this rank decodes itself."""
+        return self._share(self._needed())
 
-    def eval_batches(self, images: ImageSet) -> EvalLoader | StreamEvalLoader:
+    def eval_batches(self, images: ImageSet) -> Loader:
         """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with
         IGNORED labels. Those of a stream go on until `evaluated` says that all have ended."""
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
         return EvalLoader(images, self._eval, **self._settings(self._rows))
 
-    def skipped(self, loader: TrainLoader | EvalLoader | StreamLoader | StreamEvalLoader) -> Skipped:
-        """What all ranks skipped together. Collective, if the recipe skips bad samples at all."""
+    def skipped(self, loader: Loader) -> Skipped:
+        """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
         everyone = all_gather_json(asdict(loader.skipped))
         return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
 
-    def warning(self, loader: TrainLoader | StreamLoader) -> str | None:
-        """What to tell the user about what all ranks skipped together. Collective as `skipped` is."""
+    def warning(self, loader: Loader) -> str | None:
+        """Return a warning about what all ranks skipped together. Collective as `skipped` is."""
         skipped = self.skipped(loader)
         counts = {"images": skipped.times, "shards": skipped.shards}
         words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
         return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
 
-    def train_step(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor]:
-        """What ``ParallelModel.forward_backward`` takes: images, which are normalised, augmented and mixed, labels and
-        keys, all on the device."""
+    def train_step(self, batch: Batch) -> Given:
+        """Return what a step takes: images, which are normalised and mixed, labels and keys."""
         labels, keys = self._labels_and_keys(batch)
         mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
         if mixed is not None:
@@ -175,14 +180,14 @@ class Input:
             return self._normalize(images, compute), labels, keys
         return mixed.images(self._normalize(images), needed, len(self._rows)).to(compute), labels, keys
 
-    def images(self, batch: EvalBatch) -> Tensor | None:
+    def images(self, batch: Batch) -> Tensor | None:
         """This rank's images, normalised, on the device in the compute precision, [rows, 3, size, size], or None where
         there are none."""
         if not self._model.takes_images:
             return None
         return self._normalize(self._gathered(batch.images, len(self._rows)), self._model.precision.compute)
 
-    def labels(self, batch: Batch | EvalBatch) -> Tensor:
+    def labels(self, batch: Batch) -> Tensor:
         """Labels of the whole batch on the device, int64 [batch], IGNORED where there is no usable image.
 
         Which images are unusable is known where they are decoded; all ranks are told.
@@ -194,7 +199,7 @@ class Input:
             all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
 
-    def evaluated(self, batch: EvalBatch) -> Tensor | None:
+    def evaluated(self, batch: Batch) -> Tensor | None:
         """`labels` of a batch, or None when no rank has any images left."""
         if batch.whole:
             return self.labels(batch)
@@ -214,23 +219,23 @@ class Input:
         return sent
 
     def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Those of the whole batch, on the device."""
+        """Return the labels and keys of the global batch, on the device."""
         if batch.whole:
             return self.labels(batch), self.to_device(batch.keys)
         labels, keys = self._together(self.to_device(torch.stack([batch.labels, batch.keys])))
         return labels, keys
 
     def _together(self, numbers: Tensor) -> Tensor:
-        """What the rank that has a row knows of it, on all: others have less than any label or key, IGNORED or 0."""
+        """Give all ranks the numbers of the rank that has a row: others have less, IGNORED or 0."""
         all_reduce_(numbers, dist.ReduceOp.MAX)
         return numbers
 
     def _needed(self) -> list[int]:
-        """Which rows of a training batch this rank and its peers decode: theirs, and those that are mixed into them."""
+        """Return the rows of a training batch that this rank and its peers decode: their own, and those mixed in."""
         return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
 
     def _part(self) -> tuple[Part | None, int]:
-        """Which of the ranks that decode the rows of a batch this is, None for none of them; how many there are."""
+        """Return the number of this rank among those that decode a batch (None: it does not), and their count."""
         groups, rank = self._model.image_groups, dist.get_rank()
         count = self._model.batch_size // len(groups)  # rows that a group takes
         share = -(-count // len(groups[0]))
@@ -239,20 +244,23 @@ class Input:
         readers = [reader for group in groups for reader in group[:decoding]]
         return (Part(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
-    def _settings(self, rows: list[int]) -> dict[str, Any]:
-        """Of a loader that gives this rank's share of `rows`."""
-        if self._peers is not None:
-            share = -(-len(rows) // dist.get_world_size(self._peers))
-            begin = share * dist.get_rank(self._peers)
-            rows = rows[begin : begin + share]
-        data = self._recipe.data
+    def _settings(self, rows: Sequence[int]) -> LoaderSettings:
+        """Return settings of a loader that gives this rank's share of `rows`."""
         return {
             "batch_size": self._model.batch_size,
-            "rows": rows,
+            "rows": self._share(rows),
             "workers": decoding_threads(self._recipe, self._model.device.type),
-            "bad_sample": data.bad_sample,
+            "bad_sample": self._recipe.data.bad_sample,
             "pin_memory": self._model.device.type == "cuda",
         }
+
+    def _share(self, rows: Sequence[int]) -> list[int]:
+        """Return those of `rows`, which its peers take too, that this rank decodes."""
+        if self._peers is None:
+            return list(rows)
+        share = -(-len(rows) // dist.get_world_size(self._peers))
+        begin = share * dist.get_rank(self._peers)
+        return list(rows[begin : begin + share])
 
     def _gathered(self, images: Tensor | None, count: int) -> Tensor:
         """All `count` images, on the device, of which `images` are this rank's share."""
@@ -267,3 +275,40 @@ class Input:
         whole = mine.new_empty(peers * share, *mine.shape[1:])
         dist.all_gather(list(whole.chunk(peers)), mine, group=self._peers)
         return whole[:count]
+
+
+def synthetic_batch(model: ParallelModel) -> Given:
+    """Random images, labels and keys of a batch, to time steps with when it does not matter what is trained."""
+    c, size, device = model.config, model.batch_size, model.device
+    images = None
+    if model.takes_images:
+        shape = (len(model.image_rows(size)), c.channels, c.image_size, c.image_size)
+        images = torch.randn(shape, device=device).to(model.precision.compute)
+    numbers = torch.arange(size, device=device)
+    return images, numbers % c.num_classes, numbers
+
+
+class InputWatch:
+    """Says when a run waits for its images. workers: decoding threads of a rank. cores: how many a rank has. first: the
+    first step."""
+
+    def __init__(self, workers: int, cores: int, first: int = 1) -> None:
+        self._workers, self._cores, self._first = workers, cores, first
+        self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
+
+    def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
+        """Return what to tell the user after these rows of metrics.jsonl; once in a run."""
+        for row in rows:
+            if row["step"] > self._first:
+                self._steps, self._waited = self._steps + 1, self._waited + row["data_ms"]
+                self._taken += row["step_ms"]
+        if self._said or self._steps < WATCHED_STEPS or self._waited < WAITING_SHARE * self._taken:
+            return None
+        self._said = True
+        share = f"training waits for images {self._waited / self._taken:.0%} of the time"
+        if self._workers < self._cores:
+            return f"{share}: raise data.workers (it is {self._workers}, and a rank has {self._cores} cores here)"
+        return (
+            f"{share}, with {self._workers} decoding threads on {self._cores} cores a rank: pack smaller images "
+            "(`vitpar data pack --short-side`), augment less, or give the run more cores"
+        )

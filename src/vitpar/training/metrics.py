@@ -33,7 +33,7 @@ WARM_UP_STEPS = 1
 
 
 class _Step(NamedTuple):
-    """What is known of a step when it is on its way; loss and norm are tensors still to be read."""
+    """A step that was queued on the device; loss and norm are tensors still to be read."""
 
     number: int
     epoch: float
@@ -46,7 +46,7 @@ class _Step(NamedTuple):
 
 
 class Worst(NamedTuple):
-    """What a rank knows that others do not, and of each the largest that any rank knows.
+    """Numbers that only this rank knows, or the largest of all ranks.
 
     stop: 1 where a signal has asked for the end. step_seconds: of a step. minutes: since the last checkpoint.
     writing: how far the checkpoint that is being written is (``vitpar.training.saving.saver``).

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from vitpar.errors import RecipeError
-from vitpar.files import write_text
-from vitpar.strategy import Plan, write_plan
+from vitpar.io import write_text
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import write_plan
 from vitpar.training.faults.non_finite import skip_words
 from vitpar.training.recipe import Recipe
 
@@ -73,8 +74,8 @@ class RunFolder:
             pass
 
     def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int, kernels: dict[str, Any]) -> None:
-        """What is to be trained now. after: the step after which a run goes on that began earlier; what it did after
-        that is dropped from metrics.jsonl, since it does that again. kernels: what it computes with."""
+        """Write what is to be trained now. after: the step after which a run goes on that began earlier; what it did
+        after that is dropped from metrics.jsonl, since it does that again. kernels: what it computes with."""
         write_text(self.path / "recipe.toml", recipe.to_toml())
         write_plan(self.path / "plan.json", plan)
         write_text(self.path / "env.json", json.dumps(_environment(command) | kernels, indent=1))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
-from vitpar.training.optim.gradient_norm import clip_, shard_norms, total_norm
+from vitpar.training.optim.norms import clip_, shard_norms, total_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from vitpar.training.faults.non_finite import NonFinite
-    from vitpar.training.optim.ema import EMA
     from vitpar.training.optim.loss_scale import LossScaler
+    from vitpar.training.optim.optimizer import EMA
+
+
+COLLECT_EVERY_S = 5.0
+"""Seconds between two collections, about."""
 
 
 class Stepped(NamedTuple):
@@ -27,7 +33,7 @@ class Stepped(NamedTuple):
 
 
 def nothing(*_: object) -> None:
-    """What is to be done where nothing is."""
+    """No-op callback."""
 
 
 class TrainStep:
@@ -86,3 +92,39 @@ class TrainStep:
                 if self.ema:
                     self.ema.update(number)
         return Stepped(loss, norm, told)
+
+
+class Garbage:
+    """Python's garbage collector, kept from running in the middle of a step.
+
+    Left alone it runs whenever enough objects were made: on each rank at another step, while all others wait for that
+    rank. Inside the ``with`` it runs only at steps that all ranks have in common, and not over what was there before.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._was_on = gc.isenabled()
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gc.unfreeze()
+        if self._was_on:
+            gc.enable()
+
+    def collect(self) -> None:
+        """Collect now."""
+        gc.collect()
+
+    def maybe_collect(self, number: int, seconds: float) -> None:
+        """Collect after step `number`, if it is time. seconds: that a step takes, as all ranks were told. The first
+        steps make most of what is never freed."""
+        if number >= self._next:
+            self.collect()
+            self._next = number + (max(1, int(COLLECT_EVERY_S / seconds)) if seconds else 1)

@@ -11,34 +11,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts
+from vitpar.checkpoint import Best, Checkpoint, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
+from vitpar.launch.stop_request import StopRequest
 from vitpar.launch.world_group import broadcast_json
 from vitpar.strategy import Plan
-from vitpar.strategy.words import count
+from vitpar.text import count
 from vitpar.training.begin import begin
 from vitpar.training.build import build
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.events import Origin, Reporter, RunHeader
+from vitpar.training.events import Logged, Origin, Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.garbage import Garbage
-from vitpar.training.input import Input, decoding_threads, open_data
-from vitpar.training.input_watch import InputWatch
-from vitpar.training.log_file import Logged
+from vitpar.training.input import Input, InputWatch, decoding_threads, open_data
 from vitpar.training.metrics import StepLog, Worst
-from vitpar.training.optim.lr_schedule import CosineWithWarmup
+from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.auto_precision import refuse_disagreement, resolve_precision
-from vitpar.training.recipe.batch_size import large_batch_warning
+from vitpar.training.recipe.machine import large_batch_warning, refuse_disagreement, resolve_precision
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
-from vitpar.training.saving.saver import Saver
-from vitpar.training.saving.stop_request import StopRequest
-from vitpar.training.saving.training_state import TrainingState, texts
-from vitpar.training.state import state_size
-from vitpar.training.step import Stepped, nothing
+from vitpar.training.saving.saver import Saver, TrainingState, texts
+from vitpar.training.step import Garbage, Stepped, nothing
 from vitpar.weights.folder import save_weights
 
 LOOK_S = 5.0
@@ -93,13 +87,13 @@ class Trainer:
         self.done, self.samples = 0, 0
         goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
         self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
-        self.reporter = Logged(self.folder, reporter) if self.folder else reporter
+        self.reporter = Logged(self.folder, reporter) if self.folder else Reporter()
         path = broadcast_json(str(self.folder.path) if self.folder else None)
         assert path is not None, "rank 0 has a folder"
         self.path = Path(path)
         self.watchdog.folder = self.path / "hang"
         self.saver = Saver(
-            Checkpoints(checkpoints_of(self.path)),
+            checkpoints_of(self.path),
             self.state,
             recipe.checkpoint,
             interval=recipe.checkpoint.interval(len(self.train_set), recipe.train.batch_size),
@@ -109,7 +103,7 @@ class Trainer:
             beat=lambda: self.watchdog.beat(SAVING, self.done),
         )
         self._step = trained.step(
-            after_gradients=self.checks.gradients if self.checks else nothing, before_update=self.saver.staged
+            after_gradients=self.checks.gradients if self.checks else nothing, before_update=self.saver.writer.staged
         )
         if self.folder:
             self.saver.checkpoints.clear()
@@ -119,20 +113,19 @@ class Trainer:
             if found:
                 self._go_on(found, allow_change, goes_on)
             elif recipe.model.weights is not None:
-                told = begin(self.model, recipe, self.ema)
-                if self.folder:
-                    self.reporter.told(told)
+                self.reporter.info(begin(self.model, recipe, self.ema))
         except (CheckpointError, DataError, RecipeError):
             if self.folder and not goes_on:
                 self.folder.discard()
             raise
         if self.folder:
-            kernels: dict[str, object] = {"compiled": self.model.compiled, "attention": self.attention.to_json()}
+            kernels: dict[str, object] = {
+                "compiled": self.model.execution.compile,
+                "attention": self.attention.to_json(),
+            }
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
-            for told in (*notes, *trained.warnings, self.attention.warning):
-                if told:
-                    self.reporter.note(told)
+        self._note(*notes, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:
@@ -163,14 +156,14 @@ class Trainer:
                 save, stopped = self.saver.due(number), False
                 logged = bool(due or stuck or save or number % train.log_every == 0 or number == first)
                 if logged or number >= look_at:
-                    mine = Worst(stop.asked is not None, pace, self.saver.minutes, self.saver.progress)
+                    mine = Worst(stop.asked is not None, pace, self.saver.minutes, self.saver.writer.progress)
                     rows, worst = log.flush(mine)
                     stopped, save = bool(worst.stop), save or self.saver.late(worst.minutes)
                     pace = rows[-1]["step_ms"] / 1e3
                     look_at = number + (max(1, int(LOOK_S / worst.step_seconds)) if worst.step_seconds else 1)
                     self._record(rows, shown=logged)
                     self.saver.advance(worst.writing)
-                    garbage.look(number, worst.step_seconds)
+                    garbage.maybe_collect(number, worst.step_seconds)
                     self.watchdog.settled = True
                 self._refuse(stuck)
                 if due or save or stopped:  # what is wrong by now must not be evaluated or saved
@@ -188,8 +181,7 @@ class Trainer:
                 self.watchdog.beat(WAITING, number + 1)
             self.saver.finish()
         last = last or self._evaluated()  # of a run that was done
-        warning = self.input.warning(loader)
-        if self.folder and warning:
+        if warning := self.input.warning(loader):
             self.reporter.note(f"training: {warning}")
         return self._finish(last, log)
 
@@ -200,12 +192,12 @@ class Trainer:
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
         result = self._evaluated()
+        row = {"kind": "eval", "step": step, **result.figures}
         if self.folder:
-            row = {"kind": "eval", "step": step, **result.figures}
             self.folder.metric(row)
-            self.reporter.evaluated(row)
-            if result.warning:
-                self.reporter.note(f"validation: {result.warning}")
+        self.reporter.evaluated(row)
+        if result.warning:
+            self.reporter.note(f"validation: {result.warning}")
         return result
 
     def _evaluated(self) -> Evaluation:
@@ -215,12 +207,12 @@ class Trainer:
 
     def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
-        paths = {"attention": self.attention.backend, "compiled": self.model.compiled}
+        paths = {"attention": self.attention.backend, "compiled": self.model.execution.compile}
         facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)
         return texts(facts, self.recipe, self.config, self.plan)
 
     def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
-        """Be as the run was in `found`."""
+        """Load the state of the run in `found`."""
         changed = allowed_changes(found, self.recipe, self.train_set.fingerprint, allow_change)
         self.samples = found.facts.samples
         # With another batch size, where the schedule has the learning rate of so many samples.
@@ -233,33 +225,31 @@ class Trainer:
                 "anew: name another folder with --run-dir"
             )
         self.state.load(found, changed)
-        for name, mine in (("compiled", self.model.compiled), ("attention", self.attention.backend)):
-            if self.folder and (before := getattr(found.facts, name)) not in (None, mine):
+        for name, mine in (("compiled", self.model.execution.compile), ("attention", self.attention.backend)):
+            if (before := getattr(found.facts, name)) not in (None, mine):
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:
             self.saver.go_on(found)
-        if self.folder:
-            self.reporter.told(f"going on from {found.path}: {count(self.done, 'step')} done")
+        self.reporter.info(f"going on from {found.path}: {count(self.done, 'step')} done")
 
     def _start(self) -> None:
-        parameters, state = state_size(self.model, self.recipe)
-        if self.folder:
-            sizes = (parameters, state, len(self.train_set), len(self.val_set), self.total_steps, str(self.folder.path))
-            header = RunHeader(self.recipe, self.config, self.plan, str(self.device), *sizes, self.origin)
-            self.reporter.started(header)
-            for warning in (self.lr.warning, large_batch_warning(self.recipe, len(self.train_set))):
-                if warning:
-                    self.reporter.note(warning)
+        sizes = *state_size(self.model, self.recipe), len(self.train_set), len(self.val_set), self.total_steps
+        header = (self.recipe, self.config, self.plan, str(self.device), *sizes, str(self.path), self.origin)
+        self.reporter.started(RunHeader(*header))
+        self._note(self.lr.warning, large_batch_warning(self.recipe, len(self.train_set)))
+
+    def _note(self, *warnings: str | None) -> None:
+        for warning in filter(None, warnings):
+            self.reporter.note(warning)
 
     def _record(self, rows: Sequence[dict[str, Any]], shown: bool) -> None:
         rows, diverged = self.non_finite.until_diverged(rows)
         if self.folder:
             self.folder.trained(rows)
         self._refuse(diverged)
-        if self.folder and shown:
+        if shown:
             self.reporter.stepped(rows[-1])
-            if waiting := self.watch.look(rows):
-                self.reporter.note(waiting)
+            self._note(self.watch.look(rows))
 
     def _refuse(self, sentence: str | None) -> None:
         """Stop, where there is a sentence to stop with. It is the same on every rank, so all stop together."""
@@ -272,13 +262,13 @@ class Trainer:
         raise RecipeError(sentence)
 
     def _stopped(self, signal: Signals | None) -> dict[str, Any]:
-        """What a run says that was asked to end, by a signal to this rank or to another."""
+        """End a run that a signal to this rank or to another asked to end. Returns its summary."""
         self.saver.finish()
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
+        by = signal.name if signal else "a signal to another rank"
+        further = f"vitpar train --resume {self.path}" if path else "nothing was saved, as the recipe says"
+        self.reporter.info(f"stopped by {by} after step {self.done:,}: {further}")
         if self.folder:
-            by = signal.name if signal else "a signal to another rank"
-            further = f"vitpar train --resume {self.path}" if path else "nothing was saved, as the recipe says"
-            self.reporter.told(f"stopped by {by} after step {self.done:,}: {further}")
             self.folder.close()
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 
@@ -288,7 +278,7 @@ class Trainer:
         with self.ema.averaged() if self.ema else nullcontext():
             save_weights(self.model, weights, self.recipe.to_toml())
         summary = {**last.figures, "steps": self.done, "images_per_second": log.mean_rate, "weights": str(weights)}
+        self.reporter.finished(summary)
         if self.folder:
-            self.reporter.finished(summary)
             self.folder.close()
         return summary

@@ -30,13 +30,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitpar.checkpoint import Checkpoint, load_tensors
-from vitpar.checkpoint.atomic import flush, partial, publish
+from vitpar.checkpoint.atomic import begin, flush, partial, publish
+from vitpar.checkpoint.index import AVERAGES, CONFIG, PARAMETERS, RECIPE, damage
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
-from vitpar.checkpoint.index import damaged_sizes
-from vitpar.checkpoint.names import AVERAGES, CONFIG, PARAMETERS, RECIPE
-from vitpar.checkpoint.whole import read_whole
+from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
+from vitpar.io import read_text
 from vitpar.launch.world_group import all_gather_json, barrier
+from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ViTConfig, config_from_json
 from vitpar.models.initial import copy_whole_
 from vitpar.models.vit import ViT
@@ -53,8 +54,7 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     half = partial(folder)
     if dist.get_rank() == 0:
-        shutil.rmtree(half, ignore_errors=True)
-        half.mkdir(parents=True)
+        begin(folder)
     barrier()
     pipe = model.pipe["pp"]
     name = f"model-{pipe.get_local_rank() + 1:05d}-of-{pipe.size():05d}.safetensors"
@@ -117,8 +117,7 @@ def write_weights(
         filled += size
     half, files, done = partial(folder), dict[str, str](), 0
     try:
-        shutil.rmtree(half, ignore_errors=True)
-        half.mkdir(parents=True)
+        begin(folder)
         for number, inside in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             whole = {}
@@ -144,6 +143,46 @@ def _write_texts(folder: Path, weight_map: Mapping[str, str], config: str, recip
     (folder / RECIPE).write_text(recipe)
 
 
+def export(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    shard_bytes: int,
+    averages: bool | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Path]:
+    """Write the parameters of a run's `checkpoint` alone to `folder`, as `write_weights` does. Returns the files of
+    tensors.
+
+    averages: whether to take the running averages (None: where there are any). Raises CheckpointError for a folder that
+    is not empty, averages that were not kept, and what cannot be read or written.
+    """
+    tensors = checkpoint.index.tensors
+    prefix = _best(checkpoint) if averages is None else AVERAGES if averages else PARAMETERS
+    names = [name for name in tensors if name.startswith(prefix)]
+    if not names:
+        raise CheckpointError(f"'{checkpoint.path}' has no running averages: export the parameters themselves")
+    sizes = {
+        name.removeprefix(prefix): torch.Size(tensors[name].shape).numel()
+        * getattr(torch, tensors[name].dtype).itemsize
+        for name in names
+    }
+    try:
+        config = read_text(checkpoint.path / CONFIG, MAX_JSON_BYTES)
+        recipe = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{checkpoint.path}' cannot be read: {error}") from None
+    return write_weights(
+        folder,
+        sizes,
+        lambda name: read_whole(checkpoint, f"{prefix}{name}"),
+        config=config,
+        recipe=recipe,
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+
+
 @dataclass(frozen=True)
 class Weights:
     """Whole parameters by name, of saved weights or of a checkpoint (its averages where it has some)."""
@@ -154,7 +193,7 @@ class Weights:
 
 
 def open_weights(folder: Path) -> Weights:
-    """What is in `folder`, its config.json borne out by the tensors that its files hold; none is read yet.
+    """Open the weights in `folder`, after comparing config.json with the shapes of the tensors; none is read yet.
 
     Raises DataError or CheckpointError where `folder` holds neither, or nonsense.
     """
@@ -164,11 +203,14 @@ def open_weights(folder: Path) -> Weights:
                 f"'{folder}' holds no weights ({name} is missing): give a folder such as runs/…/weights or "
                 "runs/…/checkpoints/step_450"
             )
-    config = parse_config(folder)
+    try:
+        config = config_from_json(read_object(folder / CONFIG))
+    except ModelError as error:
+        raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open(folder)
-        prefix = _prefix(checkpoint)
-        if wrong := damaged_sizes(folder, checkpoint.index):
+        prefix = _best(checkpoint)
+        if wrong := damage(folder, checkpoint.index.files, only_sizes=True):
             raise CheckpointError(f"the checkpoint '{folder}' is damaged: {wrong}")
         tensors = checkpoint.index.tensors.items()
         shapes = {name.removeprefix(prefix): t.shape for name, t in tensors if name.startswith(prefix)}
@@ -183,14 +225,6 @@ def open_weights(folder: Path) -> Weights:
 def read_config(folder: Path) -> ViTConfig:
     """The model's shape of saved weights or of a checkpoint. Raises as `open_weights` does."""
     return open_weights(folder).config
-
-
-def parse_config(folder: Path) -> ViTConfig:
-    """What config.json in `folder` says, whether it is true or not. Raises DataError."""
-    try:
-        return config_from_json(read_object(folder / CONFIG))
-    except ModelError as error:
-        raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
 
 
 def parameter_shapes(config: ViTConfig, most: int) -> dict[str, tuple[int, ...]]:
@@ -216,7 +250,7 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     wanted = {name: p for name, p in model.named_parameters() if name not in without}
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open_whole(folder)
-        prefix = _prefix(checkpoint)
+        prefix = _best(checkpoint)
         load_tensors(folder, {f"{prefix}{name}": p.detach() for name, p in wanted.items()}, checkpoint.index)
         model.parameters_changed()
         return
@@ -233,6 +267,6 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     model.parameters_changed()
 
 
-def _prefix(checkpoint: Checkpoint) -> str:
-    """How the names of the tensors begin that evaluate best."""
+def _best(checkpoint: Checkpoint) -> str:
+    """How the names of those tensors begin that evaluate best: averages, where there are any."""
     return AVERAGES if any(name.startswith(AVERAGES) for name in checkpoint.index.tensors) else PARAMETERS

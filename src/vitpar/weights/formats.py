@@ -1,4 +1,4 @@
-"""What others call the parameters of a ViT, and how theirs make ours.
+"""Names of a ViT's parameters in other libraries, and how their tensors become vitpar's.
 
 Three formats, told apart by the name of the patches' projection: timm's (``timm/models/vision_transformer.py`` and
 ``deit.py``, 1.0; the files of DeiT, DeiT III and the original ViT too), transformers' (``modeling_vit.py`` and

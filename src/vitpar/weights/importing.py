@@ -1,4 +1,4 @@
-"""Weights from elsewhere -> the layout of ``vitpar.weights.folder``: read, told, compared, made ours, written."""
+"""Imports weights of other libraries: opens them, infers the model, renames the tensors, writes a folder of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import tomli_w
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from vitpar.errors import DataError, ModelError
@@ -17,10 +19,9 @@ from vitpar.models.config import ViTConfig, model_config
 from vitpar.models.initial import initial_value
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
 from vitpar.weights.formats import parts, renamed
-from vitpar.weights.positions import resampled
+from vitpar.weights.infer_config import IMAGENET, hints, infer_config
 from vitpar.weights.shards import refuse_other_shapes
 from vitpar.weights.sources import open_source
-from vitpar.weights.told import IMAGENET, hints, told_config
 
 SHARD_BYTES = 5 * 10**9
 CLASSIFIERS = tuple(f"head.{name}.{end}" for name in ("fc", "fc_dist") for end in ("weight", "bias"))
@@ -58,25 +59,25 @@ def import_weights(
     refuse_used(folder)
     source = open_source(path, trust)
     found, beside = renamed(path, source.shapes), hints(source.configs)
-    told = told_config(path, found, beside, model)
-    made, notes = parts(found, told), [*source.notes, *found.notes]
+    there = infer_config(path, found, beside, model)
+    made, notes = parts(found, there), [*source.notes, *found.notes]
     if beside.data is None:
         notes.append("nothing says how its images were normalised: recipe.toml has ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)
     if headless and classes is None:
         raise DataError(f"'{path}' has no classifier: say how many classes a new one is to have with --classes N")
-    needed = parameter_shapes(told, most=len(source.shapes))
+    needed = parameter_shapes(there, most=len(source.shapes))
     if headless:
         needed = {name: shape for name, shape in needed.items() if name not in CLASSIFIERS}
     refuse_other_shapes(path, {name: part.shape for name, part in made.items()}, needed, exactly=True)
 
-    config = replace(told, num_classes=classes or told.num_classes, image_size=image_size or told.image_size)
-    anew = {name for name in CLASSIFIERS if classes is not None and (headless or classes != told.num_classes)}
+    config = replace(there, num_classes=classes or there.num_classes, image_size=image_size or there.image_size)
+    anew = {name for name in CLASSIFIERS if classes is not None and (headless or classes != there.num_classes)}
     if anew:
-        was = "there was none" if headless else f"{told.num_classes:,} classes were there"
+        was = "there was none" if headless else f"{there.num_classes:,} classes were there"
         notes.append(f"the classifier of {classes:,} classes begins anew ({was})")
-    if config.image_size != told.image_size:
-        notes.append(interpolated(told, config))
+    if config.image_size != there.image_size:
+        notes.append(interpolated(there, config))
     shapes = parameter_shapes(config, most=len(source.shapes) + len(CLASSIFIERS))
 
     def read(name: str) -> Tensor:
@@ -86,7 +87,7 @@ def import_weights(
         whole = part.make(*map(source.read, part.names)).float()
         if not whole.isfinite().all():
             raise DataError(f"{' and '.join(part.names)} in '{path}' holds numbers that are not finite: do not use it")
-        if name == POSITIONS and config.image_size != told.image_size:
+        if name == POSITIONS and config.image_size != there.image_size:
             whole = resampled(whole, config.prefix_tokens, config.image_size // config.patch_size)
         return whole.clone(memory_format=torch.contiguous_format)
 
@@ -103,7 +104,7 @@ def import_weights(
 
 
 def interpolated(before: ViTConfig, after: ViTConfig) -> str:
-    """What became of the positions, for the user."""
+    """Describe to the user how positions were interpolated."""
     if before.position != "learned":
         return f"images have {after.image_size} pixels instead of {before.image_size}"
     grids = [c.image_size // c.patch_size for c in (before, after)]
@@ -111,6 +112,19 @@ def interpolated(before: ViTConfig, after: ViTConfig) -> str:
         f"positions are interpolated from {grids[0]}x{grids[0]} to {grids[1]}x{grids[1]} patches (images of "
         f"{after.image_size} pixels instead of {before.image_size})"
     )
+
+
+def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
+    """Learned positions [1, prefix + old², width] of a square grid of patches -> [1, prefix + grid², width].
+
+    prefix: tokens before the patches, whose positions stay. Bicubic with antialiasing, computed in float32, as timm's
+    `resample_abs_pos_embed` does (timm/layers/pos_embed.py, 1.0).
+    """
+    tokens, patches = positions[:, :prefix], positions[:, prefix:]
+    old = round(patches.shape[1] ** 0.5)
+    image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=old)
+    image = F.interpolate(image, size=(grid, grid), mode="bicubic", antialias=True)
+    return torch.cat([tokens, rearrange(image, "1 d h w -> 1 (h w) d").to(positions.dtype)], dim=1)
 
 
 def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -> str:

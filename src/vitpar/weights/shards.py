@@ -13,9 +13,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitpar.errors import DataError, literal, shown
-from vitpar.files import read_json, stat_regular
+from vitpar.checkpoint.index import first_line, is_file_name
+from vitpar.errors import DataError
+from vitpar.io import read_json, stat_regular
 from vitpar.limits import MAX_TENSOR_DIMS
+from vitpar.text import literal, shown
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 FEW = 3
@@ -46,7 +48,7 @@ class Shards:
                         raise DataError(f"{shown(name)} in '{folder / file}' is {wrong}, which is no parameter")
                     self._held[name], self.shapes[name] = opened, shape
         except (OSError, SafetensorError) as error:
-            raise DataError(f"'{folder / file}' cannot be read: {_words(error)}") from None
+            raise DataError(f"'{folder / file}' cannot be read: {first_line(error)}") from None
         for name in weight_map or ():
             if name not in self._held:
                 assert weight_map is not None
@@ -54,7 +56,8 @@ class Shards:
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
-        """Those that the file `index` in `folder` lists. Raises DataError, also for names of files elsewhere."""
+        """Open the shards that the file `index` in `folder` lists. Raises DataError, also for files outside the
+        folder."""
         weight_map = read_weight_map(folder, index)
         return cls(folder, dict.fromkeys(weight_map.values()), weight_map)
 
@@ -63,7 +66,7 @@ class Shards:
         try:
             return self._held[name].get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise DataError(f"{shown(name)} in '{self._folder}' cannot be read: {_words(error)}") from None
+            raise DataError(f"{shown(name)} in '{self._folder}' cannot be read: {first_line(error)}") from None
 
 
 def read_weight_map(folder: Path, index: str) -> dict[str, str]:
@@ -73,13 +76,7 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"'{folder / index}' cannot be read: it has no weight_map")
     for file in weight_map.values():
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or file in ("", "..")
-            or "\0" in file
-            or len(file) > 255
-        ):
+        if not is_file_name(file) or len(file) > 255:
             raise DataError(f"'{folder / index}' names {literal(file)}, which cannot be in its folder: do not use it")
     return weight_map
 
@@ -89,7 +86,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"'{path}' cannot be read: {_words(error)}") from None
+        raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
     if not isinstance(value, dict):
         raise DataError(f"'{path}' cannot be read: it holds no object")
     return value
@@ -117,7 +114,7 @@ def refuse_other_shapes(
 
 
 def listed(names: list[str]) -> str:
-    """The first few, and how many more."""
+    """Return the first few names, and how many more there are."""
     more = len(names) - FEW
     return ", ".join(map(shown, names[:FEW])) + (f" and {more:,} more" if more > 0 else "")
 
@@ -127,8 +124,3 @@ def _no_parameter(name: str, shape: tuple[int, ...], dtype: str) -> str | None:
     if len(shape) > MAX_TENSOR_DIMS:
         return f"of {len(shape):,} dimensions, above {MAX_TENSOR_DIMS}"
     return "without a name" if not name else dtype if dtype not in _FLOATS else None
-
-
-def _words(error: Exception) -> str:
-    """Return what `error` says, without the path that messages name anyway."""
-    return shown(getattr(error, "strerror", None) or error)

@@ -16,8 +16,9 @@ from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from vitpar import parse
 from vitpar.errors import FaultError
+from vitpar.sharded import local
+from vitpar.training.faults import debug_checks
 from vitpar.training.faults.debug_checks import checksums
-from vitpar.training.optim.optimizer import local
 from vitpar.training.recipe import Recipe, read_recipe
 
 CPU = torch.device("cpu")
@@ -46,10 +47,10 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
 def train(device: torch.device, recipe: Recipe, folder: Path, wrong: str = "", rank: int = 0) -> str | None:
     """The sentence that the run stopped with, if it did, where something is `wrong` on `rank` at step 2. On every
     rank."""
-    from vitpar.training.events import Silent
+    from vitpar.training.events import Reporter
     from vitpar.training.trainer import Trainer
 
-    trainer = Trainer(recipe, recipe.plan(recipe.config(7)), CPU, reporter=Silent(), run_dir=folder)
+    trainer = Trainer(recipe, recipe.plan(recipe.config(7)), CPU, reporter=Reporter(), run_dir=folder)
     parameters = dict(trainer.model.named_parameters())
     backward, step = trainer.model.forward_backward, trainer.step
     now = [0]
@@ -160,10 +161,9 @@ def test_what_is_wrong_on_one_rank_is_named(
 
 def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
     """As `train`, where rank 1 does not come to the collectives of step 2. On every rank."""
-    from vitpar.training.faults import collective_order
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(collective_order, "WAIT_S", 1.0)
+    patch.setattr(debug_checks, "WAIT_S", 1.0)
     try:
         return train(device, recipe, folder, "late", 1)
     finally:

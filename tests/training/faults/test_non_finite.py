@@ -15,7 +15,7 @@ from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from vitpar import parse
 from vitpar.errors import RecipeError
-from vitpar.training.optim.optimizer import local
+from vitpar.sharded import local
 from vitpar.training.recipe import Recipe, read_recipe
 
 CPU = torch.device("cpu")
@@ -45,10 +45,10 @@ def spoilt(
     is multiplied by; "update": written into a parameter after the update. Runs on every rank.
     """
     from vitpar.training import trainer as trainer_file
-    from vitpar.training.events import Silent
+    from vitpar.training.events import Reporter
     from vitpar.training.trainer import Trainer
 
-    trainer = Trainer(recipe, recipe.plan(recipe.config(7)), CPU, reporter=Silent(), run_dir=folder)
+    trainer = Trainer(recipe, recipe.plan(recipe.config(7)), CPU, reporter=Reporter(), run_dir=folder)
     backward, step = trainer.model.forward_backward, trainer.step
     now = [0]
     sums: dict[str, Any] = {}

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from helpers.oracles import timm
-from vitpar import ViTConfig, model_config, parallelize, parse, validate
+from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.errors import RecipeError
 from vitpar.training.build import build
-from vitpar.training.optim.ema import EMA
+from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import read_recipe
 
 BATCH, CPU = 8, torch.device("cpu")
@@ -25,7 +25,7 @@ def test_moving_average_is_timms(decay: float, warmup: bool, alone: None) -> Non
     """Without a warm-up timm's trainer, unlike vitpar, begins with the parameters after the first step."""
     config = config_of()
     plan = validate(parse("dp1"), config, BATCH)
-    model = parallelize(config, plan, batch_size=BATCH, device=CPU, precision_name="fp64")
+    model = parallelize(config, plan, Execution(BATCH, precision="fp64"), CPU)
     theirs = nn.ParameterList(p.detach().clone() for _, p in model.named_parameters())
     average = timm.utils.ModelEmaV3(theirs, decay=decay, use_warmup=warmup)
     ours = EMA(model, decay, warmup)

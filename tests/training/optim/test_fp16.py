@@ -16,7 +16,7 @@ from helpers.small_data import pack_small
 from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.errors import RecipeError
-from vitpar.training.optim.optimizer import local
+from vitpar.sharded import local
 from vitpar.training.recipe import Recipe, read_recipe
 
 CPU = torch.device("cpu")
@@ -48,11 +48,11 @@ class Watch:
     """
 
     def __init__(self, recipe: Recipe, folder: Path, spoil: float | None, rank: int, steps: tuple[int, ...]) -> None:
-        from vitpar.training.events import Silent
+        from vitpar.training.events import Reporter
         from vitpar.training.trainer import Trainer
 
         plan = recipe.plan(recipe.config(7))
-        self.trainer = Trainer(recipe, plan, CPU, reporter=Silent(), run_dir=folder)
+        self.trainer = Trainer(recipe, plan, CPU, reporter=Reporter(), run_dir=folder)
         self.seen: list[dict[str, Any]] = []
         self._spoil, self._rank, self._steps = spoil, rank, steps
         self._real = self.trainer.step

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vitpar.errors import RecipeError
 from vitpar.parallel.precision import PRECISIONS, precision
-from vitpar.training.optim.gradient_norm import clip_, global_norm
 from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
+from vitpar.training.optim.norms import clip_, global_norm
 from vitpar.training.recipe import Recipe, read_recipe
 
 # the scale over the steps
@@ -215,8 +215,7 @@ def test_another_precision_drops_what_only_the_files_uses(tmp_path: Path) -> Non
 def test_progress_and_log_show_the_scale() -> None:
     from rich.console import Console
 
-    from vitpar.training.events import Silent
-    from vitpar.training.log_file import Logged
+    from vitpar.training.events import Logged, Reporter
     from vitpar_cli.progress import ConsoleReporter
 
     speed = {"images_per_second": 100.0, "step_ms": 10.0, "data_ms": 0.1, "lr": 0.1}
@@ -227,7 +226,7 @@ def test_progress_and_log_show_the_scale() -> None:
     console = ConsoleReporter(Console(file=file, force_terminal=False, width=200), lambda: 0.0)
     console._header, console._first = SimpleNamespace(steps=10), None  # type: ignore[assignment]
     for shown in (skipped, {**skipped, "skipped": False, "loss": 2.25, "grad_norm": 0.5}):
-        Logged(folder, Silent()).stepped(shown)
+        Logged(folder, Reporter()).stepped(shown)
         console._printed = float("-inf")
         console.stepped(shown)
     assert lines[0].startswith("step 3  loss nan  lr 0.1  gradients nan  scale 1,024  100.0 images/s")

@@ -10,8 +10,7 @@ from helpers.optimizer_references import LAMB, LARS, RATES, section, shown
 from helpers.oracles import timm
 from vitpar import model_config
 from vitpar.models.vit import ViT
-from vitpar.training.optim.lr_schedule import CosineWithWarmup
-from vitpar.training.optim.optimizer import ShardedOptimizer, decays
+from vitpar.training.optim.optimizer import CosineWithWarmup, ShardedOptimizer, decays
 
 NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.weight", "head.fc.weight")
 

@@ -28,8 +28,9 @@ from helpers.sharded_parameters import (
     ranks_of,
     whole,
 )
-from vitpar.training.optim.optimizer import ShardedOptimizer, local
-from vitpar.training.optim.whole_norms import WholeNorms
+from vitpar.sharded import local
+from vitpar.training.optim.norms import WholeNorms
+from vitpar.training.optim.optimizer import ShardedOptimizer
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
@@ -103,7 +104,7 @@ def test_whole_parameters_follow_the_papers(settings: dict[str, Any]) -> None:
 
 def vit(mesh: str | None, device: torch.device) -> Any:
     """A tiny ViT in float64: this rank's part under `mesh`, or all of it."""
-    from vitpar import model_config, parallelize, parse, validate
+    from vitpar import Execution, model_config, parallelize, parse, validate
     from vitpar.models.initial import initialise
     from vitpar.models.vit import ViT
 
@@ -114,7 +115,7 @@ def vit(mesh: str | None, device: torch.device) -> Any:
         initialise(model, 0, config)
         return model
     plan = validate(parse(mesh), config, 8)
-    return parallelize(config, plan, batch_size=8, device=device, precision_name="fp64")
+    return parallelize(config, plan, Execution(8, precision="fp64"), device)
 
 
 def vit_trained(device: torch.device, mesh: str | None, settings: dict[str, Any]) -> dict[str, Any]:

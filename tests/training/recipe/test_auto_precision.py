@@ -10,7 +10,7 @@ from helpers.ranks import RankPool
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.auto_precision import planned_precision, refuse_disagreement, resolve_precision
+from vitpar.training.recipe.machine import planned_precision, refuse_disagreement, resolve_precision
 
 
 def recipe(**train: Any) -> Recipe:

@@ -9,7 +9,7 @@ import pytest
 from helpers.command_line import refusal
 from vitpar.data import EvalTransform, parse_policy
 from vitpar.errors import RecipeError, StrategyError, UserError
-from vitpar.files import parse_toml
+from vitpar.io import parse_toml
 from vitpar.limits import MAX_ALTERNATIVES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.training.input import transforms
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from vitpar.errors import RecipeError
-from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.optim.optimizer import ShardedOptimizer, state_bytes, state_words
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.optimizer_section import OptimizerSection
-from vitpar.training.state import state_bytes, state_words
+from vitpar.training.recipe.sections import OptimizerSection
 
 
 def read(*assignments: str) -> Recipe:

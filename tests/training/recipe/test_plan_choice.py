@@ -7,9 +7,10 @@ import pytest
 
 from helpers.command_line import refusal
 from vitpar.errors import RecipeError, StrategyError
-from vitpar.strategy import parse, write_plan
+from vitpar.strategy import parse
+from vitpar.strategy.plan_json import write_plan
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.plan_choice import Chosen
+from vitpar.training.recipe.recipe import Chosen
 
 MODEL = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
 
@@ -79,8 +80,8 @@ def test_micro_batches_that_no_longer_divide_are_a_reason() -> None:
 def test_communication_settings_are_for_the_plans_that_use_them() -> None:
     made = recipe("fsdp4", ["dp"])
     made = made.model_copy(update={"communication": made.communication.model_copy(update={"prefetch": 2})})
-    assert made.communication.used_by(chosen(made, 4).plan, "fp32").prefetch == 2
-    assert made.communication.used_by(chosen(made, 2).plan, "fp32").prefetch is None
+    assert made.communication_under(chosen(made, 4).plan).prefetch == 2
+    assert made.communication_under(chosen(made, 2).plan).prefetch is None
     first = made.model_copy(update={"parallel": made.parallel.model_copy(update={"mesh": "dp2"})})
     with pytest.raises(StrategyError, match=r"communication\.prefetch is 2, which does nothing under 'dp2'"):
         first.plan(first.config(10))

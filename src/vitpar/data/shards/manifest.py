@@ -1,4 +1,4 @@
-"""What lies in the folder of a data set besides its shards: the manifest, and one index a split.
+"""The manifest of a data set, and the index of each split, which lie in the folder with its shards.
 
 folder/
   dataset.json          classes, and for every split its shards with their sample and byte counts
@@ -11,28 +11,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import Annotated, BinaryIO, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from vitpar.errors import DataError, shown
-from vitpar.files import open_regular, read_bytes, stat_regular
+from vitpar.errors import DataError
+from vitpar.io import open_regular, read_bytes, write_text
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_JSON_BYTES, MAX_SHARDS
+from vitpar.records import Record, table_of
+from vitpar.text import shown
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
 """crc: zlib's CRC-32 of the encoded image."""
 MANIFEST = "dataset.json"
-_CHUNK = 1 << 18  # rows looked at in one go: memory does not grow with the data set
+_CHUNK = 1 << 18  # rows that are read in one go, not mapped: memory does not grow with the data set
 
 
-class ShardEntry(BaseModel):
+class ShardEntry(Record):
     """One tar file of a split."""
 
-    model_config = ConfigDict(extra="forbid")
     file: str
     samples: NonNegativeInt = Field(le=MAX_INT64)
     bytes: NonNegativeInt = Field(le=MAX_INT64)
@@ -46,29 +56,27 @@ class ShardEntry(BaseModel):
         return file
 
 
-class SplitEntry(BaseModel):
+class SplitEntry(Record):
     """One split: its shards in index order, its sample counts, and the SHA-256 of its index file."""
 
-    model_config = ConfigDict(extra="forbid")
-    shards: list[ShardEntry] = Field(max_length=MAX_SHARDS)
+    shards: list[ShardEntry] = Field(max_length=MAX_SHARDS, fail_fast=True)
     samples: NonNegativeInt = Field(le=MAX_INT64)
-    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES)
+    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES, fail_fast=True)
     index_sha256: str
 
 
-class Manifest(BaseModel):
-    """What `dataset.json` holds.
+class Manifest(Record):
+    """Content of `dataset.json`.
 
     class_names: what people call the classes, in their order, where that is something else. labels: where the shards
     hold them, as `vitpar data index --label` takes it; None in one of an older version.
     """
 
-    model_config = ConfigDict(extra="forbid")
     vitpar_dataset: Literal[2] = 2
-    classes: list[str] = Field(max_length=MAX_CLASSES)
-    class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES)
+    classes: list[str] = Field(max_length=MAX_CLASSES, fail_fast=True)
+    class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES, fail_fast=True)
     labels: str | None = None
-    splits: dict[str, SplitEntry]
+    splits: Annotated[dict[str, SplitEntry], table_of(SplitEntry.model_validate)]
 
     @field_validator("splits")
     @classmethod
@@ -85,8 +93,25 @@ class Manifest(BaseModel):
         return self
 
 
+class AnyManifest(BaseModel):
+    """Content of `dataset.json` of any version. vitpar_dataset: None in a file of another program."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    vitpar_dataset: object = None
+    classes: list[str] | None = Field(default=None, fail_fast=True)
+    class_names: list[str] | None = Field(default=None, fail_fast=True)
+
+
+def read_any_manifest(folder: Path) -> AnyManifest:
+    """Return what there is to read of the manifest in `folder`, of whatever version; nothing of a damaged one."""
+    try:
+        return AnyManifest.model_validate_json(read_bytes(folder / MANIFEST, MAX_JSON_BYTES))
+    except (OSError, ValidationError):
+        return AnyManifest()
+
+
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a data set. Raises DataError when `folder` holds none, or a damaged one."""
+    """Read the manifest of a data set. Raises DataError when `folder` holds none, or a damaged one."""
     path = Path(folder) / MANIFEST
     try:
         return Manifest.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
@@ -107,53 +132,53 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `dataset.json`, which is to be done last: whole or not at all."""
-    partial = folder / f".{MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest.model_dump(exclude_none=True), indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / MANIFEST)
-
-
-def index_path(folder: Path, split: str) -> Path:
-    """Where the index of a split lies."""
-    return folder / f"{split}.index.npy"
+    """Write `dataset.json`, whole or not at all. To be done last."""
+    write_text(folder / MANIFEST, json.dumps(manifest.model_dump(exclude_none=True), indent=1) + "\n")
 
 
 def write_split(
-    folder: Path, split: str, shards: Sequence[ShardEntry], tables: Sequence[np.ndarray], classes: int
+    folder: Path, split: str, shards: Sequence[Path], tables: Sequence[np.ndarray], classes: int
 ) -> SplitEntry:
-    """Write the index of a split. tables: ROW [samples] of each shard, with column `shard` as it may be."""
+    """Write the index of a split. tables: ROW [samples] of each shard, with column `shard` as it may be. classes: how
+    many there are."""
     rows = np.concatenate([np.empty(0, ROW), *tables])
     rows["shard"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    path, partial = index_path(folder, split), folder / f".{split}.index.partial"
+    path, partial = folder / f"{split}.index.npy", folder / f".{split}.index.partial"
     with partial.open("wb") as file:
         np.save(file, rows)
     with partial.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     partial.replace(path)
     per_class = np.bincount(rows["label"], minlength=classes).tolist()
-    return SplitEntry(shards=list(shards), samples=len(rows), per_class=per_class, index_sha256=digest)
+    entries = [
+        ShardEntry(file=path.name, samples=len(table), bytes=path.stat().st_size)
+        for path, table in zip(shards, tables, strict=True)
+    ]
+    return SplitEntry(shards=entries, samples=len(rows), per_class=per_class, index_sha256=digest)
 
 
 def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
-    """The memory-mapped index of a split: ROW [samples]. Raises DataError where it is not the one that was written, or
-    does not fit the shards."""
-    path = index_path(folder, split)
+    """Map the index of a split into memory: ROW [samples]. Raises DataError where it is not the one that was written,
+    or does not fit the shards."""
+    path = folder / f"{split}.index.npy"
     again = f"write it anew with `vitpar data index {folder}`"
+    digest, start = hashlib.sha256(), 0
     try:
-        size = stat_regular(path).st_size
-        offset = _header_bytes(path, entry.samples)
+        with open_regular(path) as file:
+            offset, size = _header_bytes(file, entry.samples), os.fstat(file.fileno()).st_size
+            told = sum(shard.samples for shard in entry.shards)
+            if offset is None or size != offset + entry.samples * ROW.itemsize or told != entry.samples:
+                raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
+            file.seek(0)
+            digest.update(file.read(offset))
+            while data := file.read(_CHUNK * ROW.itemsize):
+                digest.update(data)
+                rows = np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
+                if not _fits(start, rows, entry):
+                    raise DataError(f"index '{path}' does not fit the shards in {MANIFEST}: {again}")
+                start += len(rows)
     except OSError as error:
         raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
-    told = sum(shard.samples for shard in entry.shards)
-    if offset is None or size != offset + entry.samples * ROW.itemsize or told != entry.samples:
-        raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
-    digest = hashlib.sha256()
-    try:
-        for start, chunk in _chunks(path, offset, digest):
-            if not _fits(start, chunk, entry):
-                raise DataError(f"index '{path}' does not fit the shards in {MANIFEST}: {again}")
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from None
     if digest.hexdigest() != entry.index_sha256:
         raise DataError(f"index '{path}' is not the one that {MANIFEST} was written for: {again}")
     if not entry.samples:
@@ -162,33 +187,20 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     return rows.view(np.ndarray)  # a plain array: np.memmap's own indexing is slow
 
 
-def _header_bytes(path: Path, samples: int) -> int | None:
+def _header_bytes(file: BinaryIO, samples: int) -> int | None:
     """Return where the rows of an index file begin; None where its header is not that of so many. Raises OSError."""
-    with open_regular(path) as file:
-        try:
-            np.lib.format.read_magic(file)
-            found = np.lib.format.read_array_header_1_0(file)
-        except OSError:
-            raise
-        except Exception:  # damaged headers make it raise nearly anything
-            return None
-        return file.tell() if found == ((samples,), False, ROW) else None
-
-
-def _chunks(path: Path, offset: int, digest: hashlib._Hash) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, ROW [rows]) of an index file, all bytes of which go into `digest`; read, not mapped, so that no more
-    than a chunk is in memory."""
-    with path.open("rb") as file:
-        digest.update(file.read(offset))
-        start = 0
-        while data := file.read(_CHUNK * ROW.itemsize):
-            digest.update(data)
-            chunk = np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
-            yield start, chunk
-            start += len(chunk)
+    try:
+        np.lib.format.read_magic(file)
+        found = np.lib.format.read_array_header_1_0(file)
+    except OSError:
+        raise
+    except Exception:  # damaged headers make it raise nearly anything
+        return None
+    return file.tell() if found == ((samples,), False, ROW) else None
 
 
 def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
+    """Whether the rows from number `start` on lie within the shards and classes of a split."""
     ends = np.cumsum([shard.samples for shard in entry.shards])
     expected = np.searchsorted(ends, np.arange(start, start + len(rows)), side="right")
     if not np.array_equal(rows["shard"], expected):

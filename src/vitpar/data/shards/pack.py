@@ -19,19 +19,19 @@ import numpy as np
 from PIL import Image
 
 from vitpar.data.images import BadImage, decode, image_size, image_type
-from vitpar.data.order import Order
+from vitpar.data.randomness import Order
+from vitpar.data.shards.index import scan
 from vitpar.data.shards.manifest import (
     MANIFEST,
     Manifest,
-    ShardEntry,
     SplitEntry,
+    read_any_manifest,
     write_manifest,
     write_split,
 )
-from vitpar.data.shards.scan import scan
 from vitpar.data.sources import Progress, Source, SourceSplit, open_source
-from vitpar.errors import DataError, shown
-from vitpar.files import read_json
+from vitpar.errors import DataError
+from vitpar.text import shown
 
 SHARD_SAMPLES = 5000  # half a gigabyte of ImageNet
 
@@ -120,16 +120,12 @@ def _check_destination(target: Path, overwrite: bool) -> None:
         raise DataError(f"'{target}' is not empty and holds no data set: choose another folder")
     if not overwrite:
         raise DataError(f"'{target}' holds a data set: choose another folder, or --overwrite to replace it")
-    try:
-        ours = "vitpar_dataset" in read_json(target / MANIFEST)
-    except (OSError, ValueError, TypeError):
-        ours = False
-    if not ours:
+    if read_any_manifest(target).vitpar_dataset is None:
         raise DataError(f"'{target / MANIFEST}' is not of vitpar: choose another folder")
 
 
 def _stamps(source: Path) -> list[tuple[str, int, int]]:
-    """What tells one source from another, and from itself after a change: its files with their sizes and times."""
+    """Return the source's files with their sizes and times, which tell it from others, and from itself changed."""
     found = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
     return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in found if path.is_file()] + [
         (str(source.resolve()), 0, 0)
@@ -230,11 +226,7 @@ class _Packing:
                 self._stopped = True
                 pool.shutdown(wait=True, cancel_futures=True)
         self._stopped = False
-        shards = [
-            ShardEntry(file=path.name, samples=len(table), bytes=path.stat().st_size)
-            for path, table in zip(paths, tables, strict=True)
-        ]
-        return write_split(self.folder, name, shards, tables, len(self.source.classes))
+        return write_split(self.folder, name, paths, tables, len(self.source.classes))
 
     def _shard(self, name: str, split: SourceSplit, path: Path, samples: range) -> np.ndarray:
         """ROW [samples] of the shard at `path`, which is written if it is not there."""

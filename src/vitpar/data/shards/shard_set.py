@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
-from vitpar.errors import DataError, nearest, shown
-from vitpar.files import open_regular, stat_regular
+from vitpar.errors import DataError
+from vitpar.io import open_regular, stat_regular
+from vitpar.text import nearest, shown
 
 _OPEN_FILES = 256  # a data set may have more shards than a process may have open files
 
@@ -68,12 +69,12 @@ class ShardSet:
 
     @property
     def num_classes(self) -> int:
-        """How many there are, also of those without a sample."""
+        """Number of classes, with those that have no sample."""
         return len(self.classes)
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """The folder, for messages."""
         return str(self.folder)
 
     def read(self, i: int) -> bytes:

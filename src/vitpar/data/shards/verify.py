@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from vitpar.data.images import decode
+from vitpar.data.shards.index import Labels, offsets, scan
 from vitpar.data.shards.manifest import read_manifest
-from vitpar.data.shards.scan import Labels, offsets, scan
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.sources.source import Progress
 from vitpar.errors import DataError
 
 _TASK, _ROUND = 64, 1 << 14  # samples a thread takes at a time, and that are handed out at a time
-
-Progress = Callable[[str, int, int], None]
-"""Called as (split, samples read, samples in all), before that as (split and "shards", shards read, shards in all)."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,14 @@ def verify(
 
 
 def _shard_problem(shards: ShardSet, number: int, labels: Labels | None) -> Problem | None:
-    """What is wrong with a shard as a tar file, by its headers and labels."""
+    """Return the problem of a shard as a tar file, by its headers and labels."""
     path, expected = shards.files[number], shards.rows_of(number)
     try:
         if labels is None:
             same = set(map(int, expected["offset"])) <= offsets(path)
             what = None if same else "its members are not those of the index: index it again"
             return Problem(shards.split, None, path.name, what) if what else None
-        found = scan(path, labels, checksums=False)
-        rows = found.rows
-        if found.classes is not None:
-            place = {name: label for label, name in enumerate(shards.classes)}
-            rows["label"] = np.array([place.get(name, -1) for name in found.classes], np.int32)[rows["label"]]
+        rows = scan(path, labels, checksums=False).numbered(shards.classes)
         same = len(rows) == len(expected) and all(
             np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")
         )

@@ -1,4 +1,4 @@
-"""Where images to pack come from. `open_source` tells the kinds apart by what lies at the path.
+"""Sources of images to pack. `open_source` tells the kinds apart by what lies at the path.
 
 SRC/train/<class>/*.jpg, SRC/val/<class>/*.jpg    a folder for every class of every split
 SRC/<class>/*.jpg                                 the same without splits: a part becomes `val`
@@ -13,17 +13,14 @@ digits                                            1,797 handwritten digits of 8Ã
 
 from pathlib import Path
 
-from vitpar.data.sources.carve import carve_val
-from vitpar.data.sources.cifar import cifar, cifar_files
-from vitpar.data.sources.digits import DIGITS, digits
-from vitpar.data.sources.folders import class_folders
+from vitpar.data.sources.arrays import DIGITS, cifar, cifar_files, digits
+from vitpar.data.sources.files import class_folders, listed, zipped
 from vitpar.data.sources.imagenet import imagenet, is_imagenet
-from vitpar.data.sources.listed import listed
 from vitpar.data.sources.parquet import parquet, parquet_files
-from vitpar.data.sources.source import Progress, Source, SourceSplit
+from vitpar.data.sources.source import SPLITS, Progress, Source, SourceSplit, carve_val
 from vitpar.data.sources.tfrecord import NAME, tfrecords
-from vitpar.data.sources.zipped import zipped
-from vitpar.errors import DataError, shown
+from vitpar.errors import DataError
+from vitpar.text import shown
 
 __all__ = ["Progress", "Source", "SourceSplit", "open_source"]
 
@@ -82,5 +79,5 @@ def _source(location: str | Path, progress: Progress | None) -> Source:
     if parquet_files(path):
         return parquet(path)
     if (path / "train").is_dir():
-        return class_folders(path, [name for name in ("train", "val", "test") if (path / name).is_dir()])
+        return class_folders(path, [name for name in SPLITS if (path / name).is_dir()])
     return class_folders(path, ["."])

@@ -1,7 +1,6 @@
 """ImageNet as published for ILSVRC2012 (Russakovsky et al. 2015): a tar file with a tar file for every class, a tar
 file of validation images, and the development kit, which says what they show."""
 
-import os
 import re
 import tarfile
 from collections.abc import Sequence
@@ -11,13 +10,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from vitpar.data.shards.tar import Readable, members, open_tar
-from vitpar.data.sources.archived import unpacked
 from vitpar.data.sources.matlab import read_table
-from vitpar.data.sources.source import Progress, Source, SourceSplit
-from vitpar.errors import DataError, shown
-from vitpar.files import open_regular
+from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span
+from vitpar.data.tar import Readable, members, open_tar, unpacked
+from vitpar.errors import DataError
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_JSON_BYTES
+from vitpar.text import shown
 
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 _TABLE, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
@@ -35,7 +33,7 @@ class _Images:
 
 @dataclass(frozen=True)
 class _Kit:
-    """What the development kit says. classes: WordNet's numbers of the synsets that have images, sorted. names: what
+    """Content of the development kit. classes: WordNet's numbers of the synsets that have images, sorted. names: what
     they are called, in that order. truth: the class of every validation image, as an index into these."""
 
     classes: Sequence[str]
@@ -154,14 +152,6 @@ def _images(file: Readable, begin: int = 0) -> _Images:
 
 def _split(path: Path, images: _Images, labels: np.ndarray) -> SourceSplit:
     def read(i: int) -> bytes:
-        offset, size = images.spans[i].tolist()
-        try:
-            with open_regular(path) as file:
-                data = os.pread(file.fileno(), size, offset)
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from None
-        if len(data) != size:
-            raise DataError(f"'{path}' has shrunk since it was opened: fetch it again")
-        return data
+        return read_span(path, *images.spans[i].tolist())
 
     return SourceSplit([f"{path.name}/{name}" for name in images.names], labels.astype(np.int32), read)

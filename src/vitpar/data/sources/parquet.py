@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
-from vitpar.errors import DataError, shown
-from vitpar.files import parse_json, stat_regular
+from vitpar.errors import DataError
+from vitpar.io import parse_json, stat_regular
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
+from vitpar.text import shown
 
 _IMAGES = ("image", "img")
 _BATCH = 16  # rows that are read at a time
@@ -124,20 +125,15 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
     begins = [0, *accumulate(len(file.labels) for file in files)]
     largest = max(file.group_bytes for file in files)
     most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
-    kept: OrderedDict[tuple[int, int], Any] = OrderedDict()
-    lock = threading.Lock()
+    group_of = lru_cache(maxsize=most)(lambda number, group: files[number].group(group))
+    lock = threading.Lock()  # or two threads would read the same group
 
     def read(i: int) -> bytes:
         number = bisect_right(begins, i) - 1
         file, row = files[number], i - begins[number]
         group = bisect_right(file.starts, row) - 1
         with lock:
-            if (number, group) not in kept:
-                kept[number, group] = file.group(group)
-                if len(kept) > most:
-                    kept.popitem(last=False)
-            kept.move_to_end((number, group))
-            image = kept[number, group][row - file.starts[group]].as_py()
+            image = group_of(number, group)[row - file.starts[group]].as_py()
         data: bytes | None = image and image["bytes"]
         if not data:
             raise DataError(f"row {row} of '{file.path}' holds no bytes of an image: only its path, or nothing")

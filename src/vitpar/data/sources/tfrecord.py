@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
-from vitpar.errors import DataError, shown
-from vitpar.files import open_regular
+from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered, read_span, reading
+from vitpar.errors import DataError
+from vitpar.io import open_regular
 from vitpar.limits import MAX_MEMBERS, MAX_RECORD_BYTES
+from vitpar.text import shown
 
 NAME = re.compile(r".*-\d+-of-\d+(\.tfrecords?)?|.*\.tfrecords?")
 _HEADER, _FOOTER = 12, 4  # bytes around a record
@@ -56,13 +57,7 @@ def tfrecords(folder: Path) -> Source:
 def _split(records: list[tuple[Path, _Record]], first: int) -> SourceSplit:
     def read(i: int) -> bytes:
         path, record = records[i]
-        try:
-            with open_regular(path) as file:
-                data = os.pread(file.fileno(), record.length + _FOOTER, record.begin)
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from None
-        if len(data) != record.length + _FOOTER:
-            raise DataError(f"'{path}' has shrunk since it was opened: fetch it again")
+        data = read_span(path, record.begin, record.length + _FOOTER)
         if _masked_crc(data[:-_FOOTER]) != int.from_bytes(data[-_FOOTER:], "little"):
             raise DataError(f"the record at byte {record.begin - _HEADER} of '{path}' is damaged: fetch it again")
         return data[record.image]
@@ -72,14 +67,11 @@ def _split(records: list[tuple[Path, _Record]], first: int) -> SourceSplit:
 
 
 def _records(path: Path) -> Iterator[_Record]:
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size:
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    yield from _parsed(path, data, size)
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                yield from _parsed(path, data, size)
 
 
 def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
@@ -126,21 +118,18 @@ def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
     missing = next((name for name in (_IMAGE, _LABEL) if name not in found), None)
     if missing is not None:
         raise ValueError(f"it has no feature '{missing.decode()}'")
-    image = next((span for _, texts in _fields(data, *found[_IMAGE], 1) for _, span in _fields(data, *texts, 1)), None)
+    image = _first_text(data, *found[_IMAGE])
     if image is None or image[0] == image[1]:
         raise ValueError("its image is empty")
-    name = None
-    if _NAME in found:
-        name = next(
-            (
-                data[slice(*span)].decode(errors="replace")
-                for _, texts in _fields(data, *found[_NAME], 1)
-                for _, span in _fields(data, *texts, 1)
-            ),
-            None,
-        )
     inside = slice(image[0] - begin, image[1] - begin)
+    named = _first_text(data, *found[_NAME]) if _NAME in found else None
+    name = None if named is None else data[slice(*named)].decode(errors="replace")
     return _Record(begin, end - begin, inside, _integer(data, *found[_LABEL]), name)
+
+
+def _first_text(data: mmap.mmap, begin: int, end: int) -> tuple[int, int] | None:
+    """Return the begin and end of the first item of a bytes_list."""
+    return next((span for _, texts in _fields(data, begin, end, 1) for _, span in _fields(data, *texts, 1)), None)
 
 
 def _integer(data: mmap.mmap, begin: int, end: int) -> int:

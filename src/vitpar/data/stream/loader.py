@@ -7,20 +7,17 @@ and keys of its own rows, and whoever trains brings them together. Every rank ha
 import math
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from vitpar.data.decoding import BadSample, Decoder, Job, Skipped
-from vitpar.data.loader import Batch, EvalBatch, chosen_rows
-from vitpar.data.randomness import Draws, hash_numbers
+from vitpar.data.loader import Job, Loader, LoaderSettings
+from vitpar.data.randomness import hash_numbers
 from vitpar.data.stream.stream_set import Fetched, Part, Reader, Sample, StreamSet
-from vitpar.data.transforms import EvalTransform, TrainTransform
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.models import IGNORED
 
 _AHEAD = 2  # batches that are fetched beyond those that are being decoded
@@ -28,64 +25,61 @@ _GOES_ON = 0x60E5  # sets the seeds of runs that go on apart from other hashes o
 T = TypeVar("T")
 
 
-class _Streamed:
-    """What loaders of streams have in common.
+class _Streamed(Loader):
+    """Batches of the samples that a part of the readers takes from a stream; then batches that are `ended`.
 
-    rows: which images of a batch to give, in this order (None: all). part: who reads here, None for a rank that reads
-    nothing and has no rows. workers: decoding threads, and with any of them one that reads ahead; 0 for none.
+    part: who reads here, None for a rank that reads nothing and has no rows. workers: with any decoding threads, there
+    is also one that reads ahead.
     """
+
+    whole = False
 
     def __init__(
         self,
         data: StreamSet,
-        decoder: Decoder,
-        *,
-        batch_size: int,
-        rows: Sequence[int] | None,
+        transform: TrainTransform | EvalTransform,
         part: Part | None,
+        *,
         seed: int,
+        start: int = 0,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
-        self.data, self.batch_size, self._decoder, self._part, self._seed = data, batch_size, decoder, part, seed
-        self._rows = chosen_rows(batch_size, rows)
-        assert (part is not None) == bool(len(self._rows)), f"part {part} has {len(self._rows)} rows"
+        super().__init__(data, transform, start, **settings)
+        self._data, self._part, self._seed = data, part, seed
+        assert (part is not None) == bool(len(self.rows)), f"part {part} has {len(self.rows)} rows"
 
-    @property
-    def skipped(self) -> Skipped:
-        """What was bad and passed over so far."""
-        return self._decoder.skipped
+    def _samples(self, reader: Reader) -> Generator[Sample]:
+        """Yield the samples that this loader gives, in order."""
+        raise NotImplementedError
 
-    def _filled(self, samples_of: Callable[[Reader], Generator[Sample]]) -> Generator[Job]:
-        """The batches that the rows of this rank make of its samples; the last one perhaps not full."""
-        assert self._part is not None
-        stopping = threading.Event()
-        bad_sample = self._decoder.bad_sample
-        reader = Reader(self.data, self._part, self._seed, bad_sample=bad_sample, stopping=stopping)
-        jobs = self._jobs(reader, samples_of(reader))
-        ready = _ahead(jobs, stopping) if self._decoder.workers else jobs
-        with closing(ready), closing(self._decoder.fill(ready)) as filled:
-            yield from filled
+    def _jobs(self) -> Generator[Job]:
+        if self._part is not None:
+            stopping = threading.Event()
+            reader = Reader(self._data, self._part, self._seed, bad_sample=self.bad_sample, stopping=stopping)
+            read = self._read(reader)
+            with closing(_ahead(read, stopping) if self.workers else read) as jobs:
+                yield from jobs
+        while True:
+            yield self._job((), ended=True)
 
-    def _jobs(self, reader: Reader, samples: Generator[Sample]) -> Generator[Job]:
-        with closing(samples):
+    def _read(self, reader: Reader) -> Generator[Job]:
+        """Yield jobs of as many samples as there are rows; the last one perhaps of fewer."""
+        with closing(self._samples(reader)) as samples:
             while True:
-                taken = list(islice(samples, len(self._rows)))
+                taken = list(islice(samples, len(self.rows)))
                 if not taken and not reader.skipped and not reader.broken:
                     return
-                yield self._job(taken, reader)
+                job = self._job(taken)
+                job.skipped, job.broken, reader.skipped, reader.broken = reader.skipped, reader.broken, [], []
+                yield job
 
-    def _job(self, taken: Sequence[Sample], reader: Reader) -> Job:
+    def _job(self, taken: Sequence[Sample], ended: bool = False) -> Job:
         numbers, labels = np.full((2, self.batch_size), IGNORED, dtype=np.int64)
         keys = np.zeros(self.batch_size, np.int64)
-        used = self._rows[: len(taken)]
+        used = self.rows[: len(taken)]
         numbers[used], labels[used] = np.arange(len(taken)), [sample.label for sample in taken]
         keys[used] = [sample.key for sample in taken]
-        job = Job(Fetched(taken), numbers, keys, labels, self._rows, skipped=reader.skipped, broken=reader.broken)
-        reader.skipped, reader.broken = [], []
-        return job
-
-    def _nothing(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Labels and keys of a batch of which there is nothing here."""
-        return np.full(self.batch_size, IGNORED, dtype=np.int64), np.zeros(self.batch_size, np.int64)
+        return Job(Fetched(taken), numbers, keys, labels, ended=ended)
 
 
 class StreamLoader(_Streamed):
@@ -95,9 +89,7 @@ class StreamLoader(_Streamed):
     start: global samples seen before, by a run that goes on: reading begins with the pass after that which they end in,
     because where every part was in it is not known, and in an order of its own, so that a run that is stopped often
     does not see the beginning of one pass again and again. seed: of the order of shards and samples and of all
-    augmentation. part: see `Part`; None for a rank without rows. The other settings are those of `TrainLoader`.
-
-    Raises DataError for a batch of no images, RecipeError for a wrong setting.
+    augmentation. part: see `Part`; None for a rank without rows.
     """
 
     def __init__(
@@ -106,44 +98,21 @@ class StreamLoader(_Streamed):
         transform: TrainTransform,
         *,
         seed: int,
-        batch_size: int,
-        rows: Sequence[int] | None = None,
         part: Part | None = Part(0, 1),
-        workers: int = 2,
-        bad_sample: BadSample = "fail",
-        pin_memory: bool = False,
         start: int = 0,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
-        decoder = Decoder(
-            lambda image, key: transform(image, Draws(key)),
-            transform.size,
-            workers=workers,
-            bad_sample=bad_sample,
-            pin_memory=pin_memory,
-        )
         own = int(hash_numbers(_GOES_ON, seed, start)[0] >> np.uint64(1)) if start else seed
-        super().__init__(data, decoder, batch_size=batch_size, rows=rows, part=part, seed=own)
-        self.start = start
+        super().__init__(data, transform, part, seed=own, start=start, **settings)
 
-    def __iter__(self) -> Generator[Batch]:
-        samples, first = self.start, math.ceil(self.start / len(self.data))
-        jobs = self._filled(lambda reader: reader.endless(first)) if self._part else self._others()
-        with closing(jobs):
-            for job in jobs:
-                samples += self.batch_size
-                labels, keys = torch.from_numpy(job.labels), torch.from_numpy(job.keys)
-                yield Batch(job.images, labels, keys, samples / len(self.data), samples, whole=False)
-
-    def _others(self) -> Generator[Job]:
-        while True:
-            labels, keys = self._nothing()
-            yield Job(Fetched(()), labels, keys, labels, self._rows)
+    def _samples(self, reader: Reader) -> Generator[Sample]:
+        return reader.endless(math.ceil(self.start / len(self._data)))
 
 
 class StreamEvalLoader(_Streamed):
     """Every sample of a stream once, in the order in which it is stored; then batches that are `ended`, without end.
 
-    Who evaluates stops when all ranks have ended. Settings as those of `StreamLoader`; no part needs to have a shard.
+    Who evaluates stops when all ranks have ended. part: as in `StreamLoader`; it needs to have no shard.
     """
 
     def __init__(
@@ -151,31 +120,13 @@ class StreamEvalLoader(_Streamed):
         data: StreamSet,
         transform: EvalTransform,
         *,
-        batch_size: int,
-        rows: Sequence[int] | None = None,
         part: Part | None = Part(0, 1),
-        workers: int = 2,
-        bad_sample: BadSample = "fail",
-        pin_memory: bool = False,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
-        decoder = Decoder(
-            lambda image, key: transform(image),
-            transform.size,
-            workers=workers,
-            bad_sample=bad_sample,
-            pin_memory=pin_memory,
-        )
-        super().__init__(data, decoder, batch_size=batch_size, rows=rows, part=part, seed=0)
+        super().__init__(data, transform, part, seed=0, **settings)
 
-    def __iter__(self) -> Generator[EvalBatch]:
-        if self._part is not None:
-            with closing(self._filled(Reader.once)) as jobs:
-                for job in jobs:
-                    yield EvalBatch(job.images, torch.from_numpy(job.labels), whole=False)
-        size = self._decoder.size
-        images = torch.zeros(len(self._rows), 3, size, size, dtype=torch.uint8) if len(self._rows) else None
-        while True:
-            yield EvalBatch(images, torch.from_numpy(self._nothing()[0]), whole=False, ended=True)
+    def _samples(self, reader: Reader) -> Generator[Sample]:
+        return reader.once()
 
 
 def _ahead(items: Generator[T], stopping: threading.Event) -> Generator[T]:

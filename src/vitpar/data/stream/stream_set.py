@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitpar.data.decoding import BadSample
 from vitpar.data.images import BadImage
-from vitpar.data.order import shuffled
-from vitpar.data.randomness import hash_numbers, sample_keys
-from vitpar.data.shards.scan import EXTENSIONS, Labels, label_of
-from vitpar.data.shards.tar import content, members
+from vitpar.data.loader import BadSample
+from vitpar.data.randomness import hash_numbers, sample_keys, shuffled
+from vitpar.data.shards.index import EXTENSIONS, Labels, label_of
 from vitpar.data.stream import urls
-from vitpar.errors import DataError, shown
+from vitpar.data.tar import content, members
+from vitpar.errors import DataError
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES, MAX_RECORD_BYTES
-from vitpar.strategy.words import count
+from vitpar.text import count, shown
 
 _BUFFER = 0x57E4  # sets the buffer's shuffle apart from what else hashes seed and pass
 
@@ -67,7 +66,7 @@ class StreamSet:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """The first and last shard, for messages."""
         first, last = shown(self.shards[0]), shown(self.shards[-1])
         return first if len(self.shards) == 1 else f"{first} … {last}"
 
@@ -91,7 +90,7 @@ class Sample:
 
 
 class Fetched:
-    """The samples of a batch, where a Decoder finds them. checked: False, since a tar file has no checksums of data."""
+    """The samples of a batch, where a loader finds them. checked: False, since a tar file has no checksums of data."""
 
     checked = False
 
@@ -145,7 +144,7 @@ class Reader:
         return self._samples(range(self.part.number, len(self.data.shards), self.part.parts), 0)
 
     def pass_shards(self, number: int) -> list[int]:
-        """Which shards this part reads in pass `number`, in order."""
+        """Return the shards that this part reads in pass `number`, in order."""
         count = len(self.data.shards)
         return shuffled(np.arange(count), count, self.seed, number)[self.part.number :: self.part.parts].tolist()
 
@@ -183,7 +182,7 @@ class Reader:
                 self._bad(f"shard '{shown(url)}' cannot be read to its end: {why}", self.broken, "restore it")
 
     def _most_bytes(self, name: str) -> int:
-        """How many bytes a member of this name can have; 0 if it is neither image nor label."""
+        """Return the most bytes that a member of this name can have; 0 if it is neither image nor label."""
         extension = name.rpartition("/")[2].partition(".")[2].lower()
         if extension in EXTENSIONS:
             return MAX_IMAGE_BYTES

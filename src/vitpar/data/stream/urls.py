@@ -1,4 +1,4 @@
-"""From URL patterns to open shards, and which of them may run commands.
+"""URLs of shards: expand patterns, refuse those that may not run commands, and open them.
 
 webdataset opens them; which of its ways belongs to which scheme is said here, because its own table can be changed by
 the environment (GOPEN_REWRITE, USE_AIS_FOR), and then opening a URL might run a command that nobody has allowed.
@@ -12,9 +12,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vitpar.errors import DataError, shown
-from vitpar.files import open_regular
+from vitpar.data.tar import ForwardReader
+from vitpar.errors import DataError
+from vitpar.io import open_regular
 from vitpar.limits import MAX_BRACE_DEPTH, MAX_SHARDS, MAX_URL_CHARS
+from vitpar.text import shown
 
 _COMMANDS = {"pipe": "a shell command", "s3": "the command `aws s3 cp`", "gs": "the command `gsutil cat`"}
 _PLAIN = ("", "file", "http", "https")
@@ -27,7 +29,6 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
 _CURL = {6: "the host is unknown", 7: "nobody answers there", 18: "the transfer broke off", 28: "no answer in time"}
 _CURL |= {22: "the server does not give it", 56: "the transfer broke off"}
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-_PIECE = 1 << 20  # bytes that are asked for at a time: memory is taken for what has come, not for what is claimed
 
 
 class Stopped(Exception):
@@ -128,20 +129,21 @@ def _opened(url: str) -> Any:
 
 
 def words(error: Exception) -> str:
-    """What `error` says, on one line; of a program that is missing, its name."""
+    """Return the message of `error` on one line, with the name of a program that is missing."""
     if isinstance(error, OSError) and error.strerror:
         program = error.filename if error.filename in ("aws", "curl", "gsutil") else None
         return f"{error.strerror}{f' ({program})' if program else ''}"
     return shown(" ".join(str(error.args[0] if error.args else error).split()))
 
 
-class ShardStream:
+class ShardStream(ForwardReader):
     """An open shard, which is read forwards. Raises OSError where it cannot be opened.
 
     url: has passed `check`. stopping: when set, a read that waits ends with Stopped.
     """
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
+        super().__init__()
         self._url, self._stopping = url, stopping
         self._source = _opened(url)
         self._process: subprocess.Popen[bytes] | None = getattr(self._source, "proc", None)
@@ -151,32 +153,13 @@ class ShardStream:
         if self._process:
             self._poll.register(self._file, select.POLLIN)
         self._head = b""
-        self._place = 0
         self._ended = False
 
-    def read(self, size: int, /) -> bytes:
-        """Return the next `size` bytes, or as many as there are before the end.
+    def _piece(self, size: int) -> bytes:
+        """Return the next `size` bytes or fewer, none at the end.
 
         Raises OSError for a source that is silent for too long, and Stopped.
         """
-        pieces = []
-        while size > 0 and (piece := self._piece(min(size, _PIECE))):
-            pieces.append(piece)
-            size -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def seek(self, place: int, /) -> int:
-        """Read on until `place`, which is ahead, or the end."""
-        while self._place < place and self._piece(min(place - self._place, _PIECE)):
-            pass
-        return self._place
-
-    def tell(self) -> int:
-        """Return how many bytes have been read."""
-        return self._place
-
-    def _piece(self, size: int) -> bytes:
-        """Return `size` bytes or fewer, none at the end."""
         waited = 0
         while self._process and not self._poll.poll(_SLICE_MS):
             waited += _SLICE_MS
@@ -187,7 +170,6 @@ class ShardStream:
         data: bytes = self._file.read(size)
         if not self._place:
             self._head = data[:8]
-        self._place += len(data)
         self._ended = not data
         return data
 
@@ -203,7 +185,7 @@ class ShardStream:
         return (self._command_failed() if self._ended else None) or words(error)
 
     def _command_failed(self) -> str | None:
-        """Of a command that has closed its output."""
+        """Return why a command that has closed its output failed, None if it did not."""
         if self._process is None:
             return None
         try:

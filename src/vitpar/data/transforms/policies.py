@@ -1,23 +1,123 @@
-"""Policies: which operations an image goes through. Named as timm names them.
+"""Policies: which of Pillow's operations an image goes through, each at a level from 0 to 10. Named as timm names them.
 
 `rand-m9-n2-mstd0.5-inc1`   RandAugment (Cubuk et al. 2020)
 `original`                  AutoAugment's policy for ImageNet (Cubuk et al. 2019, table 9)
 `3a`                        3-Augment (Touvron et al. 2022): grey, solarised or blurred
+
+Names and ranges of operations are those of AutoAugment and RandAugment, with translations in parts of the image's size.
+For some, a higher level is a weaker change (Posterize) or one in either direction about the middle (Color): with
+`increasing` it is always a stronger one. A level gives the same argument as in timm.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from vitpar.data.randomness import Draws
-from vitpar.data.transforms.operations import HIGHEST, OPERATIONS, Setting
-from vitpar.errors import RecipeError, shown
+from vitpar.errors import RecipeError
 from vitpar.limits import MAX_POLICY_OPERATIONS
+from vitpar.text import shown
 
 Fill = tuple[int, int, int]
 Policy = Callable[[Image.Image, Draws, Fill], Image.Image]
+
+HIGHEST = 10  # level
+_DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Circumstances of an operation: random numbers, the colour of what comes in from outside, the sense of levels."""
+
+    draws: Draws
+    fill: Fill
+    increasing: bool = False
+
+    def signed(self, value: float) -> float:
+        """`value` or its negative, as likely."""
+        return value if self.draws.uniform() < 0.5 else -value
+
+
+Operation = Callable[[Image.Image, float, Setting], Image.Image]
+
+
+def _rotate(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+    angle = setting.signed(level / HIGHEST * _DEGREES)
+    return image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=setting.fill)
+
+
+def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda image: 1) -> Operation:
+    """Return the shear or translation that has up to `most` units at `place` of its matrix."""
+
+    def apply(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+        matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+        matrix[place] = setting.signed(level / HIGHEST * most) * unit(image)
+        bilinear = Image.Resampling.BILINEAR
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, bilinear, fillcolor=setting.fill)
+
+    return apply
+
+
+def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
+    def apply(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+        part = level / HIGHEST
+        factor = max(0.1, 1 + setting.signed(0.9 * part)) if setting.increasing else 0.1 + 1.8 * part
+        return kind(image).enhance(factor)
+
+    return apply
+
+
+def _posterize(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+    """Keep 0 to 4 bits of a colour as RandAugment's reference code does, or with `increasing` 4 down to 0."""
+    bits = int(level / HIGHEST * 4)
+    return _keep_bits(image, 4 - bits if setting.increasing else bits)
+
+
+def _posterize_original(image: Image.Image, level: float, _: Setting) -> Image.Image:
+    """Keep 4 to 8 bits of a colour, as AutoAugment does."""
+    return _keep_bits(image, 4 + int(level / HIGHEST * 4))
+
+
+def _keep_bits(image: Image.Image, bits: int) -> Image.Image:
+    return ImageOps.posterize(image, bits) if bits else Image.new("RGB", image.size)
+
+
+def _solarize(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+    threshold = int(level / HIGHEST * 256)
+    return ImageOps.solarize(image, 256 - threshold if setting.increasing else threshold)
+
+
+def _solarize_add(image: Image.Image, level: float, _: Setting) -> Image.Image:
+    added = int(level / HIGHEST * 110)
+    return image.point([min(255, value + added) if value < 128 else value for value in range(256)] * 3)
+
+
+def _blur(image: Image.Image, _: float, setting: Setting) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(setting.draws.uniform(0.1, 2.0)))
+
+
+OPERATIONS: dict[str, Operation] = {
+    "AutoContrast": lambda image, level, setting: ImageOps.autocontrast(image),
+    "Equalize": lambda image, level, setting: ImageOps.equalize(image),
+    "Invert": lambda image, level, setting: ImageOps.invert(image),
+    "Rotate": _rotate,
+    "Posterize": _posterize,
+    "PosterizeOriginal": _posterize_original,
+    "Solarize": _solarize,
+    "SolarizeAdd": _solarize_add,
+    "Color": _enhanced(ImageEnhance.Color),
+    "Contrast": _enhanced(ImageEnhance.Contrast),
+    "Brightness": _enhanced(ImageEnhance.Brightness),
+    "Sharpness": _enhanced(ImageEnhance.Sharpness),
+    "ShearX": _affine(1, _SHEAR),
+    "ShearY": _affine(3, _SHEAR),
+    "TranslateX": _affine(2, _TRANSLATION, lambda image: image.width),
+    "TranslateY": _affine(5, _TRANSLATION, lambda image: image.height),
+    "Grayscale": lambda image, level, setting: image.convert("L").convert("RGB"),
+    "GaussianBlur": _blur,
+}
 
 _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
 _UNIFORM = 100.0  # a larger deviation stands for uniform levels

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from vitpar.errors import PlannerError
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.precision import PRECISIONS
-from vitpar.planner.cost.groups import Groups, layer_groups
-from vitpar.planner.cost.held import LayerElements, layer_elements
-from vitpar.planner.cost.links import Links
-from vitpar.planner.profile.hardware import Hardware
-from vitpar.planner.profile.model import LayerKind, LayerProfile, ModelProfile, always_wrapped
+from vitpar.planner.cost.elements import LayerElements, layer_elements
+from vitpar.planner.cost.links import Groups, Links, layer_groups
+from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
-from vitpar.strategy.layout import shards_as_fsdp
+from vitpar.strategy.execution import NARROW, LayerExecution, Rules
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
+
+LAYERS: Mapping[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
+"""Of each kind a layer's name."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Weights:
 
     held: bytes of parameters that it keeps. computed: elements that it computes with. gathered: bytes of the copies
     that it computes with, 0 where these are the parameters. waiting: bytes of whole gradients, where they are not what
-    the rank keeps of them. wrapped: whether ``fully_shard`` is around. offloaded: whether the host keeps them. gather,
-    reduce: seconds to get the copies, and to add up gradients over the ranks that see other samples. gathering,
-    reducing: bytes that this takes meanwhile. sums: elements to be added up over tensor axes, by axis.
+    the rank keeps of them. offloaded: whether the host keeps them. gather, reduce: seconds to get the copies, and to
+    add up gradients over the ranks that see other samples. gathering, reducing: bytes that this takes meanwhile. sums:
+    elements to be added up over tensor axes, by axis.
     """
 
     elements: int
@@ -54,7 +55,6 @@ class Weights:
     computed: int
     gathered: float
     waiting: float
-    wrapped: bool
     offloaded: bool
     gather: float
     reduce: float
@@ -76,18 +76,23 @@ class Placement:
 class Seat:
     """A strategy where its ranks are: what is the same for any number of rows.
 
-    tensor: the part that changes the arithmetic. groups: who a rank sends to. wrapped: whether ``fully_shard`` is
-    around its layers. data: into how many parts the batch is split before tensor axes split it. computes, keeps: equal
-    for those that work alike, and whose parameters cost alike.
+    tensor: the part that changes the arithmetic. groups: who a rank sends to. executions: what a step does with a layer
+    of each kind. data: into how many parts the batch is split before tensor axes split it. computes, keeps: equal for
+    those that work alike, and whose parameters cost alike.
     """
 
     strategy: Strategy
     tensor: str
     groups: Groups
-    wrapped: bool
+    executions: Mapping[LayerKind, LayerExecution]
     data: int
     computes: int
     keeps: int
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether ``fully_shard`` is around layers, of all kinds or none."""
+        return self.executions["block"].wrapped
 
 
 class LayerCosts:
@@ -155,16 +160,15 @@ class LayerCosts:
     def _seated(self, strategy: Strategy, where: Placement) -> Seat:
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        # `Sharding.needed` in ``vitpar.parallel.data``
-        copied = where.splits and self.numbers.compute is not self.numbers.parameters
-        wrapped = not groups.shard.alone or strategy.offload or copied
+        rules = Rules(where.pp > 1, where.splits, self.model.precision in NARROW)
+        wrapped = rules.wraps(strategy)
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
         parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
         return Seat(
             strategy,
             tensor_name(strategy),
             groups,
-            wrapped,
+            {kind: rules.of(strategy, layer) for kind, layer in LAYERS.items()},
             data,
             computes=self._alike.setdefault(arithmetic, len(self._alike)),
             keeps=self._alike.setdefault(parameters, len(self._alike)),
@@ -193,7 +197,7 @@ class LayerCosts:
     def _sizes(self, kind: LayerKind, strategy: Strategy) -> LayerElements:
         key = kind, self._sizes_key(strategy)
         if key not in self._elements:
-            self._elements[key] = layer_elements(self.config, "blocks.0" if kind == "block" else kind, strategy)
+            self._elements[key] = layer_elements(self.config, LAYERS[kind], strategy)
         return self._elements[key]
 
     def _weighed(self, kind: LayerKind, seat: Seat) -> Weights:
@@ -229,7 +233,6 @@ class LayerCosts:
             computed=elements.computed,
             gathered=gathered,
             waiting=waiting,
-            wrapped=wrapped,
             gather=gather,
             reduce=reduce,
             offloaded=offloaded,
@@ -291,8 +294,3 @@ def tensor_name(strategy: Strategy) -> str:
     if strategy.tensor_mode == "2.5d":
         return f"tp{dict(strategy.tensor_shape)['i'] ** 2}+2d"
     return f"tp{strategy.degree('tp')}{strategy.tensor_flag}"
-
-
-def gathers_always(strategy: Strategy, pipelined: bool, kind: LayerKind) -> bool:
-    """Whether parameters are gathered for every use, not once a step (`_shard` in ``vitpar.parallel.parallelize``)."""
-    return shards_as_fsdp(strategy) and not pipelined and kind != "head"

@@ -1,13 +1,16 @@
-"""How long the ranks of a group take to send each other something, and what memory meanwhile, as the hardware profile
-has it."""
+"""Which ranks of a plan send each other something (how many, how far apart, over how many nodes), how long that takes,
+and how much memory meanwhile, as the hardware profile has it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cache
 
 from vitpar.errors import PlannerError
-from vitpar.planner.cost.groups import Group
-from vitpar.planner.profile.hardware import STEPS, Hardware, Link
+from vitpar.planner.profile.profiles import STEPS, Hardware, Link
+from vitpar.strategy import Plan, Strategy
+from vitpar.strategy.layout import mesh_axes, replicating_axes, sharding_axes
 
 
 class Links:
@@ -57,3 +60,91 @@ class Links:
         link = min(candidates, key=distance)
         measured, wanted = STEPS[operation](link.ranks), STEPS[operation](group.ranks)
         return link, wanted[0] / measured[0], wanted[1] / measured[1]
+
+
+@dataclass(frozen=True)
+class Group:
+    """ranks: how many. stride: from one to the next, at least. nodes: how many they are on."""
+
+    ranks: int = 1
+    stride: int = 1
+    nodes: int = 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to send to."""
+        return self.ranks == 1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Those of a layer (``vitpar.parallel.mesh``) and of its stage.
+
+    replicate: hold copies of its parameters. shard: parts, which they gather. j, k: parts that they compute with.
+    """
+
+    replicate: Group
+    shard: Group
+    j: Group
+    k: Group
+    stage: Group
+
+
+@cache
+def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int) -> Groups:
+    """The groups of a layer. outer: (axes inner to pp, pipeline degree), as `placed` gives it."""
+    axes, stride = {}, 1
+    inner, pp = outer
+    behind = _inner_ranks(strategy, inner)
+    for name, size in reversed(mesh_axes(strategy)):
+        axes[name] = (size, stride * (pp if stride >= behind else 1))
+        stride *= size
+
+    def group(*names: str) -> Group:
+        return _group(tuple(axes[name] for name in names if name in axes), ranks_per_node)
+
+    return Groups(
+        replicate=group(*replicating_axes(strategy)),
+        shard=group(*sharding_axes(strategy)),
+        j=group("j"),
+        k=group("k"),
+        stage=group(*axes),
+    )
+
+
+def placed(plan: Plan) -> tuple[int, int]:
+    """(how many axes of the strategies stand inside pp in the rank order, pipeline degree); all of them where pp is
+    outermost."""
+    if not plan.is_uniform or plan.pp_index == 0:
+        return -1, plan.pipeline_degree
+    return len(plan.strategy.axes) - plan.pp_index, plan.pipeline_degree
+
+
+def pipeline_group(plan: Plan, ranks_per_node: int) -> Group:
+    """A rank and its neighbour along pp."""
+    inner, _ = placed(plan)
+    stride = _inner_ranks(plan.kinds[0], inner)
+    return _group(((2, stride),), ranks_per_node)
+
+
+def world_group(plan: Plan, ranks_per_node: int) -> Group:
+    """All ranks."""
+    return _group(((plan.world_size, 1),), ranks_per_node)
+
+
+def _inner_ranks(strategy: Strategy, inner: int) -> int:
+    """Ranks of the last `inner` axes (-1: of all)."""
+    ranks = 1
+    for axis in reversed(strategy.axes[len(strategy.axes) - inner :] if inner >= 0 else strategy.axes):
+        ranks *= axis.size
+    return ranks
+
+
+@cache
+def _group(axes: tuple[tuple[int, int], ...], ranks_per_node: int) -> Group:
+    """axes: (size, stride) of each that spans the group."""
+    members = [0]
+    for size, stride in axes:
+        members = [first + index * stride for first in members for index in range(size)]
+    strides = [stride for size, stride in axes if size > 1]
+    return Group(len(members), min(strides, default=1), len({member // ranks_per_node for member in members}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitpar.planner.cost.replay import Part
+from vitpar.planner.cost.pipeline import Part
 from vitpar.planner.cost.stage import Stage, StageLayer
 
 PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")
@@ -94,7 +94,10 @@ class _Walk:
         """One action for stage `number`."""
         stage = self._stages[number]
         if kind == "F":
-            self._keep(number, sum(layer.weights.gathered for layer in stage.layers if not layer.always))
+            self._keep(
+                number,
+                sum(layer.weights.gathered for layer in stage.layers if not layer.execution.reshard_after_forward),
+            )
             before = 0.0
             for layer in stage.layers:
                 self._moment(before, layer.weights.gathering, _passing(layer))
@@ -118,23 +121,24 @@ class _Walk:
         self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
             here, weights, passing = (number, place), layer.weights, _passing(layer)
-            fresh = 0.0 if here in self._whole else (weights.waiting if weights.wrapped else weights.held)
+            fresh = 0.0 if here in self._whole else (weights.waiting if layer.execution.wrapped else weights.held)
             self._moment(left, layer.work.workspace, passing, fresh)
-            if layer.always:
+            if layer.execution.gathers_in_backward:
                 self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved
-            if weights.wrapped and (layer.strategy.zero == 2 or (last and not stage.pipelined)):
+            reduced = layer.execution.reduced
+            if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
                 self._moment(left, weights.reducing, gradients=fresh + weights.waiting)
                 self._hold(here, 0.0 if layer.weights.offloaded else weights.held)
-            elif not weights.wrapped:
+            elif not layer.execution.wrapped:
                 sent = last and weights.reduce
                 self._moment(left, weights.reducing * bool(sent), gradients=fresh + (weights.held if sent else 0.0))
                 self._hold(here, weights.held)
             else:
                 self._hold(here, weights.waiting)
-        if last and stage.pipelined:
+        if last:
             for place, layer in reversed(list(enumerate(stage.layers))):
-                if layer.weights.wrapped:
+                if layer.execution.wrapped and layer.execution.reduced == "end of step":
                     self._moment(workspace=layer.weights.reducing, gradients=layer.weights.waiting)
                     self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.held)
         if last:
@@ -166,4 +170,4 @@ class _Walk:
 
 def _passing(layer: StageLayer) -> float:
     """Copies of parameters that are there while the layer computes: its own, and the next layer's on their way."""
-    return 2 * layer.weights.gathered if layer.always else 0.0
+    return 2 * layer.weights.gathered if layer.execution.reshard_after_forward else 0.0

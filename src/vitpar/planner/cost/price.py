@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
-from vitpar.planner.cost.bubble import order as schedule_order
-from vitpar.planner.cost.groups import Group, pipeline_group, placed, world_group
 from vitpar.planner.cost.layer import LayerCosts, Placement
+from vitpar.planner.cost.links import Group, pipeline_group, placed, world_group
 from vitpar.planner.cost.memory import Held, Memory
-from vitpar.planner.cost.replay import Event, Order, replay
+from vitpar.planner.cost.pipeline import Event, Order, replay
+from vitpar.planner.cost.pipeline import order as schedule_order
 from vitpar.planner.cost.stage import Stage, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
-from vitpar.planner.profile.model import LayerKind
+from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
 from vitpar.strategy.layout import Layout
 
@@ -110,7 +110,6 @@ def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
             where,
             taken=travel[number],
             given=travel[number + 1],
-            splits=where.splits,
         )
         for number, names in enumerate(stage_layers(costs.config, plan))
     ]

@@ -1,4 +1,5 @@
-"""The layers of one pipeline stage: how long a rank takes for a micro-batch, forward and backward.
+"""The layers of one pipeline stage: how long a rank takes for a micro-batch, forward and backward; and from the same
+pieces what a layer takes at least in any plan, by which a search bounds plans.
 
 What is sent beside computing is as the runtime sends it:
 
@@ -16,24 +17,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitpar.planner.cost.groups import Group
-from vitpar.planner.cost.layer import LayerCosts, Placement, Weights, Work, gathers_always
-from vitpar.planner.cost.links import Links
+from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work
+from vitpar.planner.cost.links import Group, Links
 from vitpar.planner.cost.streams import Job, Streams
-from vitpar.planner.profile.model import LayerKind
+from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import Strategy, token_layout
-from vitpar.strategy.layout import Layout, received_share, shards_as_fsdp
+from vitpar.strategy.execution import LayerExecution
+from vitpar.strategy.layout import Layout, received_share
 
 
 @dataclass(frozen=True)
 class StageLayer:
-    """One layer of a stage. moved: seconds to redistribute what comes in, forward and backward."""
+    """One layer of a stage. execution: what a step does with its parameters and gradients. moved: seconds to
+    redistribute what comes in, forward and backward."""
 
     kind: LayerKind
     strategy: Strategy
     work: Work
     weights: Weights
-    always: bool
+    execution: LayerExecution
     moved: tuple[float, float] = (0.0, 0.0)
 
 
@@ -41,19 +43,18 @@ class StageLayer:
 class Stage:
     """The layers of a stage as a rank runs them.
 
-    after: seconds to redistribute what goes out. pipelined: whether there are others. in_order: whether communication
-    waits for nothing else (gloo). splits: whether backward comes in two parts.
+    after: seconds to redistribute what goes out. in_order: whether communication waits for nothing else (gloo).
     """
 
     layers: tuple[StageLayer, ...]
     after: tuple[float, float] = (0.0, 0.0)
-    pipelined: bool = False
     in_order: bool = False
-    splits: bool = False
 
     def forward(self, streams: Streams, first: bool) -> None:
         """A micro-batch. first: of the step."""
-        gathers = [layer.weights.wrapped and (first or self._gathered_anew(layer)) for layer in self.layers]
+        gathers = [
+            layer.execution.wrapped and (first or layer.execution.gathers_every_forward) for layer in self.layers
+        ]
         jobs: dict[int, Job] = {}
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
@@ -64,7 +65,7 @@ class Stage:
 
     def backward(self, streams: Streams, last: bool) -> None:
         """Of the same. last: of the step."""
-        gathers = [layer.weights.wrapped and layer.always for layer in self.layers]
+        gathers = [layer.execution.gathers_in_backward for layer in self.layers]
         jobs: dict[int, Job] = {}
         streams.block(self.after[1], "redistribution")
         for number in reversed(range(len(self.layers))):
@@ -74,19 +75,12 @@ class Stage:
             streams.block(layer.work.backward_sent, "tensor")
             self._reduce(streams, layer, last)
             streams.block(layer.moved[1], "redistribution")
-        if last and self.pipelined:
-            waited = sum(
-                layer.weights.reduce for layer in self.layers if layer.weights.wrapped and layer.strategy.zero != 2
-            )
-            streams.block(waited, "gradients")
-        if last and self.splits:
-            for layer in self.layers:
-                if not layer.weights.wrapped:
+        if last:
+            at_end = [layer for layer in self.layers if layer.execution.reduced == "end of step"]
+            streams.block(sum(layer.weights.reduce for layer in at_end if layer.execution.wrapped), "gradients")
+            for layer in at_end:
+                if not layer.execution.wrapped:
                     streams.send(layer.weights.reduce)
-
-    def _gathered_anew(self, layer: StageLayer) -> bool:
-        """Whether every forward gathers its parameters. The head keeps them for backward, then FSDP2 drops them."""
-        return layer.always or (layer.kind == "head" and not self.pipelined and shards_as_fsdp(layer.strategy))
 
     def late(self, first: bool) -> float:
         """Seconds of backward that may come later than the rest. first: whether it is the first stage, which computes
@@ -106,15 +100,11 @@ class Stage:
                 streams.wait(jobs[number], "gather")
 
     def _reduce(self, streams: Streams, layer: StageLayer, last: bool) -> None:
-        weights = layer.weights
-        if not weights.wrapped:
-            if last and not self.splits:
-                streams.send(weights.reduce)
-        elif layer.strategy.zero == 2 or (last and not self.pipelined):
-            if self.in_order:
-                streams.block(weights.reduce, "gradients")
+        if layer.execution.reduced == "every micro-batch" or (last and layer.execution.reduced == "last micro-batch"):
+            if layer.execution.wrapped and self.in_order:
+                streams.block(layer.weights.reduce, "gradients")
             else:
-                streams.send(weights.reduce)
+                streams.send(layer.weights.reduce)
 
 
 def build_stage(
@@ -125,14 +115,12 @@ def build_stage(
     *,
     taken: Layout | None = None,
     given: Layout | None = None,
-    splits: bool = False,
 ) -> Stage:
     """The stage of `layers`, in order, for micro-batches of `rows` images.
 
     taken, given: the layouts in which tokens come from the stage before and go on to the next, None where there is
-    none. splits: whether backward comes in two parts.
+    none.
     """
-    pipelined = where.pp > 1
     found, layout = [], taken
     for kind, strategy in layers:
         wanted, seat = token_layout(strategy), costs.seat(strategy, where)
@@ -142,7 +130,7 @@ def build_stage(
                 strategy,
                 costs.work(kind, seat, rows),
                 costs.weights(kind, seat),
-                gathers_always(strategy, pipelined, kind),
+                seat.executions[kind],
                 moving(costs, layout, wanted, rows, seat.groups.stage),
             )
         )
@@ -151,9 +139,7 @@ def build_stage(
     return Stage(
         tuple(found),
         after=moving(costs, layout, given, rows, stage) if given is not None else (0.0, 0.0),
-        pipelined=pipelined,
         in_order=costs.hardware.device == "cpu",
-        splits=splits,
     )
 
 
@@ -169,3 +155,78 @@ def moving(costs: LayerCosts, source: Layout | None, target: Layout, rows: int, 
 def _exchanged(links: Links, stage: Group, received: float) -> float:
     """The link's size is what a rank holds, of which it receives all but its own part."""
     return links.seconds("all_to_all", stage, received * stage.ranks / (stage.ranks - 1))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a layer takes at least, so that layers add up.
+
+    forward: seconds of computing forward. computes: backward too, and being late by chance where ranks meet after every
+    action. late: of backward, what may come later. waits: seconds of a rank for every micro-batch. once: seconds once a
+    step, the optimizer's among them; waits_once: of waiting for others. edge: seconds that nothing goes on beside:
+    gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
+    every micro-batch, and once a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
+    gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
+    forward and backward.
+    """
+
+    forward: float = 0.0
+    computes: float = 0.0
+    late: float = 0.0
+    waits: float = 0.0
+    once: float = 0.0
+    waits_once: float = 0.0
+    edge: float = 0.0
+    sent_each: float = 0.0
+    sent_once: float = 0.0
+    kept: float = 0.0
+    reduced: float = 0.0
+    gathered: float = 0.0
+    gradients: float = 0.0
+    saved: float = 0.0
+
+
+def least_load(
+    costs: LayerCosts, kind: LayerKind, seat: Seat, rows: int, moments: float, update: float, pipelined: bool
+) -> Load:
+    """What a layer takes at least in any plan: the same pieces, sent at the same times, as `Stage` runs them.
+
+    rows: images of a micro-batch over the stage. moments: bytes that the optimizer keeps for every byte of parameters.
+    update: seconds of the optimizer for an element on the device. pipelined: whether there are other stages.
+    """
+    work, weights, execution = costs.work(kind, seat, rows), costs.weights(kind, seat), seat.executions[kind]
+    in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"
+    gathers = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
+    gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
+    waits = work.forward_sent + work.backward_sent
+    once = edge = sent_each = sent_once = skew = 0.0
+    if kind == "stem" and not pipelined:
+        edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
+    if not execution.wrapped:
+        sent_once = weights.reduce
+    elif in_order:
+        waits += gathers + weights.reduce * every
+        once = gathers_once + weights.reduce * (not every)
+    else:
+        sent_each = gathers + weights.reduce * every
+        sent_once = gathers_once + weights.reduce * (execution.reduced == "last micro-batch")
+        once = weights.reduce * (execution.reduced == "end of step")
+    if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
+        skew = sum(work.skew) / (costs.config.depth + 2) ** 0.5
+    shard, update = (0.0, costs.update(1, True)) if weights.offloaded else (weights.held, update)
+    return Load(
+        forward=work.forward,
+        computes=work.forward + work.backward + skew,
+        late=work.late,
+        waits=waits,
+        once=weights.elements * update,
+        waits_once=once,
+        edge=edge,
+        sent_each=sent_each,
+        sent_once=sent_once,
+        kept=shard * (1 + moments),
+        reduced=shard,
+        gathered=0.0 if execution.reshard_after_forward else weights.gathered,
+        gradients=weights.waiting if execution.wrapped and not every else shard,
+        saved=work.saved,
+    )

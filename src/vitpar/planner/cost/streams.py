@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from vitpar.planner.profile.hardware import Overlap
+from vitpar.planner.profile.profiles import Overlap
 
 
 class Spent(defaultdict[str, float]):

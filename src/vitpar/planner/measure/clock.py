@@ -1,4 +1,9 @@
-"""Durations of what several processes do at the same time, as if their cores were always equally fast."""
+"""Durations of what several processes do at the same time, as if their cores were always equally fast.
+
+On a machine whose cores others use too, the same instructions take up to twice as long as a second ago, and plans that
+are measured minutes after a profile meet another machine. So everything that is timed on a CPU is timed beside a fixed
+piece of work (`Pace`), and given as if that had always taken equally long.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,35 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from vitpar.launch.world_group import all_reduce_, barrier
-from vitpar.planner.measure.pace import Pace
-from vitpar.planner.profile.curve import Timing
+from vitpar.planner.profile.profiles import Timing
 
 SHORTEST = 1e-3  # seconds between two readings at least: what is shorter is repeated
 FEWEST, MOST = 5, 25  # readings of a point, or of what is repeated three readings
 PACES = 25  # readings of the pace at first
+Progress = Callable[[int, int, str], None]
+"""Called with (points done, points in all, what is measured next)."""
 
 
-class Together(Protocol):
-    """The processes that measure at the same time."""
+class Pace:
+    """An MLP, forward and backward, that fits into no core's own caches: slowed down by what slows down a ViT's layers,
+    as products alone are not."""
 
-    def meet(self) -> None:
-        """Wait for the others."""
+    def __init__(self, rows: int = 512, width: int = 128) -> None:
+        layers = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self._mlp, self._x = nn.Sequential(*layers), torch.ones(rows, width)
+        self._parameters = tuple(self._mlp.parameters())
 
-    def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
-        """What counts of all processes' figures, one by one, and how much more the slowest took; equal for all."""
-
-    def mean(self, seconds: list[float]) -> list[float]:
-        """The mean of all processes' figures, one by one; equal for all."""
+    def read(self) -> float:
+        """Seconds of a core that the work takes, some thousandths: not those in which our other processes have it."""
+        begun = time.thread_time()
+        torch.autograd.grad(self._mlp(self._x).sum(), self._parameters)
+        return time.thread_time() - begun
 
 
 class Group:
@@ -43,15 +52,18 @@ class Group:
         self._device = device
 
     def meet(self) -> None:
+        """Wait for the others."""
         if dist.get_world_size() > 1:
             barrier()
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
+        """What counts of all processes' figures, one by one, and how much more the slowest took; equal for all."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         all_reduce_(found, dist.ReduceOp.MAX)
         return found.tolist(), [0.0] * len(seconds)
 
     def mean(self, seconds: list[float]) -> list[float]:
+        """The mean of all processes' figures, one by one; equal for all."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         all_reduce_(found)
         return (found / dist.get_world_size()).tolist()
@@ -61,7 +73,7 @@ class Neighbours:
     """Processes that share a machine and nothing else: each may pretend to be in a world of its own.
 
     The mean counts: in training nobody waits for the others after every layer. Where somebody does, it waits for the
-    slowest.
+    slowest. Methods as in `Group`.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
@@ -88,7 +100,7 @@ class Neighbours:
 class Clock:
     """Times functions that all of `together` call at once. seconds: to spend on each point, about."""
 
-    def __init__(self, device: torch.device, together: Together, seconds: float) -> None:
+    def __init__(self, device: torch.device, together: Group | Neighbours, seconds: float) -> None:
         self.device, self._together, self._seconds = device, together, seconds
         self._work = Pace() if device.type == "cpu" else None
         self._paces: list[float] = []

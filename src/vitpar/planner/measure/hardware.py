@@ -13,36 +13,32 @@ do in training: on a machine whose ranks share cores, caches or links that is sl
 
 from __future__ import annotations
 
-import math
-import platform
-import time
+import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from vitpar.parallel.mesh import pipeline_mesh
-from vitpar.parallel.pipeline import build_schedule, pipeline_stage
-from vitpar.planner.measure.clock import Clock, Group
-from vitpar.planner.measure.device import device_name, memory_bytes
-from vitpar.planner.measure.sending import Shape, group_shapes, message, operations, own_group, scratch
-from vitpar.planner.measure.slack import slack
-from vitpar.planner.measure.work import copied, products
-from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import Hardware, Host, Link, Matmul, Operation, Overlap
-from vitpar.strategy import parse
+from vitpar.launch.resources import freed_memory_given_back
+from vitpar.launch.world_group import all_reduce_
+from vitpar.models import model_config
+from vitpar.parallel.float8 import E4M3, multiply, scaled_rows
+from vitpar.planner.cost.elements import layer_parameters
+from vitpar.planner.measure.clock import Clock, Group, Progress
+from vitpar.planner.measure.device import Peak, date_and_versions, device_name, memory_bytes
+from vitpar.planner.measure.sending import message, overlap, own_group, pipeline_action, scratch
+from vitpar.planner.measure.steps import Training
+from vitpar.planner.profile.cluster import group_shapes, operations
+from vitpar.planner.profile.profiles import Curve, Hardware, Host, Link, Matmul, Timing
+from vitpar.strategy import parse, validate
+from vitpar.training.recipe import Recipe
 
-Progress = Callable[[int, int, str], None]
-"""Called with (points done, points in all, what is measured next)."""
-
-LONG = 0.05  # seconds of either kind of work, with more of the other beside it
-SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
-MESSAGES = {"cpu": (2**12, 2**15, 2**18, 2**20, 2**22, 2**24), "cuda": (2**14, 2**17, 2**20, 2**23, 2**26, 2**28)}
-COPIES = {"cpu": (2**20, 2**23, 2**26), "cuda": (2**24, 2**27, 2**30)}
+TINY = {"width": 16, "depth": 4, "heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
+ProductShape = tuple[int, int, int]
+"""Of a product: rows, features that are summed over, columns."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,13 @@ class Effort:
     @classmethod
     def usual(cls, device: str, seconds: float = 0.25) -> Effort:
         """Minutes at most."""
-        return cls(seconds, DTYPES[device], SIDES[device], MESSAGES[device], COPIES[device])
+        if device == "cpu":
+            messages = 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
+            return cls(
+                seconds, ("float32", "bfloat16"), (64, 128, 256, 512, 1024), messages, copies=(2**20, 2**23, 2**26)
+            )
+        messages, dtypes = (2**14, 2**17, 2**20, 2**23, 2**26, 2**28), ("float32", "bfloat16", "float16")
+        return cls(seconds, dtypes, (512, 1024, 2048, 4096, 8192), messages, copies=(2**24, 2**27, 2**30))
 
 
 def profile_hardware(
@@ -82,28 +84,35 @@ def profile_hardware(
         + sum(len(operations(ranks)) for ranks, _ in shapes) * len(effort.messages)
         + (world > 1)
     )
-    steps = _Steps(progress, total)
-    reserved = slack(device)
+    done = count()
+
+    def over(sizes: Iterable[int], words: str) -> Iterator[int]:
+        for size in sizes:
+            progress(next(done), total, words)
+            yield size
+
+    reserved = process_overhead(device)
     taken = scratch(device, shapes, effort.messages)
-    matmuls = tuple(
-        Matmul(dtype=dtype, timings=tuple(_product(clock, dtype, side) for side in steps.over(effort.sides, dtype)))
-        for dtype in effort.dtypes
-    )
-    copy = Curve(timings=tuple(_copy(clock, size) for size in steps.over(effort.copies, "copy")))
+    matmuls = []
+    for dtype in effort.dtypes:
+        works = ((side, products(device, getattr(torch, dtype), [(side,) * 3])) for side in over(effort.sides, dtype))
+        matmuls.append(Matmul(dtype=dtype, timings=tuple(clock.timing(2 * side**3, work) for side, work in works)))
+    copy = Curve(timings=tuple(clock.timing(size, copied(device, size)) for size in over(effort.copies, "copy")))
     links = []
-    for shape in shapes:
-        with own_group(*shape) as group:
-            for operation in operations(shape[0]):
-                words = f"{operation} among {shape[0]} ranks, stride {shape[1]}"
+    for ranks, stride in shapes:
+        nodes = len({rank // ranks_per_node for rank in range(0, ranks * stride, stride)})
+        with own_group(ranks, stride) as group:
+            for operation in operations(ranks):
+                words = f"{operation} among {ranks} ranks, stride {stride}"
                 timings = tuple(
-                    message(clock, operation, group, size, taken[shape, operation, size])
-                    for size in steps.over(effort.messages, words)
+                    message(clock, operation, group, size, taken[(ranks, stride), operation, size])
+                    for size in over(effort.messages, words)
                 )
-                links.append(_link(operation, shape, ranks_per_node, timings))
-    overlap = None
+                links.append(Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=timings))
+    slowdown = None
     if world > 1:
-        steps.next("overlap")
-        overlap = _overlap(clock, effort)
+        progress(next(done), total, "overlap")
+        slowdown = overlap(clock, effort.sides[-1] // 2, effort.messages[-1])
     profile = Hardware(
         name=name,
         device=device.type,
@@ -113,79 +122,17 @@ def profile_hardware(
         ranks_per_node=ranks_per_node,
         threads=torch.get_num_threads(),
         memory_bytes=memory_bytes(device) // (1 if device.type == "cuda" else ranks_per_node),
-        matmuls=matmuls,
+        matmuls=tuple(matmuls),
         copy=copy,
         links=tuple(links),
-        overlap=overlap,
+        overlap=slowdown,
         host=_host(clock, effort) if device.type == "cuda" else None,
-        pipeline=_pipeline(clock) if world % 2 == 0 else 0.0,
+        pipeline=pipeline_action(clock) if world % 2 == 0 else 0.0,
         reserved_bytes=reserved,
         pace=clock.pace,
-        measured={
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        measured=date_and_versions(),
     )
     return profile.at_pace(clock.usual)
-
-
-def _link(operation: Operation, shape: Shape, ranks_per_node: int, timings: tuple[Timing, ...]) -> Link:
-    ranks, stride = shape
-    nodes = len({rank // ranks_per_node for rank in range(0, ranks * stride, stride)})
-    return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=timings)
-
-
-class _Nothing(nn.Module):
-    """A stage that hands on what it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-def _pipeline(clock: Clock, microbatches: int = 8) -> float:
-    """Seconds of an action of 1f1b over pairs of ranks: a step has one forward and one backward for every micro-batch,
-    and for the one that the last stage waits for."""
-    plan = replace(parse(f"pp2xdp{dist.get_world_size() // 2}"), microbatches=microbatches)
-    pipe = pipeline_mesh(plan, clock.device.type)
-    index, one = pipe.get_local_rank("pp"), torch.empty(1, 8, device="meta")
-    module = _Nothing().to(clock.device)
-    stage = pipeline_stage(module, index, 2, one, one.clone(), clock.device, pipe.get_group("pp"))
-    schedule = build_schedule(plan, [stage], microbatches, lambda y, target: y.sum())
-    x, target = (torch.ones(microbatches, n, device=clock.device) for n in (8, 1))
-
-    def step() -> None:
-        schedule.step(*([x] if index == 0 else []), return_outputs=False, **({"target": target} if index else {}))
-
-    return clock.timing(1, step).seconds / (2 * (microbatches + 1))
-
-
-class _Steps:
-    """Counts the points and says what comes next."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
-
-    def next(self, words: str) -> None:
-        self._progress(self._done, self._total, words)
-        self._done += 1
-
-    def over(self, sizes: Iterable[int], words: str) -> Iterator[int]:
-        for size in sizes:
-            self.next(words)
-            yield size
-
-
-def _product(clock: Clock, dtype: str, side: int) -> Timing:
-    return clock.timing(2 * side**3, products(clock.device, getattr(torch, dtype), [(side, side, side)]))
-
-
-def _copy(clock: Clock, size: int) -> Timing:
-    return clock.timing(size, copied(clock.device, size))
 
 
 def _host(clock: Clock, effort: Effort) -> Host:
@@ -203,47 +150,60 @@ def _host(clock: Clock, effort: Effort) -> Host:
     return Host(timings=tuple(map(timing, effort.copies)), update=update)
 
 
-def _overlap(clock: Clock, effort: Effort) -> Overlap:
-    """Matrix products while all-reduces go on for longer than they do, and the other way round."""
-    side = effort.sides[-1] // 2
-    a = torch.zeros(side, side, device=clock.device)
-    out = torch.empty_like(a)
-    message = torch.zeros(effort.messages[-1] // 4, device=clock.device)
+def products(
+    device: torch.device, dtype: torch.dtype, shapes: Iterable[ProductShape], fast_sums: bool = True
+) -> Callable[[], None]:
+    """Matrix products of these shapes, one after the other; in float8 with a scale for each row and column.
 
-    def compute(times: int) -> None:
-        for _ in range(times):
-            torch.mm(a, a, out=out)
+    fast_sums: `fast` of ``vitpar.parallel.float8.multiply``.
+    """
+    works = [_product(device, dtype, shape, fast_sums) for shape in shapes]
 
-    def send(times: int) -> list[dist.Work]:
-        return [dist.all_reduce(message, async_op=True) for _ in range(times)]
+    def work() -> None:
+        for one in works:
+            one()
 
-    def wait(works: list[dist.Work]) -> None:
-        for work in works:
-            work.wait()
+    return work
 
-    product = clock.timing(1, lambda: compute(1)).seconds
-    reduction = clock.timing(1, lambda: wait(send(1))).seconds
-    products, reductions = math.ceil(LONG / product), math.ceil(LONG / reduction)
-    enough = math.ceil(4 * products * product / reduction)
 
-    def computed_beside() -> float:
-        works = send(enough)
-        begun = time.perf_counter()
-        compute(products)
-        clock.computed()
-        taken = time.perf_counter() - begun
-        wait(works)
-        return taken
+def _product(device: torch.device, dtype: torch.dtype, shape: ProductShape, fast_sums: bool) -> Callable[[], object]:
+    rows, inside, columns = shape
+    if dtype is not E4M3:
+        a, b = (torch.randn(size, device=device).to(dtype) for size in ((rows, inside), (inside, columns)))
+        out = a.new_empty(rows, columns)
+        return lambda: torch.mm(a, b, out=out)
+    (a, of_a), (b, of_b) = (scaled_rows(torch.randn(count, inside, device=device)) for count in (rows, columns))
+    return lambda: multiply(a, of_a, b, of_b, torch.bfloat16, fast_sums)
 
-    def sent_beside() -> float:
-        begun = time.perf_counter()
-        works = send(reductions)
-        while not all(work.is_completed() for work in works):
-            compute(1)
-        taken = time.perf_counter() - begun
-        wait(works)
-        return taken
 
-    alone = clock.timing(1, lambda: compute(products)).seconds, clock.timing(1, lambda: wait(send(reductions))).seconds
-    beside = clock.middle(computed_beside), clock.middle(sent_beside)
-    return Overlap(compute=max(1.0, beside[0] / alone[0]), communication=max(1.0, beside[1] / alone[1]))
+def copied(device: torch.device, size: int) -> Callable[[], object]:
+    """A copy that reads and writes `size` bytes together."""
+    source = torch.ones(size // 8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def process_overhead(device: torch.device) -> int:
+    """Bytes that a rank needs besides tensors: objects of models and optimizers, buffers of process groups, gaps.
+
+    In the mean of some plans, on the fullest rank; 0 where the system does not tell. Collective, and before anything
+    large was computed.
+    """
+    config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
+    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
+    training, found = Training(recipe, config), []
+    with freed_memory_given_back():
+        for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
+            plan = validate(parse(words), config, recipe.train.batch_size)
+            training.step(plan, device)()  # what is loaded or made once does not count
+            peak = Peak(device)
+            step = training.step(plan, device)
+            step()
+            peak.forget()
+            step()
+            copies = 4  # of parameters: themselves, gradients, two moments
+            tensors = copies * sum(layer_parameters(config, plan).values()) * torch.float32.itemsize
+            found.append(max(0, (peak.grown or 0) - tensors))
+    most = torch.tensor(int(statistics.mean(found)), device=device)
+    all_reduce_(most, dist.ReduceOp.MAX)
+    return int(most)

@@ -1,32 +1,31 @@
-"""What ranks send each other: in which groups, by which operations, how long it takes and what memory."""
+"""What ranks send each other: in which groups, by which operations, how long it takes and what memory; and how sending
+and computing slow each other down."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from vitpar.launch.malloc import freed_memory_given_back
+from vitpar.launch.resources import freed_memory_given_back
 from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
+from vitpar.parallel.mesh import pipeline_mesh
+from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.planner.measure.clock import Clock
-from vitpar.planner.measure.resident import Peak
-from vitpar.planner.profile.curve import Timing
-from vitpar.planner.profile.hardware import OPERATIONS, Operation
+from vitpar.planner.measure.device import Peak
+from vitpar.planner.profile.cluster import Shape, operations
+from vitpar.planner.profile.profiles import Operation, Overlap, Timing
+from vitpar.strategy import parse
 
-Shape = tuple[int, int]
-"""Of a group: ranks, and how far each is from the next."""
-
-
-def group_shapes(world: int) -> Iterator[Shape]:
-    """(ranks, stride) of every way to cut `world` ranks into groups of equally distant ranks, small groups first."""
-    for ranks in range(2, world + 1):
-        for stride in range(1, world // ranks + 1):
-            if world % (ranks * stride) == 0:
-                yield ranks, stride
+LONG = 0.05  # seconds of either kind of work, with more of the other beside it
 
 
 def group_of(rank: int, ranks: int, stride: int) -> list[int]:
@@ -36,16 +35,12 @@ def group_of(rank: int, ranks: int, stride: int) -> list[int]:
     return list(range(first, first + ranks * stride, stride))
 
 
-def operations(ranks: int) -> tuple[Operation, ...]:
-    """Those that groups of so many ranks are measured with."""
-    return tuple(operation for operation in OPERATIONS if operation != "p2p" or ranks == 2)
-
-
 @contextmanager
 def own_group(ranks: int, stride: int) -> Iterator[ProcessGroup]:
     """This rank's group of that shape, until the end; all ranks make all of them."""
     world = dist.get_world_size()
     if ranks == world:
+        assert dist.group.WORLD is not None, "ranks are in a world"
         yield dist.group.WORLD
         return
     every = sorted({tuple(group_of(rank, ranks, stride)) for rank in range(world)})
@@ -76,6 +71,85 @@ def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, 
     timing = clock.timing(4 * length, work)
     times = 2 if operation == "p2p" else 1
     return timing.model_copy(update={"seconds": timing.seconds / times, "scratch": scratch})
+
+
+def overlap(clock: Clock, side: int, size: int) -> Overlap:
+    """Matrix products while all-reduces go on for longer than they do, and the other way round.
+
+    side: of the matrices. size: bytes of an all-reduce.
+    """
+    a = torch.zeros(side, side, device=clock.device)
+    out = torch.empty_like(a)
+    message = torch.zeros(size // 4, device=clock.device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, a, out=out)
+
+    def send(times: int) -> list[dist.Work]:
+        return [dist.all_reduce(message, async_op=True) for _ in range(times)]
+
+    def wait(works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+    product = clock.timing(1, lambda: compute(1)).seconds
+    reduction = clock.timing(1, lambda: wait(send(1))).seconds
+    products, reductions = math.ceil(LONG / product), math.ceil(LONG / reduction)
+    enough = math.ceil(4 * products * product / reduction)
+
+    def computed_beside() -> float:
+        works = send(enough)
+        begun = time.perf_counter()
+        compute(products)
+        clock.computed()
+        taken = time.perf_counter() - begun
+        wait(works)
+        return taken
+
+    def sent_beside() -> float:
+        begun = time.perf_counter()
+        works = send(reductions)
+        while not all(work.is_completed() for work in works):
+            compute(1)
+        taken = time.perf_counter() - begun
+        wait(works)
+        return taken
+
+    alone = clock.timing(1, lambda: compute(products)).seconds, clock.timing(1, lambda: wait(send(reductions))).seconds
+    beside = clock.middle(computed_beside), clock.middle(sent_beside)
+    return Overlap(compute=max(1.0, beside[0] / alone[0]), communication=max(1.0, beside[1] / alone[1]))
+
+
+class _Nothing(nn.Module):
+    """A stage that hands on what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
+    """Seconds of an action of 1f1b over pairs of ranks: a step has one forward and one backward for every micro-batch,
+    and for the one that the last stage waits for."""
+    plan = replace(parse(f"pp2xdp{dist.get_world_size() // 2}"), microbatches=microbatches)
+    pipe = pipeline_mesh(plan, clock.device.type)
+    index, one = pipe.get_local_rank("pp"), torch.empty(1, 8, device="meta")
+    module = _Nothing().to(clock.device)
+    stage = pipeline_stage(module, index, 2, one, one.clone(), clock.device, pipe.get_group("pp"))
+    schedule = build_schedule(plan, [stage], microbatches, lambda y, target: y.sum())
+    x, target = (torch.ones(microbatches, n, device=clock.device) for n in (8, 1))
+
+    def step() -> None:
+        if index == 0:
+            schedule.step(x, return_outputs=False)
+        else:
+            schedule.step(target=target, return_outputs=False)
+
+    return clock.timing(1, step).seconds / (2 * (microbatches + 1))
 
 
 def _taken(device: torch.device, operation: Operation, group: ProcessGroup, size: int) -> int:

@@ -1,30 +1,36 @@
-"""Runs steps of a plan and measures them: time, and the memory of every rank."""
+"""Runs steps of plans and measures them: time, and the memory of every rank."""
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from vitpar.launch.malloc import freed_memory_given_back
-from vitpar.launch.process_group import join, leave, meeting_place
+from vitpar.errors import StrategyError
+from vitpar.launch.process_group import join, leave
+from vitpar.launch.report import watch_parent
+from vitpar.launch.resources import freed_memory_given_back
+from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.models.config import ViTConfig
-from vitpar.planner.measure.apart import apart
-from vitpar.planner.measure.clock import Group
-from vitpar.planner.measure.pace import Pace
-from vitpar.planner.measure.resident import Peak
-from vitpar.strategy import Plan
+from vitpar.planner.measure.clock import Group, Pace
+from vitpar.planner.measure.device import Peak
+from vitpar.strategy import Plan, parse, validate
+from vitpar.strategy.support import refuse_clashes
+from vitpar.text import divisors
 from vitpar.training.build import build
+from vitpar.training.input import synthetic_batch
 from vitpar.training.recipe import Recipe
-from vitpar.training.synthetic import synthetic_batch
 
 T = TypeVar("T")
 
@@ -140,7 +146,7 @@ class Runner:
             leave()
             return found
 
-        return apart(joined)
+        return run_in_subprocess(joined)
 
 
 def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int | None, ...]:
@@ -180,3 +186,71 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
     if work is None:
         return Run(tuple(taken))
     return Run(tuple(taken), tuple((before + after) / 2 for before, after in pairwise(group.mean(paces))))
+
+
+def run_in_subprocess(work: Callable[[], T]) -> T:
+    """What `work` returns in a process forked from this one, which must not have used a GPU. Raises what it raises, or
+    RuntimeError where the process dies.
+
+    Nothing that work leaves behind (threads of process groups, memory) meets what comes after it.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(work, theirs))
+    process.start()
+    theirs.close()
+    try:
+        done, result = ours.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process that ran a plan ended with code {process.exitcode}") from None
+    process.join()
+    if not done:
+        raise result
+    return result
+
+
+def _send_result(work: Callable[[], T], connection: Connection) -> None:
+    watch_parent()
+    try:
+        answer: tuple[bool, T | BaseException] = (True, work())
+    except BaseException as error:
+        error.add_note(traceback.format_exc())
+        answer = (False, error)
+    try:
+        connection.send(answer)
+    except (TypeError, AttributeError):  # an exception that cannot be sent
+        connection.send((False, RuntimeError(str(answer[1]))))
+
+
+DATA = ("dp{n}", "fsdp{n}", "dp{n}+zero1", "dp{n}+zero2", "dp{n}+ckpt", "fsdp{n}+ckpt.selective")
+TENSOR = ("tp{n}", "tp{n}+sp", "tp{n}+2d", "tp{n}+3d")
+TWO = ("dp{a}xfsdp{b}", "dp{a}xtp{b}", "tp{a}xdp{b}", "tp{a}xfsdp{b}", "tp{a}xdp{b}+sp")
+PIPELINES = ("pp{a}xdp{b}", "pp{a}xfsdp{b}", "pp{a}xtp{b}")
+
+
+def example_plans(config: ViTConfig, ranks: int, batch_size: int, precision: str, compiled: bool) -> Iterator[Plan]:
+    """Those that fit the model and the batch, validated: every role alone and with others, checkpoints, layerwise
+    plans, pipelines with several schedules and numbers of micro-batches."""
+    splits = [(a, ranks // a) for a in divisors(ranks) if 1 < a < ranks]
+    middle = config.depth // 2
+    words: list[tuple[str, dict[str, Any]]] = [(text.format(n=ranks), {}) for text in (*DATA, *TENSOR)]
+    words += [(f"{role}{ranks}", {"microbatches": m}) for role in ("dp", "fsdp") for m in (2, 4)]
+    words += [(f"tp{ranks}", {"microbatches": 4}), (f"dp{ranks}+zero1", {"microbatches": 2})]
+    words += [(text.format(a=a, b=b), {}) for a, b in splits for text in TWO]
+    pipelines = [text.format(a=a, b=b) for a, b in splits for text in PIPELINES] + [f"pp{ranks}"]
+    words += [(text, {"microbatches": m}) for text in pipelines for m in (4, 8)]
+    words += [(f"pp{ranks}", {"microbatches": m, "schedule": "gpipe"}) for m in (4, 8)]
+    words += [(pipelines[0], {"microbatches": 4, "schedule": "interleaved1f1b", "virtual_stages": 2})]
+    words += [(f"pp{ranks}", {"microbatches": 8, "schedule": "zbvzerobubble", "virtual_stages": 2})]
+    words += [(f"pp1: 0-{middle - 1}=dp{ranks}, *=fsdp{ranks}", {})]
+    words += [(f"pp{a}: 0-{middle - 1}=dp{b}, *=tp{b}", {"microbatches": 4}) for a, b in splits[:1]]
+    found: dict[Plan, None] = {}
+    for text, fields in words:
+        try:
+            plan = validate(replace(parse(text), **fields), config, batch_size)
+            refuse_clashes(plan, precision, compiled)
+        except StrategyError:
+            continue
+        found[plan] = None
+    yield from found

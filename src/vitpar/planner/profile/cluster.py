@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
-from vitpar.errors import PlannerError, nearest, shown
-from vitpar.files import parse_toml, read_toml
+from vitpar.errors import PlannerError
+from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MIN_SUSTAINED
-from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import OPERATIONS, OPTIMIZER_BYTES, STEPS, Hardware, Host, Link, Matmul, Overlap
+from vitpar.planner.profile.profiles import (
+    OPERATIONS,
+    OPTIMIZER_BYTES,
+    STEPS,
+    Curve,
+    Hardware,
+    Host,
+    Link,
+    Matmul,
+    Operation,
+    Overlap,
+    Timing,
+    exact,
+)
 from vitpar.planner.profile.record import Amount, Ranks, Rate, Record
 from vitpar.records import first_wrong
 from vitpar.strategy.layer import refuse_many_ranks
-from vitpar.strategy.words import divisors
+from vitpar.text import divisors, nearest, shown
 
+Shape = tuple[int, int]
+"""Of a group: ranks, and how far each is from the next."""
 SIZES = (2**10, 2**20, 2**33)
 """Bytes. Seconds are straight lines over them."""
 
@@ -80,10 +94,13 @@ class Cluster(Record):
             raise PlannerError(f"cluster {shown(self.name)} has several nodes but no inter: say how they are connected")
         links = [
             self._link(operation, size, stride)
-            for size, stride in _shapes(ranks)
-            for operation in OPERATIONS
-            if operation != "p2p" or size == 2
+            for size, stride in group_shapes(ranks)
+            for operation in operations(size)
         ]
+        host = None
+        if self.host is not None:
+            update = OPTIMIZER_BYTES / (self.host.memory_bandwidth * self.sustained)
+            host = Host(timings=_line(0.0, self.host.bandwidth * self.sustained, SIZES), update=update)
         return Hardware(
             name=self.name,
             device="cuda",
@@ -100,17 +117,11 @@ class Cluster(Record):
             copy=Curve(timings=_line(0.0, self.memory_bandwidth * self.sustained, SIZES)),
             links=tuple(links),
             overlap=self.overlap,
-            host=self._host(),
+            host=host,
             measured={"estimated": "from published figures", "sources": "; ".join(self.sources)},
         )
 
-    def _host(self) -> Host | None:
-        if self.host is None:
-            return None
-        update = OPTIMIZER_BYTES / (self.host.memory_bandwidth * self.sustained)
-        return Host(timings=_line(0.0, self.host.bandwidth * self.sustained, SIZES), update=update)
-
-    def _link(self, operation: Any, ranks: int, stride: int) -> Link:
+    def _link(self, operation: Operation, ranks: int, stride: int) -> Link:
         members = [rank * stride // self.devices_per_node for rank in range(ranks)]
         nodes, here = len(set(members)), members.count(members[0])
         messages, share = STEPS[operation](ranks)
@@ -127,6 +138,16 @@ class Cluster(Record):
         return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=_line(latency, rate, SIZES))
 
 
+def group_shapes(world: int) -> Iterator[Shape]:
+    """Every way to cut `world` ranks into groups of equally distant ranks, small groups first."""
+    return ((ranks, stride) for ranks in divisors(world)[1:] for stride in divisors(world // ranks))
+
+
+def operations(ranks: int) -> tuple[Operation, ...]:
+    """Those that groups of so many ranks have in a profile."""
+    return tuple(operation for operation in OPERATIONS if operation != "p2p" or ranks == 2)
+
+
 def find_cluster(name: str) -> Cluster:
     """The cluster in the file `name`, or a shipped one by name: 8xH100, or 32x8xH200 for 32 nodes of 8.
 
@@ -135,7 +156,8 @@ def find_cluster(name: str) -> Cluster:
     if name.endswith(".toml") or os.path.isfile(name):
         return _read(Path(name))
     match = re.fullmatch(r"(?:([0-9]{1,5})x)?([0-9]{1,2})x([A-Za-z0-9-]+)", name)
-    shipped = {entry.name.removesuffix(".toml"): entry for entry in _folder().iterdir() if entry.name.endswith(".toml")}
+    folder = files("vitpar.planner.profile") / "clusters"
+    shipped = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
     kind = match[3] if match else name
     found = next((entry for known, entry in shipped.items() if known.lower() == kind.lower()), None)
     if match is None or found is None:
@@ -152,10 +174,6 @@ def find_cluster(name: str) -> Cluster:
     return Cluster.model_validate({**device, "name": name, "nodes": nodes, "devices_per_node": devices})
 
 
-def _folder() -> Any:
-    return files("vitpar.planner.profile") / "clusters"
-
-
 def _read(path: Path) -> Cluster:
     try:
         return Cluster.model_validate({"name": path.stem, **read_toml(path)})
@@ -167,10 +185,5 @@ def _read(path: Path) -> Cluster:
         raise PlannerError(f"{shown(path)} is not a cluster: {shown(error)}: correct it") from None
 
 
-def _shapes(ranks: int) -> list[tuple[int, int]]:
-    """(ranks, stride) of the groups of such a world."""
-    return [(size, stride) for size in divisors(ranks)[1:] for stride in divisors(ranks // size)]
-
-
 def _line(latency: float, rate: float, sizes: tuple[int, ...]) -> tuple[Timing, ...]:
-    return tuple(Timing(size=size, seconds=latency + size / rate, spread=0, samples=1) for size in sizes)
+    return exact((size, latency + size / rate) for size in sizes)

@@ -8,24 +8,30 @@ than launching them takes. Eager kernels are assumed; attention computes at half
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from vitpar.errors import PlannerError
+from vitpar.errors import PlannerError, StrategyError
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.precision import PRECISIONS
-from vitpar.planner.cost.held import layer_elements
-from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import OPTIMIZER_BYTES, Hardware, Matmul
-from vitpar.planner.profile.model import (
+from vitpar.planner.cost.elements import layer_elements
+from vitpar.planner.profile.profiles import (
+    CHECKPOINTS,
+    OPTIMIZER_BYTES,
     Bytes,
+    Curve,
+    Hardware,
     LayerKind,
     LayerProfile,
+    Matmul,
     ModelProfile,
     WeightProfile,
     always_wrapped,
+    exact,
 )
-from vitpar.strategy import Strategy, parse
+from vitpar.strategy import Strategy, parse, validate
 from vitpar.strategy.layout import row_parts
+from vitpar.text import divisors
 
 LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
 """Seconds to start an operation."""
@@ -50,35 +56,62 @@ class _Counts:
     workspace: float
 
 
+def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
+    """The tensor-parallel parts of strategies for stages of up to `ranks` ranks that fit the model, `tp1` first, as
+    model profiles name them (under 2.5d each square computes as in 2d)."""
+    found = ["tp1"]
+    for degree in divisors(ranks)[1:]:
+        for flag in ("", "+sp", "+2d", "+3d"):
+            with suppress(StrategyError):
+                validate(parse(f"tp{degree}{flag}"), config, None)
+                found.append(f"tp{degree}{flag}")
+    return tuple(found)
+
+
 def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...]) -> ModelProfile:
     """The profile of `config` in `precision` on a machine with the rates of `hardware`.
 
     tensors: the tensor-parallel parts of strategies, such as tp4+2d; those that fit the model.
     """
-    if hardware.copy_ is None or not hardware.matmuls:
+    copy = hardware.copy_
+    if copy is None or not hardware.matmuls:
         raise PlannerError(
             f"{hardware.name} has no rates to estimate a model from: profile the model, or use --cluster"
         )
-    if PRECISIONS[precision].float8:
+    numbers = PRECISIONS[precision]
+    if numbers.float8:
         raise PlannerError(f"{hardware.name} has no rates of products in float8: profile the model, or plan for bf16")
-    copy, matmul = hardware.copy_, _matmul(hardware, str(PRECISIONS[precision].compute).removeprefix("torch."))
+    dtype, launch = str(numbers.compute).removeprefix("torch."), LAUNCH[hardware.device]
+    matmul = next((m for m in hardware.matmuls if m.dtype == dtype), hardware.matmuls[0])
     layers, weights = [], []
     for tensor in tensors:
-        strategy = parse(tensor).strategy if tensor != "tp1" else Strategy()
+        strategy = parse(tensor).strategy
         for kind in LAUNCHES:
-            for policy in ("none", "full", "selective"):
+            elements = computed_elements(config, kind, strategy)
+            plain = _counts(config, kind, strategy, "none")
+            time = _Time(matmul, copy, plain, numbers.compute.itemsize, launch * LAUNCHES[kind])
+            for policy in CHECKPOINTS:
+                counts = _counts(config, kind, strategy, policy)
+                forward, backward = time.curves(row_parts(strategy), policy)
                 for wrapped in (True,) if always_wrapped(tensor) else (False, True):
                     layers.append(
-                        _layer(
-                            config, precision, hardware.device, matmul, copy, kind, tensor, strategy, policy, wrapped
+                        LayerProfile(
+                            layer=kind,
+                            tensor=tensor,
+                            checkpoint=policy,
+                            wrapped=wrapped,
+                            forward=forward,
+                            backward=backward,
+                            input_share=0.5 if kind != "stem" else 0.0,
+                            saved=Bytes(fixed=0, per_row=counts.saved * time.itemsize),
+                            workspace=Bytes(
+                                fixed=elements / 3 * time.itemsize, per_row=counts.workspace * time.itemsize
+                            ),
                         )
                     )
-            elements = layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed
-            moved = copy.seconds(4 * elements * PRECISIONS[precision].parameters.itemsize)
-            timing = Timing(size=elements, seconds=moved, spread=0, samples=1)
-            weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=timing, reduce=moved))
-    sizes = (2**20, 2**30)
-    optimizer = [Timing(size=n, seconds=copy.seconds(OPTIMIZER_BYTES * n), spread=0, samples=1) for n in sizes]
+            moved = copy.seconds(4 * elements * numbers.parameters.itemsize)
+            (gather,) = exact([(elements, moved)])
+            weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=gather, reduce=moved))
     return ModelProfile(
         model=asdict(config),
         device=hardware.device,
@@ -90,58 +123,42 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
         cores=1 if hardware.device == "cuda" else hardware.threads * hardware.ranks,
         layers=tuple(layers),
         weights=tuple(weights),
-        optimizer=Curve(timings=tuple(optimizer)),
-        microbatch=40 * LAUNCH[hardware.device],
+        optimizer=Curve(timings=exact((n, copy.seconds(OPTIMIZER_BYTES * n)) for n in (2**20, 2**30))),
+        microbatch=40 * launch,
         measured={"estimated": f"by arithmetic, from the rates of {hardware.name}"},
     )
 
 
-def _layer(
-    config: ViTConfig,
-    precision: str,
-    device: str,
-    matmul: Matmul,
-    copy: Curve,
-    kind: LayerKind,
-    tensor: str,
-    strategy: Strategy,
-    policy: str,
-    wrapped: bool,
-) -> LayerProfile:
-    numbers = PRECISIONS[precision].compute
-    counts, plain = _counts(config, kind, strategy, policy), _counts(config, kind, strategy, "none")
-    size, start = numbers.itemsize, LAUNCH[device] * LAUNCHES[kind]
-
-    def seconds(rows: int, times: float) -> float:
-        products = sum(matmul.seconds(times * rows * flops) for flops in plain.products)
-        attention = matmul.seconds(times * rows * plain.attention) / ATTENTION if plain.attention else 0.0
-        touched = copy.seconds(times * rows * plain.touched * size)
-        return max(products + attention + touched, times * start)
-
-    again = {"none": 0.0, "full": 1.0, "selective": 0.3}[policy]
-    forward, backward = [], []
-    for rows in ROWS:
-        number = rows * row_parts(strategy)
-        once = seconds(number, 1)
-        forward.append(Timing(size=number, seconds=once, spread=0, samples=1))
-        backward.append(Timing(size=number, seconds=seconds(number, 2) + again * once, spread=0, samples=1))
-    largest = layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed / 3
-    return LayerProfile(
-        layer=kind,
-        tensor=tensor,
-        checkpoint=policy,
-        wrapped=wrapped,
-        forward=Curve(timings=tuple(forward)),
-        backward=Curve(timings=tuple(backward)),
-        input_share=0.5 if kind != "stem" else 0.0,
-        saved=Bytes(fixed=0, per_row=counts.saved * size),
-        workspace=Bytes(fixed=largest * size, per_row=counts.workspace * size),
-    )
+def computed_elements(config: ViTConfig, kind: LayerKind, strategy: Strategy) -> int:
+    """Elements of parameters that a rank computes a layer with."""
+    return layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed
 
 
-def _matmul(hardware: Hardware, dtype: str) -> Matmul:
-    """Its rates for `dtype`, or for the first that it has."""
-    return next((m for m in hardware.matmuls if m.dtype == dtype), hardware.matmuls[0])
+@dataclass(frozen=True)
+class _Time:
+    """How long a layer takes. counts: without a checkpoint. start: seconds to launch a forward."""
+
+    matmul: Matmul
+    copy: Curve
+    counts: _Counts
+    itemsize: int
+    start: float
+
+    def curves(self, parts: int, policy: str) -> tuple[Curve, Curve]:
+        """Forward and backward, over rows in multiples of `parts`."""
+        again = {"none": 0.0, "full": 1.0, "selective": 0.3}[policy]
+        sizes = [rows * parts for rows in ROWS]
+        once = {rows: self._seconds(rows, 1) for rows in sizes}
+        backward = exact((rows, self._seconds(rows, 2) + again * once[rows]) for rows in sizes)
+        return Curve(timings=exact(once.items())), Curve(timings=backward)
+
+    def _seconds(self, rows: int, times: float) -> float:
+        """Seconds of as much computing as `times` forwards."""
+        counts, matmul = self.counts, self.matmul
+        products = sum(matmul.seconds(times * rows * flops) for flops in counts.products)
+        attention = matmul.seconds(times * rows * counts.attention) / ATTENTION if counts.attention else 0.0
+        touched = self.copy.seconds(times * rows * counts.touched * self.itemsize)
+        return max(products + attention + touched, times * self.start)
 
 
 def _counts(config: ViTConfig, kind: LayerKind, strategy: Strategy, policy: str) -> _Counts:
@@ -155,21 +172,17 @@ def _counts(config: ViTConfig, kind: LayerKind, strategy: Strategy, policy: str)
         pooled = s if config.pool == "avg" else 1
         return _Counts((2 * d * config.num_classes / t,), 0.0, 3 * s * d / parts, 2 * pooled * d / parts, s * d / parts)
     products = tuple(2 * s * n / t for n in (3 * d * d, d * d, d * h, d * h))
-    kept, space = _kept(config, strategy, "none"), _space(config, strategy)
+    kept, space = sum(_kept(d, h, strategy, "none")), _space(config, strategy)
     if policy != "none":
-        less = _kept(config, strategy, policy)
+        less = sum(_kept(d, h, strategy, policy))
         space = max(space, kept + space - less + (d / parts if policy == "selective" else 0))
         kept = less
     touched = 10 * d / parts + (2 * d + 2 * h) / t
     return _Counts(products, 4 * s * s * d / t, s * touched, s * kept, s * space)
 
 
-def _kept(config: ViTConfig, strategy: Strategy, policy: str) -> float:
+def _kept(d: int, h: int, strategy: Strategy, policy: str) -> Iterator[float]:
     """Elements of a token that a block keeps for backward; its own output is among them, its input is not."""
-    return sum(_kept_parts(config.width, config.hidden, strategy, policy))
-
-
-def _kept_parts(d: int, h: int, strategy: Strategy, policy: str) -> Iterator[float]:
     t, q = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
     mode = "sp" if strategy.sequence_parallel else strategy.tensor_mode
     inside = {"1d": 1, "sp": t}.get(mode, t)  # parts of what is between the products

@@ -15,16 +15,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitpar.errors import PlannerError, shown
-from vitpar.files import read_json
+from vitpar.errors import PlannerError
+from vitpar.io import read_json
 from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
 from vitpar.models.config import ViTConfig
-from vitpar.planner.cost.held import layer_elements
-from vitpar.planner.profile.curve import Curve, Timing
-from vitpar.planner.profile.hardware import STEPS, Hardware, Link, Operation, Overlap
-from vitpar.planner.profile.model import Bytes, LayerKind, LayerProfile, ModelProfile, WeightProfile
+from vitpar.planner.profile.estimate import computed_elements
+from vitpar.planner.profile.profiles import (
+    STEPS,
+    Bytes,
+    Curve,
+    Hardware,
+    LayerKind,
+    LayerProfile,
+    Link,
+    ModelProfile,
+    Operation,
+    Overlap,
+    WeightProfile,
+    exact,
+)
 from vitpar.strategy import parse, validate
 from vitpar.strategy.layer import refuse_many_ranks
+from vitpar.text import shown
 
 MB = 2**20
 SIZES = tuple(MB * n for n in (1, 64, 1024))
@@ -86,9 +98,9 @@ def _collectives(
         parts: tuple[tuple[Operation, float], ...] = (("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5))
         exchange = (_sized(times, "all2all", size) if stride == 1 else ()) or tuple((n, s / 2) for n, s in points)
         for operation, part in parts:
-            timings = _timings((n, part * seconds) for n, seconds in points)
+            timings = exact((n, part * seconds) for n, seconds in points)
             yield Link(operation=operation, ranks=size, stride=stride, nodes=nodes, timings=timings)
-        yield Link(operation="all_to_all", ranks=size, stride=stride, nodes=nodes, timings=_timings(exchange))
+        yield Link(operation="all_to_all", ranks=size, stride=stride, nodes=nodes, timings=exact(exchange))
 
 
 def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterator[Link]:
@@ -96,7 +108,7 @@ def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterat
         match = re.fullmatch(r"pp_size_([0-9]{1,9})", key)
         if match and int(match[1]) > 1 and ranks % int(match[1]) == 0 and bandwidth:
             stride = ranks // int(match[1])
-            timings = _timings((n, n / _rate(bandwidth)) for n in SIZES)
+            timings = exact((n, n / _rate(bandwidth)) for n in SIZES)
             yield Link(operation="p2p", ranks=2, stride=stride, nodes=1 + (stride >= per_node), timings=timings)
 
 
@@ -106,8 +118,9 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
     block, ends = (_seconds(computed, name, config.tokens, folder) for name in ("0", "other"))
-    layer = _section(memory, "layertype_0", config.tokens, folder)
-    saved = _activations(layer.get("tp_activation_per_bsz_dict"), folder)
+    block_memory = _section(memory, "layertype_0", config.tokens, folder)
+    saved = _activations(block_memory.get("tp_activation_per_bsz_dict"), folder)
+    recomputed = _numbers(block_memory["tp_activation_per_bsz_dict"], folder).get("checkpoint")
     first, last = (
         _activations(_section(memory, f"other_memory_pp_on_{place}", config.tokens, folder).get("activation"), folder)
         for place in ("first", "last")
@@ -116,8 +129,7 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     for tp, kept in saved.items():
         tensor = f"tp{tp}"
         strategy = validate(parse(tensor), config, None).strategy  # refuses degrees that do not fit the model
-        again = {"none": kept, "full": _numbers(layer["tp_activation_per_bsz_dict"], folder).get("checkpoint")}
-        for policy, size in again.items():
+        for policy, times, size in (("none", 2, kept), ("full", 3, recomputed)):
             if size is None:
                 continue
             kinds: dict[LayerKind, tuple[float, float]] = {
@@ -126,11 +138,22 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
                 "head": (ends / 2 / tp, last.get(tp, last.get(1, 0.0) / tp)),
             }
             for kind, (seconds, megabytes) in kinds.items():
-                for wrapped in (False, True):
-                    layers.append(_layer(kind, tensor, policy, wrapped, seconds, megabytes))
-        for kind in ("stem", "block", "head"):
-            elements = layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed
-            nothing = Timing(size=elements, seconds=NOTHING, spread=0, samples=1)
+                forward = max(seconds, NOTHING)  # of one image
+                layer = LayerProfile(
+                    layer=kind,
+                    tensor=tensor,
+                    checkpoint=policy,
+                    wrapped=False,
+                    forward=Curve(timings=exact((n, n * forward) for n in (1, 1024))),
+                    backward=Curve(timings=exact((n, n * (times * forward)) for n in (1, 1024))),
+                    input_share=0.0 if kind == "stem" else 0.5,
+                    saved=Bytes(fixed=0, per_row=megabytes * MB),
+                    workspace=Bytes(fixed=0, per_row=0),
+                )
+                layers += [layer, layer.model_copy(update={"wrapped": True})]
+        for kind in kinds:
+            elements = computed_elements(config, kind, strategy)
+            (nothing,) = exact([(elements, NOTHING)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=nothing, reduce=0))
     return ModelProfile(
         model=asdict(config),
@@ -143,44 +166,17 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
         cores=1,
         layers=tuple(layers),
         weights=tuple(weights),
-        optimizer=Curve(timings=(Timing(size=MB, seconds=NOTHING, spread=0, samples=1),)),
+        optimizer=Curve(timings=exact([(MB, NOTHING)])),
         microbatch=0,
         measured={"by": "Galvatron", "unmeasured": UNMEASURED},
     )
 
 
-def _layer(kind: LayerKind, tensor: str, policy: Any, wrapped: bool, seconds: float, megabytes: float) -> LayerProfile:
-    """seconds: of a forward of one image. megabytes: kept for it."""
-    forward = max(seconds, NOTHING)
-    return LayerProfile(
-        layer=kind,
-        tensor=tensor,
-        checkpoint=policy,
-        wrapped=wrapped,
-        forward=_per_image(forward),
-        backward=_per_image((3 if policy == "full" else 2) * forward),
-        input_share=0.0 if kind == "stem" else 0.5,
-        saved=Bytes(fixed=0, per_row=megabytes * MB),
-        workspace=Bytes(fixed=0, per_row=0),
-    )
-
-
-def _per_image(seconds: float) -> Curve:
-    return Curve(timings=_timings((n, n * seconds) for n in (1, 1024)))
-
-
-def _timings(points: Any) -> tuple[Timing, ...]:
-    return tuple(Timing(size=size, seconds=seconds, spread=0, samples=1) for size, seconds in points)
-
-
 def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tuple[int, float], ...]:
     """(bytes, seconds), from the file with times by size."""
-    found = {}
-    for key, milliseconds in times.items():
-        match = re.fullmatch(rf"{operation}_size_{ranks}_([1-9][0-9]{{0,8}})MB_time", key)
-        if match and milliseconds:
-            found[int(match[1]) * MB] = milliseconds / 1e3
-    return tuple(sorted(found.items()))
+    pattern = re.compile(rf"{operation}_size_{ranks}_([1-9][0-9]{{0,8}})MB_time")
+    found = ((pattern.fullmatch(key), milliseconds) for key, milliseconds in times.items() if milliseconds)
+    return tuple(sorted((int(match[1]) * MB, milliseconds / 1e3) for match, milliseconds in found if match))
 
 
 def _rate(bandwidth: float) -> float:

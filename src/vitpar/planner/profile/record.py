@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
 from vitpar import records
-from vitpar.errors import PlannerError, shown
-from vitpar.files import read_bytes, write_text
+from vitpar.errors import PlannerError
+from vitpar.io import read_bytes, write_text
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE
 from vitpar.records import first_wrong, table_of, text
+from vitpar.text import shown
 
 Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
 """Of what takes time."""
@@ -32,25 +33,25 @@ class Record(records.Record):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
-R = TypeVar("R", bound=Record)
+class Profile(Record):
+    """Base of the two profiles. kind: hardware or model, as ``vitpar profile`` calls them."""
 
+    kind: ClassVar[str]
 
-def write_record(record: Record, path: Path, what: str) -> None:
-    """Write `record`, which is called `what`; a reader sees the old file or the whole new one. Raises PlannerError."""
-    try:
-        write_text(path, record.model_dump_json(indent=1, by_alias=True) + "\n")
-    except OSError as error:
-        raise PlannerError(f"cannot write the {what} {shown(path)}: {error.strerror}") from None
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The profile in the JSON file `path`. Raises PlannerError, naming the key that is wrong."""
+        try:
+            return cls.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
+        except OSError as error:
+            raise PlannerError(f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}") from None
+        except ValidationError as error:
+            wrong = f"{shown(path)} is not a {cls.kind} profile, {first_wrong(error)}"
+            raise PlannerError(f"{wrong}: make one with vitpar profile {cls.kind}") from None
 
-
-def read_record(kind: type[R], path: Path, what: str, command: str) -> R:
-    """The record in the JSON file `path`. Raises PlannerError, naming the key that is wrong.
-
-    what: it is called. command: makes one.
-    """
-    try:
-        return kind.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
-    except OSError as error:
-        raise PlannerError(f"cannot read the {what} {shown(path)}: {error.strerror}") from None
-    except ValidationError as error:
-        raise PlannerError(f"{shown(path)} is not a {what}, {first_wrong(error)}: make one with {command}") from None
+    def save(self, path: Path) -> None:
+        """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
+        try:
+            write_text(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
+        except OSError as error:
+            raise PlannerError(f"cannot write the {self.kind} profile {shown(path)}: {error.strerror}") from None

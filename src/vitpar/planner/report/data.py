@@ -1,17 +1,49 @@
-"""Everything a search found, as data: the command's output, its JSON and the report are made of it."""
+"""Everything a search found, as data and in words: the command's output, its JSON and the report are made of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from vitpar.planner.cost.memory import Memory
 from vitpar.planner.cost.price import Price
-from vitpar.planner.profile.hardware import Hardware
-from vitpar.planner.profile.model import ModelProfile
+from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.planner.search.best import Result, Search
 from vitpar.planner.search.reasons import Reason, reasons
-from vitpar.strategy import plan_to_json
+from vitpar.planner.search.scaling import Point, efficiency
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import plan_to_json
+from vitpar.text import count, size
+
+ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+"""Of a pipeline, by `Event.kind`."""
+COLUMNS = ("micro-batches", "images/s", "beside the best", "a rank")
+"""Headings of `figures`."""
+
+
+def figures(price: Price, best: Price) -> tuple[str, ...]:
+    """What is to be known of a plan at a glance."""
+    return (
+        str(price.plan.microbatches),
+        f"{price.images_per_second:,.1f}",
+        f"{price.images_per_second / best.images_per_second - 1:+.1%}",
+        size(price.memory_bytes),
+    )
+
+
+def certainty(result: Result) -> str:
+    """How much faster other plans may be."""
+    how = "no plan is faster by 0.1 %" if result.exact else "not every plan was looked at"
+    return f"{how}; no mix of strategies can be faster by more than {result.gap:.2%}"
+
+
+def schedule_words(plan: Plan) -> str:
+    """`` 1f1b`` where there are stages: what a strategy does not say."""
+    return f" {plan.schedule}" if plan.pipeline_degree > 1 else ""
+
+
+def plan_title(plan: Plan) -> str:
+    """`pp2xdp4 1f1b, 4 micro-batches`."""
+    return f"{plan}{schedule_words(plan)}, {count(plan.microbatches or 1, 'micro-batch')}"
 
 
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
@@ -39,7 +71,7 @@ class Findings:
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Seconds, bytes; plans as plan.json has them."""
         result = self.result
         return {
@@ -69,8 +101,9 @@ def findings(search: Search, result: Result, budget: float) -> Findings:
     return Findings(result, budget, search.frontier(best), reasons(search, best, budget), notes)
 
 
-def price_to_json(price: Price) -> dict[str, Any]:
-    """A plan with its predicted time and memory, broken down."""
+def price_to_json(price: Price) -> dict[str, object]:
+    """A plan with its predicted time and memory, broken down; memory is of the fullest rank at each place of the pp
+    axis."""
     return {
         "strategy": str(price.plan),
         "batch_size": price.batch_size,
@@ -78,11 +111,48 @@ def price_to_json(price: Price) -> dict[str, Any]:
         "step_seconds": price.seconds,
         "step_breakdown_seconds": dict(price.time),
         "memory_bytes": price.memory_bytes,
-        "memory_breakdown_bytes": [memory_to_json(memory) for memory in price.memory],
+        "memory_breakdown_bytes": [{"total": memory.total, **asdict(memory)} for memory in price.memory],
         "plan": plan_to_json(price.plan),
     }
 
 
-def memory_to_json(memory: Memory) -> dict[str, float]:
-    """Of the fullest rank at one place of the pp axis."""
-    return {"total": memory.total, **asdict(memory)}
+def scaling_to_json(found: Mapping[str, Sequence[Point]], notes: Sequence[str]) -> dict[str, object]:
+    """By kind of scaling, a point for each number of ranks; no plan where nothing fits. notes: where figures come
+    from."""
+    points = {
+        kind: [
+            {
+                "ranks": point.ranks,
+                "batch_size": point.batch_size,
+                "efficiency": part,
+                **({} if point.price is None else {"at_most_better_by": point.gap, **price_to_json(point.price)}),
+            }
+            for point, part in zip(points, efficiency(points), strict=True)
+        ]
+        for kind, points in found.items()
+    }
+    return {"notes": list(notes), **points}
+
+
+def trace(price: Price) -> dict[str, object]:
+    """The events of one step in the Trace Event Format, which chrome://tracing and Perfetto show.
+
+    Times are in microseconds. A process is a place of the pp axis.
+    Source: "Trace Event Format", Google, complete events (ph X).
+    """
+    places = sorted({event.pp for event in price.events})
+    named = [{"name": "process_name", "ph": "M", "pid": pp, "tid": 0, "args": {"name": f"pp {pp}"}} for pp in places]
+    events = [
+        {
+            "name": f"{ACTIONS[event.kind]} {event.microbatch}",
+            "cat": event.kind,
+            "ph": "X",
+            "pid": event.pp,
+            "tid": 0,
+            "ts": event.start * 1e6,
+            "dur": (event.end - event.start) * 1e6,
+            "args": {"stage": event.stage, "microbatch": event.microbatch},
+        }
+        for event in price.events
+    ]
+    return {"traceEvents": [*named, *events], "displayTimeUnit": "ms", "otherData": {"plan": str(price.plan)}}

@@ -1,19 +1,21 @@
-"""The report of a search: one HTML page that needs nothing else."""
+"""Reports of a search and of scaling: HTML pages that need nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.hardware import Hardware
 from vitpar.planner.report import svg
-from vitpar.planner.report.data import Findings
+from vitpar.planner.report.data import COLUMNS, Findings, certainty, figures, plan_title, schedule_words
 from vitpar.planner.search.expand import form
-from vitpar.strategy.words import count, size
+from vitpar.planner.search.scaling import Point, efficiency
+from vitpar.text import count, size
 
+SIMULATED = "Simulated, with the best plan for every number of devices"
+WORDS = {"weak": "as many images for each device", "strong": "as many images in all"}
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """By how much links could be faster."""
 SHOWN = 5
@@ -84,27 +86,29 @@ def _facts(found: Findings, costs: LayerCosts) -> str:
         "speed": f"{best.images_per_second:,.1f} images/s, {best.seconds * 1e3:,.1f} ms a step of {best.batch_size}",
         "memory": f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed",
         "search": f"{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines with "
-        f"micro-batches; {'no plan is faster by 0.1 %' if result.exact else 'not every plan was looked at'}; no mix of "
-        f"strategies can be faster by more than {result.gap:.2%}",
+        f"micro-batches; {certainty(result)}",
     }
     cells = "".join(f"<tr><td>{name}</td><td>{escape(words)}</td></tr>" for name, words in rows.items())
     return f'<table class="facts">{cells}</table>'
 
 
-def _table(prices: tuple[Price, ...], best: Price) -> str:
-    names = ("micro-batches", "images/s", "beside the best", "a rank")
-    rows = ["<tr><th>plan</th>" + "".join(f'<th class="n">{name}</th>' for name in names) + "</tr>"]
-    for found in prices:
-        schedule = f" {found.plan.schedule}" if found.plan.pipeline_degree > 1 else ""
-        figures = (
-            f"{found.plan.microbatches}",
-            f"{found.images_per_second:,.1f}",
-            f"{found.images_per_second / best.images_per_second - 1:+.1%}",
-            size(found.memory_bytes),
-        )
-        cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
-        rows.append(f"<tr><td><code>{escape(str(found.plan))}</code>{schedule}</td>{cells}</tr>")
-    return f"<table>{''.join(rows)}</table>"
+def _table(prices: Sequence[Price], best: Price) -> str:
+    rows = [
+        [f"<code>{escape(str(found.plan))}</code>{schedule_words(found.plan)}", *figures(found, best)]
+        for found in prices
+    ]
+    return table(["plan", *COLUMNS], rows, numbers=slice(1, None))
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice) -> str:
+    """A table of HTML cells. numbers: which columns are on the right."""
+    right = range(len(headings))[numbers]
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        opened = (f'{tag} class="n"' if index in right else tag for index in range(len(cells)))
+        return f"<tr>{''.join(f'<{t}>{cell}</{tag}>' for t, cell in zip(opened, cells, strict=True))}</tr>"
+
+    return f"<table>{row('th', headings)}{''.join(row('td', cells) for cells in rows)}</table>"
 
 
 def _plan(found: Price, budget: float, unit: str, scale: float, opened: bool) -> str:
@@ -117,17 +121,11 @@ def _plan(found: Price, budget: float, unit: str, scale: float, opened: bool) ->
     shown = found.events[:MOST_EVENTS]
     cut = f", the first {MOST_EVENTS} of {len(found.events)} actions" if len(found.events) > MOST_EVENTS else ""
     return (
-        f"<details{' open' * opened}><summary>{escape(_words(found))}"
-        f"</summary>"
+        f"<details{' open' * opened}><summary>{escape(plan_title(found.plan))}</summary>"
         f"<p>Memory of the fullest rank of every place on the pp axis</p>{svg.bars(memory, unit, budget / scale)}"
         f"<p>Time of a step, for the rank that waits least</p>{svg.bars([('step', time)], 'ms')}"
         f"<p>Timeline of a step{cut}</p>{svg.timeline(shown, found.seconds)}</details>"
     )
-
-
-def _words(found: Price) -> str:
-    schedule = f" {found.plan.schedule}" if found.plan.pipeline_degree > 1 else ""
-    return f"{found.plan}{schedule}, {count(found.plan.microbatches or 1, 'micro-batch')}"
 
 
 def _unlike(found: Findings) -> list[Price]:
@@ -140,16 +138,38 @@ def _unlike(found: Findings) -> list[Price]:
 
 
 def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {_words(p): [] for p in prices}
+    found: dict[str, list[float]] = {plan_title(p.plan): [] for p in prices}
     for factor in FACTORS:
-        scaled = LayerCosts(costs.config, scaled_links(costs.hardware, factor), costs.model)
+        links = tuple(link.slower(1 / factor) for link in costs.hardware.links)
+        scaled = LayerCosts(costs.config, costs.hardware.model_copy(update={"links": links}), costs.model)
         for one, values in zip(prices, found.values(), strict=True):
             values.append(price(one.plan, scaled, one.batch_size, moments).images_per_second)
     return found
 
 
-def scaled_links(hardware: Hardware, factor: float) -> Hardware:
-    """The same machine, every link `factor` times as fast."""
+def scaling_page(title: str, found: Mapping[str, Sequence[Point]], notes: Sequence[str]) -> str:
+    """Images a second of a device over the number of devices, and the plans."""
+    ticks = [str(point.ranks) for point in next(iter(found.values()))]
+    series = {f"{kind}: {WORDS[kind]}": [point.per_rank for point in points] for kind, points in found.items()}
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        "<h2>Images a second of a device, over the number of devices</h2>",
+        svg.lines(series, ticks, "images/s"),
+        f'<p class="note">{escape("; ".join((SIMULATED, *notes)))}.</p>',
+    ]
+    for kind, points in found.items():
+        parts += [f"<h2>{kind.capitalize()} scaling: {WORDS[kind]}</h2>", _scaling_table(points)]
+    return document(title, parts)
 
-    links = tuple(link.slower(1 / factor) for link in hardware.links)
-    return hardware.model_copy(update={"links": links})
+
+def _scaling_table(points: Sequence[Point]) -> str:
+    rows = []
+    for point, part in zip(points, efficiency(points), strict=True):
+        speed = f"{point.price.images_per_second:,.0f}" if point.price else ""
+        share, gap = ("", "") if part is None else (f"{part:.1%}", f"{point.gap:.1%}")
+        plan = "no plan fits"
+        if point.price is not None:
+            plan = f"{point.price.plan}, {count(point.price.plan.microbatches or 1, 'micro-batch')}"
+        rows.append([str(point.ranks), str(point.batch_size), speed, share, gap, escape(plan)])
+    headings = ["devices", "batch", "images/s", "efficiency", "at most better by", "plan"]
+    return table(headings, rows, numbers=slice(-1))

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from vitpar.planner.cost.replay import Event
+from vitpar.planner.cost.pipeline import Event
+from vitpar.planner.report.data import ACTIONS
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
 WIDTH = 860
@@ -109,9 +110,8 @@ def timeline(events: Sequence[Event], seconds: float) -> str:
                     f'<text x="{x + width / 2:.1f}" y="{row * each + 20}" text-anchor="middle" class="number">'
                     f"{event.microbatch}</text>"
                 )
-    kinds = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-    shown = [kind for kind in kinds if any(event.kind == kind for event in events)]
-    keys = "".join(_key(colours[kind], kinds[kind]) for kind in shown)
+    shown = [kind for kind in ACTIONS if any(event.kind == kind for event in events)]
+    keys = "".join(_key(colours[kind], ACTIONS[kind]) for kind in shown)
     return _svg(len(places) * each + 4, drawn) + f'<div class="legend">{keys}</div>'
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vitpar.planner.cost.price import actions
-from vitpar.planner.search.options import KINDS, Load, Option
+from vitpar.planner.cost.stage import Load
+from vitpar.planner.search.options import KINDS, Option
 from vitpar.strategy import SCHEDULES, Plan
 
 ROUNDS = 10  # of narrowing a price down

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vitpar.planner.cost.price import Price
-from vitpar.planner.profile.model import LayerKind
+from vitpar.planner.profile.profiles import LayerKind
 from vitpar.planner.search.bounds import Kind, Machine, in_flight
 from vitpar.planner.search.options import Option
 from vitpar.planner.search.runs import Limits, Parts, Run, Ways

@@ -7,44 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work, gathers_always
-from vitpar.planner.profile.model import LayerKind
+from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work
+from vitpar.planner.cost.stage import Load, least_load
+from vitpar.planner.profile.profiles import LayerKind
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
+from vitpar.strategy.execution import LayerExecution
 from vitpar.strategy.layout import row_parts, token_layout_key
 
 T = TypeVar("T")
 N = TypeVar("N")
 KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a layer takes at least, so that layers add up.
-
-    forward: seconds of computing forward. computes: backward too, and being late by chance where ranks meet after every
-    action. late: of backward, what may come later. waits: seconds of a rank for every micro-batch. once: seconds once a
-    step, the optimizer's among them; waits_once: of waiting for others. edge: seconds that nothing goes on beside:
-    gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
-    every micro-batch, and once a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
-    gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
-    forward and backward.
-    """
-
-    forward: float = 0.0
-    computes: float = 0.0
-    late: float = 0.0
-    waits: float = 0.0
-    once: float = 0.0
-    waits_once: float = 0.0
-    edge: float = 0.0
-    sent_each: float = 0.0
-    sent_once: float = 0.0
-    kept: float = 0.0
-    reduced: float = 0.0
-    gathered: float = 0.0
-    gradients: float = 0.0
-    saved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +78,6 @@ class Options:
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
         self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # seconds for an element
-        self._in_order = costs.hardware.device == "cpu"
         self._works, self._weights = _Order(), _Order()
         self._work_numbers: dict[tuple[int, int], int] = {}
         self._weight_numbers: dict[tuple[int, bool], int] = {}
@@ -173,12 +145,7 @@ class Options:
     def _weight_number(self, seat: Seat, pipelined: bool) -> int:
         key = seat.keeps, pipelined
         if key not in self._weight_numbers:
-            parts = (
-                _of_weights(
-                    self._costs.weights(kind, seat), seat.strategy, gathers_always(seat.strategy, pipelined, kind)
-                )
-                for kind in KINDS
-            )
+            parts = (_of_weights(self._costs.weights(kind, seat), seat.executions[kind]) for kind in KINDS)
             self._weight_numbers[key] = self._weights.add(tuple(part for numbers in parts for part in numbers))
         return self._weight_numbers[key]
 
@@ -189,63 +156,28 @@ class Options:
         return self._weights.below(one[1], other[1]) and self._works.below(one[0], other[0])
 
     def _option(self, seat: Seat, rows: int, pipelined: bool) -> Option:
-        return Option(seat.strategy, {kind: self._load(kind, seat, rows, pipelined) for kind in KINDS})
-
-    def _load(self, kind: LayerKind, seat: Seat, rows: int, pipelined: bool) -> Load:
-        work, weights = self._costs.work(kind, seat, rows), self._costs.weights(kind, seat)
-        always, twice = gathers_always(seat.strategy, pipelined, kind), seat.strategy.zero == 2
-        in_order = self._in_order
-        waits = work.forward_sent + work.backward_sent
-        once = edge = sent_each = sent_once = skew = 0.0
-        if kind == "stem" and not pipelined:
-            edge = weights.reduce * (not in_order or not weights.wrapped) + weights.gather * (not in_order)
-        if not weights.wrapped:
-            sent_once = weights.reduce
-        elif in_order:
-            waits += 2 * weights.gather * always + weights.reduce * twice
-            once = weights.gather * (not always) + weights.reduce * (not twice)
-        else:
-            sent_each = 2 * weights.gather * always + weights.reduce * twice
-            sent_once = weights.gather * (not always) + weights.reduce * (not twice and not pipelined)
-            once = weights.reduce * (pipelined and not twice)
-        if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
-            skew = sum(work.skew) / (self._space.config.depth + 2) ** 0.5
-        shard, update = (0.0, self._costs.update(1, True)) if weights.offloaded else (weights.held, self._update)
-        return Load(
-            forward=work.forward,
-            computes=work.forward + work.backward + skew,
-            late=work.late,
-            waits=waits,
-            once=weights.elements * update,
-            waits_once=once,
-            edge=edge,
-            sent_each=sent_each,
-            sent_once=sent_once,
-            kept=shard * (1 + self._moments),
-            reduced=shard,
-            gathered=0.0 if always else weights.gathered,
-            gradients=weights.waiting if weights.wrapped and not twice else shard,
-            saved=work.saved,
+        return Option(
+            seat.strategy,
+            {kind: least_load(self._costs, kind, seat, rows, self._moments, self._update, pipelined) for kind in KINDS},
         )
 
 
-def _of_weights(weights: Weights, strategy: Strategy, always: bool) -> Numbers:
+def _of_weights(weights: Weights, execution: LayerExecution) -> Numbers:
     """What a price depends on; more of any is never better."""
-    twice = strategy.zero == 2
-    wrapped = weights.wrapped
-    here = not weights.offloaded
+    every, wrapped = execution.reduced == "every micro-batch", execution.wrapped
+    freed, here = execution.reshard_after_forward, not weights.offloaded
     return (
         float(weights.elements * here),
         float(weights.elements * weights.offloaded),
-        weights.gather * (wrapped and not always),
-        weights.gather * (wrapped and always),
-        weights.gathered * (not always),
-        weights.gathered * always,
-        weights.reduce * (wrapped and not twice),
-        weights.reduce * (wrapped and twice),
+        weights.gather * (wrapped and not execution.gathers_every_forward),
+        weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward),
+        weights.gathered * (not freed),
+        weights.gathered * freed,
+        weights.reduce * (wrapped and not every),
+        weights.reduce * (wrapped and every),
         weights.reduce * (not wrapped),
-        weights.waiting * (wrapped and not twice),
-        weights.waiting * (wrapped and twice),
+        weights.waiting * (wrapped and not every),
+        weights.waiting * (wrapped and every),
         weights.held * here,
         weights.gathering,
         weights.reducing,

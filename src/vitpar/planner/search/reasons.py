@@ -9,7 +9,7 @@ from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.best import Search
 from vitpar.strategy import Plan, parse, validate
-from vitpar.strategy.words import size
+from vitpar.text import size
 
 OBVIOUS = ("dp{n}", "dp{n}+zero1", "dp{n}+zero2", "fsdp{n}", "fsdp{n}+ckpt", "tp{n}", "tp{n}+sp", "pp{n}")
 MIXED = ("dp{half}xtp2", "pp2xdp{half}", "pp2xtp2xdp{quarter}")

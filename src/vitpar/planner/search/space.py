@@ -28,7 +28,7 @@ from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
 from vitpar.strategy.layer import TENSOR_MODES
 from vitpar.strategy.support import refuse_clashes
-from vitpar.strategy.words import divisors
+from vitpar.text import divisors
 
 FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "ckpt.selective", "offload")
 ROLES = ("pp", "dp", "fsdp", "tp")

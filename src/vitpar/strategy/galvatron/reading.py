@@ -1,21 +1,110 @@
-"""From a file of Galvatron's to a plan."""
+"""Galvatron's strategy files: their keys, and from a file to a plan.
+
+A file is one JSON object. What differs from block to block is text of whole numbers, one per block: "2,2,4". The file
+does not say the number of ranks N. With S = N / pp_deg ranks in a stage, t of a block's tp_sizes_enc and d = S / t:
+
+| key | value | here |
+|---|---|---|
+| pp_deg | stages | pp, outermost |
+| tp_sizes_enc | t, which divides S | tp t |
+| tp_consecutive_flags | 1: tp ranks are neighbours; 0: d ranks are (no matter where t or d is 1) | tp last; tp first |
+| dp_types_enc | 1: zero3; 0: default_dp_type | fsdp d; see below |
+| global_bsz | images a step, over all ranks | batch size |
+| chunks | micro-batches a step, -1 = by Galvatron's rule | microbatches |
+| checkpoint (zeros) | 1: the block is recomputed | +ckpt |
+| pp_division (equal, the rest to the last stage) | blocks of each stage | split |
+| pipeline_type (gpipe) | gpipe, pipedream_flush; no matter where pp_deg is 1 | schedule gpipe, 1f1b |
+| default_dp_type (ddp) | ddp; zero2; zero3 | dp d; dp d and +zero2; fsdp d |
+| vtp (1) | t of all that is outside blocks; tp ranks are neighbours | tp of stem and head |
+| embed_sdp (0), or vocab_sdp | dp_types_enc of all that is outside blocks | role of d in stem and head |
+| use_sp (zeros), vsp (0) | 1: t is Ulysses, of blocks and outside them | refused where t is above 1 |
+| cp_sizes_enc (ones), vcp (1) | context parallel | refused above 1 |
+| ep_sizes_enc, tp_of_ep_sizes_enc (ones) | expert parallel | refused above 1 |
+
+In brackets: the value where a key is absent. The files of 2022 lack all of vtp, use_sp, default_dp_type and
+pipeline_type; these values fit them too. Galvatron runs micro-batches of unequal sizes; here they are refused.
+
+Source: Galvatron (PKU-DAIR/Hetu-Galvatron), galvatron/utils/config_utils.py and core/runtime/hybrid_parallel_config.py.
+"""
 
 from __future__ import annotations
 
 import math
-import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from vitpar.errors import StrategyError, shown
-from vitpar.strategy.galvatron.keys import KEYS, OF_BLOCKS, OUTSIDE_SHARDED, REQUIRED, SCHEDULE_NAMES, check_batch
-from vitpar.strategy.json_file import check_record, read_json
+from pydantic import BaseModel, BeforeValidator, Field
+
+from vitpar.errors import StrategyError
+from vitpar.io import PathLike
+from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_RANKS
+from vitpar.strategy.batch import batch_arithmetic
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.plan import Plan
+from vitpar.strategy.plan_json import checked, read_json
 from vitpar.strategy.selectors import Groups
 from vitpar.strategy.stages import split_blocks
-from vitpar.strategy.words import closest, count, divisors, either
+from vitpar.text import closest, count, divisors, either, shown
+
+SCHEDULE_NAMES = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
+_NUMBERS = re.compile(r" *[0-9]{1,9} *(, *[0-9]{1,9} *)*")
+
+
+def _numbers(text: object) -> list[int]:
+    if not isinstance(text, str) or text.count(",") >= MAX_BLOCKS or not _NUMBERS.fullmatch(text):
+        raise ValueError("it is no text of numbers")
+    return [int(number) for number in text.split(",")]
+
+
+# Descriptions are parts of messages: what to give.
+_Numbers = Annotated[list[int], BeforeValidator(_numbers)]
+_PerBlock = Annotated[
+    _Numbers, Field(description=f'at most {MAX_BLOCKS:,} whole numbers as text, one per block, as in "2,2,4"')
+]
+_Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS, description=f"a whole number from 1 to {MAX_RANKS:,}")]
+_IMAGES = f"a whole number from 1 to {MAX_BATCH_SIZE:,}"
+_Images = Annotated[int, Field(strict=True, ge=1, le=MAX_BATCH_SIZE, description=_IMAGES)]
+_Flag = Annotated[int, Field(strict=True, ge=0, le=1, description="0 or 1")]
+
+
+class GalvatronFile(BaseModel):
+    """The keys of a file, as the table above has them, what is said of each block as a list of numbers."""
+
+    pp_deg: _Degree
+    tp_sizes_enc: _PerBlock
+    tp_consecutive_flags: _PerBlock
+    dp_types_enc: _PerBlock
+    use_sp: _PerBlock = []
+    checkpoint: _PerBlock = []
+    cp_sizes_enc: _PerBlock = []
+    ep_sizes_enc: _PerBlock = []
+    tp_of_ep_sizes_enc: _PerBlock = []
+    global_bsz: _Images
+    chunks: _Images | Annotated[int, Field(strict=True, ge=-1, le=-1)] = Field(description=f"{_IMAGES}, or -1")
+    pp_division: _Numbers = Field(
+        default=[], description=f'at most {MAX_BLOCKS:,} whole numbers as text, one per stage, as in "6,6"'
+    )
+    pipeline_type: Literal["gpipe", "pipedream_flush"] = Field("gpipe", description='"gpipe" or "pipedream_flush"')
+    default_dp_type: Literal["ddp", "zero2", "zero3"] = Field("ddp", description='"ddp", "zero2" or "zero3"')
+    vtp: _Degree = 1
+    vsp: _Flag = 0
+    embed_sdp: _Flag = 0
+    vocab_sdp: _Flag = 0
+    vcp: int = Field(1, strict=True, ge=1, le=1, description="1, as vitpar has no context parallelism")
+
+
+_BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent, values that are read, why no others
+    "tp_sizes_enc": (1, (), ""),
+    "tp_consecutive_flags": (1, (0, 1), ""),
+    "dp_types_enc": (0, (0, 1), ""),
+    "use_sp": (0, (0, 1), ""),
+    "checkpoint": (0, (0, 1), ", and vitpar recomputes whole blocks"),
+    "cp_sizes_enc": (1, (1,), ", and vitpar has no context parallelism"),
+    "ep_sizes_enc": (1, (1,), ", and vitpar has no expert parallelism"),
+    "tp_of_ep_sizes_enc": (1, (1,), ", and vitpar has no expert parallelism"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +118,20 @@ class Imported:
     notes: tuple[str, ...] = ()
 
 
+def is_galvatron(data: object) -> bool:
+    """Whether JSON `data` is a strategy of Galvatron's rather than a plan of vitpar's."""
+    return isinstance(data, dict) and "tp_sizes_enc" in data
+
+
+def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = None) -> Imported:
+    """`from_galvatron` of the file `path`. Raises StrategyError, naming the file, also when it cannot be read."""
+    data = read_json(path)
+    try:
+        return from_galvatron(data, world_size, num_blocks)
+    except StrategyError as error:
+        raise StrategyError(f"{shown(path)}: {error}") from None
+
+
 def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None = None) -> Imported:
     """The plan that `data` says for `world_size` ranks.
 
@@ -38,57 +141,65 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
     """
     assert world_size >= 1, f"a world has at least one rank, not {world_size}"
     refuse_many_ranks(world_size, "the world")
-    _check_keys(data)
-    pp = data["pp_deg"]
+    file = _checked(data)
+    pp = file.pp_deg
     if world_size % pp:
         raise StrategyError(
             f"pp_deg {pp} does not divide {count(world_size, 'rank')}: use {either(closest(divisors(world_size), pp))}"
         )
     stage = world_size // pp
-    columns = _columns(data)
-    depth = len(columns["tp_sizes_enc"])
+    columns = _columns(file)
+    depth = len(file.tp_sizes_enc)
     if num_blocks not in (None, depth):
         raise StrategyError(
             f"tp_sizes_enc has {count(depth, 'block')} but the model {num_blocks}: use a file made for it"
         )
-    outside = _strategy("stem and head (vtp)", _outside_blocks(data), stage, data)
+    # Of stem and head, by the keys of blocks.
+    sharded = file.embed_sdp if _says(file, "embed_sdp") else file.vocab_sdp
+    ends = {key: absent for key, (absent, _, _) in _BLOCKS.items()}
+    ends |= {"tp_sizes_enc": file.vtp, "dp_types_enc": sharded, "use_sp": file.vsp}
+    outside = _strategy("stem and head (vtp)", ends, stage, file.default_dp_type)
     blocks = [
-        _strategy(f"block {index}", {key: column[index] for key, column in columns.items()}, stage, data)
+        _strategy(
+            f"block {index}", {key: column[index] for key, column in columns.items()}, stage, file.default_dp_type
+        )
         for index in range(depth)
     ]
     layers: Groups = (("*", outside),)
     if set(blocks) != {outside}:
         layers = (("stem", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
-    schedule = SCHEDULE_NAMES[data.get("pipeline_type", "gpipe")] if pp > 1 else Plan().schedule
-    plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(data, stage), split=_split(data, depth))
-    check_batch(plan, data["global_bsz"])
-    return Imported(plan, data["global_bsz"], depth, tuple(_notes(data, plan)))
+    schedule = SCHEDULE_NAMES[file.pipeline_type] if pp > 1 else Plan().schedule
+    plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(file, stage), split=_split(file, depth))
+    check_batch(plan, file.global_bsz)
+    return Imported(plan, file.global_bsz, depth, tuple(_notes(file, plan)))
 
 
-def read_galvatron(path: str | os.PathLike[str], world_size: int, num_blocks: int | None = None) -> Imported:
-    """`from_galvatron` of the file `path`. Raises StrategyError, naming the file, also when it cannot be read."""
-    data = read_json(path)
-    try:
-        return from_galvatron(data, world_size, num_blocks)
-    except StrategyError as error:
-        raise StrategyError(f"{shown(path)}: {error}") from None
+def check_batch(plan: Plan, batch_size: int) -> None:
+    """Refuse a batch that does not divide, and nothing that a schedule asks, which is the matter of `validate`."""
+    batch_arithmetic(replace(plan, schedule="gpipe"), batch_size)
 
 
-def _check_keys(data: dict[str, Any]) -> None:
+def _checked(data: dict[str, Any]) -> GalvatronFile:
     if isinstance(data, dict) and "pp_size" in data:
         raise StrategyError("'pp_size' belongs to another kind of file: give one with pp_deg and tp_sizes_enc")
-    check_record(data, KEYS, REQUIRED, "the Galvatron plan")
-    here, there = (data.get(key) for key in OUTSIDE_SHARDED)
-    if None not in (here, there) and here != there:
+    file = checked(GalvatronFile, data, "the Galvatron plan")
+    here, there = file.embed_sdp, file.vocab_sdp
+    if _says(file, "embed_sdp") and _says(file, "vocab_sdp") and here != there:
         raise StrategyError(f"embed_sdp is {here} but vocab_sdp, its other name, {there}: leave out one of them")
+    return file
 
 
-def _columns(data: dict[str, Any]) -> dict[str, list[int]]:
+def _says(file: GalvatronFile, *keys: str) -> bool:
+    """Whether the file has one of `keys`."""
+    return not file.model_fields_set.isdisjoint(keys)
+
+
+def _columns(file: GalvatronFile) -> dict[str, list[int]]:
     """By key the values of all blocks, those of absent keys included."""
-    depth = len(_numbers(data["tp_sizes_enc"]))
-    columns = {}
-    for key, (absent, allowed, why) in OF_BLOCKS.items():
-        column = columns[key] = _numbers(data[key]) if key in data else [absent] * depth
+    depth = len(file.tp_sizes_enc)
+    columns: dict[str, list[int]] = {}
+    for key, (absent, allowed, why) in _BLOCKS.items():
+        column = columns[key] = getattr(file, key) if _says(file, key) else [absent] * depth
         if len(column) != depth:
             raise StrategyError(
                 f"{key} has {count(len(column), 'value')} but tp_sizes_enc {depth}: give one for each block"
@@ -99,20 +210,12 @@ def _columns(data: dict[str, Any]) -> dict[str, list[int]]:
     return columns
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def _strategy(where: str, values: dict[str, int], stage: int, default: str) -> Strategy:
+    """The strategy of the layer that messages call `where`, on a stage of so many ranks.
 
-
-def _outside_blocks(data: dict[str, Any]) -> dict[str, int]:
-    """What the file says of stem and head, by the keys of blocks."""
-    sharded = next((data[key] for key in OUTSIDE_SHARDED if key in data), 0)
-    values = {"tp_sizes_enc": data.get("vtp", 1), "dp_types_enc": sharded, "use_sp": data.get("vsp", 0)}
-    return {key: absent for key, (absent, _, _) in OF_BLOCKS.items()} | values
-
-
-def _strategy(where: str, values: dict[str, int], stage: int, data: dict[str, Any]) -> Strategy:
-    """The strategy of the layer that messages call `where`, on a stage of so many ranks."""
-    tp, default = values["tp_sizes_enc"], data.get("default_dp_type", "ddp")
+    values: by the keys of blocks. default: default_dp_type.
+    """
+    tp = values["tp_sizes_enc"]
     if tp < 1 or stage % tp:
         raise StrategyError(
             f"{where}: tp {tp} does not divide the {count(stage, 'rank')} of a stage: "
@@ -133,42 +236,42 @@ def _strategy(where: str, values: dict[str, int], stage: int, data: dict[str, An
     )
 
 
-def _is_of_2022(data: dict[str, Any]) -> bool:
-    return data.keys().isdisjoint(("vtp", "use_sp", "default_dp_type", "pipeline_type"))
+def _is_of_2022(file: GalvatronFile) -> bool:
+    return not _says(file, "vtp", "use_sp", "default_dp_type", "pipeline_type")
 
 
-def _chunks(data: dict[str, Any], stage: int) -> int:
+def _chunks(file: GalvatronFile, stage: int) -> int:
     """Micro-batches of a step."""
-    if data["chunks"] != -1:
-        return int(data["chunks"])
-    if _is_of_2022(data):
+    if file.chunks != -1:
+        return file.chunks
+    if _is_of_2022(file):
         raise StrategyError("chunks is -1, whose rule depends on the Galvatron that ran this older file: give a number")
-    return 1 if data["pp_deg"] == 1 else max(1, math.ceil(data["global_bsz"] // stage / 4))
+    return 1 if file.pp_deg == 1 else max(1, math.ceil(file.global_bsz // stage / 4))
 
 
-def _split(data: dict[str, Any], depth: int) -> str | tuple[int, ...]:
+def _split(file: GalvatronFile, depth: int) -> str | tuple[int, ...]:
     """The blocks of each stage, "even" where that deals the same."""
-    pp, key = data["pp_deg"], "pp_division" if "pp_division" in data else "pp_deg"
+    pp, key = file.pp_deg, "pp_division" if _says(file, "pp_division") else "pp_deg"
     sizes = (*[depth // pp] * (pp - 1), depth - depth // pp * (pp - 1))
     if key == "pp_division":
-        sizes = tuple(_numbers(data[key]))
+        sizes = tuple(file.pp_division)
     try:
         return "even" if split_blocks(depth, pp, sizes) == split_blocks(depth, pp, "even") else sizes
     except StrategyError as error:
         raise StrategyError(f"{key}: {error}") from None
 
 
-def _notes(data: dict[str, Any], plan: Plan) -> Iterator[str]:
+def _notes(file: GalvatronFile, plan: Plan) -> Iterator[str]:
     """Where Galvatron may run the file otherwise, and what is not in it."""
-    if data["chunks"] == -1:
+    if file.chunks == -1:
         yield f"chunks is -1, which Galvatron's rule makes {plan.microbatches}."
     if plan.microbatches != 1 and any(strategy.zero for strategy in plan.kinds):
         yield "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless told otherwise at run time."
     silent = [("pipeline_type", "gpipe")] if plan.pp != 1 else []
-    if not _is_of_2022(data):
+    if not _is_of_2022(file):
         silent += [("default_dp_type", "ddp")] if any(strategy.has("dp") for strategy in plan.kinds) else []
-        silent += [("embed_sdp", "0")] if plan.layers[0][1].has("dp") and "vocab_sdp" not in data else []
-    if absent := [f"{key} as {value}" for key, value in silent if key not in data]:
+        silent += [("embed_sdp", "0")] if plan.layers[0][1].has("dp") and not _says(file, "vocab_sdp") else []
+    if absent := [f"{key} as {value}" for key, value in silent if not _says(file, key)]:
         yield f"Galvatron has run-time flags for what the file leaves out, read by their defaults: {', '.join(absent)}."
     tensor = any(strategy.has("tp") for strategy in plan.kinds)
     yield f"The file does not say the precision{', nor whether tp has sequence parallelism (+sp)' if tensor else ''}."

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from vitpar.errors import StrategyError, shown
-from vitpar.strategy.galvatron.keys import SCHEDULE_NAMES, check_batch
-from vitpar.strategy.json_file import write_text
+from vitpar.errors import StrategyError
+from vitpar.io import PathLike
+from vitpar.strategy.galvatron.reading import SCHEDULE_NAMES, check_batch
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
+from vitpar.strategy.plan_json import write_text
 from vitpar.strategy.stages import split_blocks
-from vitpar.strategy.words import either
+from vitpar.text import either, shown
 
 
-def to_galvatron(plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None) -> dict[str, Any]:
+def to_galvatron(
+    plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
+) -> dict[str, object]:
     """The plan as Galvatron's JSON, every key that it knows of a model without experts.
 
     costs: of the layers, for split "balanced", as ``split_blocks`` takes them. Raises StrategyError naming the layer or
@@ -60,7 +61,7 @@ def to_galvatron(plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[f
 
 
 def write_galvatron(
-    path: str | os.PathLike[str], plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
+    path: PathLike, plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
 ) -> None:
     """Write `to_galvatron` to `path`, one key a line. A reader sees the old file or the whole new one.
 

@@ -1,4 +1,4 @@
-"""What the ranks of a hung run say of themselves, and the one sentence that is made of it."""
+"""Answers of the ranks of a hung run, and the sentence for the user that is made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from vitpar.strategy.words import ranks
+from vitpar.text import ranks
 
 _MOST_FOLDERS = 4  # that the sentence names
 _POINT_TO_POINT = "mesh_pp"
@@ -38,16 +38,16 @@ class Answer:
 
     @property
     def place(self) -> str:
-        """In words."""
+        """Phase and step in words."""
         return f"{self.phase} {self.step}" if self.step else self.phase
 
     @classmethod
-    def read(cls, text: str) -> Answer:
-        """What `text` gave."""
+    def read(cls, text: str | bytes) -> Answer:
+        """Parse the output of `text`."""
         return cls(**json.loads(text))
 
     def text(self) -> str:
-        """For `read`."""
+        """Return the answer as JSON, for `read`."""
         return json.dumps(asdict(self))
 
 
@@ -55,15 +55,16 @@ def issued() -> dict[str, tuple[int, list[int]]]:
     """Collectives that this process has called so far, by process group, with the ranks of the group."""
     if not dist.is_initialized():
         return {}
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != _POINT_TO_POINT]
-    return {
-        group.group_name: (group._get_sequence_number_for_group(), dist.get_process_group_ranks(group))
-        for group in groups
-    }
+    found: dict[str, tuple[int, list[int]]] = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc != _POINT_TO_POINT:
+            number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs lack it
+            found[group.group_name] = number, dist.get_process_group_ranks(group)
+    return found
 
 
 def stacks() -> str:
-    """What each thread of this process is doing, the main one first."""
+    """Return the stack of each thread of this process, the main one first."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     return "\n".join(
@@ -72,7 +73,7 @@ def stacks() -> str:
 
 
 def dump(answer: Answer, seconds: float) -> str:
-    """The file that a rank leaves."""
+    """Return the text of the file that a rank leaves."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     doing = f"\nat {answer.doing}" if answer.doing else ""
     calls = "".join(f"\n{number} collectives called among {ranks(who)}" for number, who in answer.issued.values())
@@ -104,8 +105,8 @@ def leave(folder: Path, rank: int, text: str) -> None:
 
 
 def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
-    """What to tell the user. answers: of the ranks of `world` that gave one. minutes: how long nothing came to an
-    end."""
+    """Return the sentence for the user. answers: of those ranks of `world` that gave one. minutes: how long nothing
+    came to an end."""
     where: dict[str, list[int]] = defaultdict(list)
     for rank, answer in sorted(answers.items()):
         where[f"{answer.place}{f' (at {answer.doing})' if answer.doing else ''}"].append(rank)

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.parallel import ParallelModel
-from vitpar.strategy.words import count, ranks
-from vitpar.training.optim.gradient_norm import ShardNorms
+from vitpar.sharded import local
+from vitpar.text import count, ranks
 from vitpar.training.optim.loss_scale import LossScaler
-from vitpar.training.optim.optimizer import local
+from vitpar.training.optim.norms import ShardNorms
 from vitpar.training.recipe import Recipe
 
 
 class _Found(NamedTuple):
-    """What was not finite: the losses of which ranks, and the first tensor (in the model's order) of which ranks."""
+    """Numbers that were not finite: the losses of which ranks, and the first tensor (in the model's order) of which
+    ranks."""
 
     losses: list[int]
     tensor: str | None
@@ -96,7 +97,9 @@ class NonFinite:
         """The sentence to stop with where the update of `step`, itself of finite gradients, left something in the
         run's state (`tensors` here) that is not finite, so that it must not be saved. Collective; reads them all."""
         bad = not_finite(tensors)
-        if not _any(bool(bad), self._model.device):
+        any_bad = torch.tensor(float(bool(bad)), device=self._model.device)
+        all_reduce_(any_bad, dist.ReduceOp.MAX)
+        if not any_bad.item():
             return None
         found = self._first([], bad)
         assert found.tensor is not None, "a rank said that there is one"
@@ -111,7 +114,7 @@ class NonFinite:
         return self._first([dist.get_rank()] * (not math.isfinite(loss.item())), bad)
 
     def _first(self, losses: list[int], bad: Sequence[str]) -> _Found:
-        """Of all ranks together. Collective."""
+        """Combine what all ranks found. Collective."""
         layers = self._model.config.layer_names
         own = list(dict(self._model.named_parameters()))
 
@@ -128,7 +131,7 @@ class NonFinite:
 
 
 def skip_words(row: Mapping[str, Any]) -> str:
-    """What the log says of a step that was skipped."""
+    """Return the line of the log for a step that was skipped."""
     if "loss_scale" in row:
         return f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}"
     found = _Found(row["bad_loss_ranks"], row["bad_gradient"], row["bad_ranks"])
@@ -147,13 +150,6 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         largest = torch.stack(torch._foreach_norm([parts[name] for name in names], ord=math.inf))
         bad += [name for name, fine in zip(names, largest.isfinite().tolist(), strict=True) if not fine]
     return [name for name in tensors if name in set(bad)]
-
-
-def _any(mine: bool, device: torch.device) -> bool:
-    """Whether it is true on any rank. Collective."""
-    told = torch.tensor(float(mine), device=device)
-    all_reduce_(told, dist.ReduceOp.MAX)
-    return bool(told.item())
 
 
 def _words(found: _Found) -> str:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import mkdtemp
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from vitpar.errors import FaultError
 from vitpar.launch import report_failure
 from vitpar.training.faults.hang import Answer, dump, issued, leave, sentence
 
+T = TypeVar("T")
 STARTING = "starting"
 WAITING = "waiting for the data of step"
 COMPUTING = "computing step"
@@ -71,7 +72,10 @@ class Watchdog:
         if self._world > 1:
             # A client of its own for each thread: a call that waits holds up all others of the same one.
             store = dist.distributed_c10d._get_default_store()
-            self._store, heard = (dist.PrefixStore(_PREFIX, store.clone()) for _ in range(2))
+            self._store, heard = (
+                dist.PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+                for _ in range(2)
+            )
             threads.append(threading.Thread(target=self._listen, args=(heard,), name="vitpar-listen", daemon=True))
         for thread in threads:
             thread.start()
@@ -115,7 +119,7 @@ class Watchdog:
         finally:
             os._exit(1)
 
-    def _listen(self, store: Any) -> None:
+    def _listen(self, store: dist.Store) -> None:
         with suppress(dist.DistError):  # the one that holds the store is gone: so will be this rank
             while not self._ended.wait(self._listen_every):
                 if store.check(["call"]):
@@ -151,7 +155,7 @@ class Watchdog:
         os._exit(1)
 
     def _agree(self, answer: Answer, patience: float, minutes: float) -> tuple[int, str]:
-        """The sentence of all, and the rank that made it."""
+        """Agree on one sentence with all ranks. Return the rank that made it, and the sentence."""
         if self._world == 1:
             return 0, sentence({0: answer}, 1, minutes)
         store = self._store
@@ -173,9 +177,10 @@ def _log(path: Path, text: str) -> None:
         log.write(f"{time.strftime('%H:%M:%S')} error: {text}\n")
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, None if it takes longer than `seconds` or fails: the process is to end in any case."""
-    results: list[Any] = []
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
+    """Return the result of `work`, None if it takes longer than `seconds` or fails: the process is to end in any
+    case."""
+    results: list[T] = []
 
     def run() -> None:
         with suppress(Exception):

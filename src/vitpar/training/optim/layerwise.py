@@ -4,59 +4,83 @@ Both work on local shards as plain tensors. What is elementwise are foreach oper
 whole parameters (`WholeNorms`), one message a step for each process group over which parameters are split.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitpar.training.optim.whole_norms import WholeNorms
+from vitpar.training.optim.norms import WholeNorms
+
+Group = dict[str, Any]
+"""Parameters and settings, as torch.optim keeps them."""
 
 
-class _Layerwise(torch.optim.Optimizer):
+class OverShards(torch.optim.Optimizer):
+    """An optimizer over local shards. groups: parameter groups, in the order of the model. A parameter has a gradient
+    on all ranks that hold a part of it or on none."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # without a closure, which nothing here needs
+        """One update of all shards that have a gradient. Collective."""
+        for number, group in enumerate(self.param_groups):
+            if shards := [p for p in group["params"] if p.grad is not None]:
+                self._update(number, group, shards)
+
+    def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
+        """Update those shards of a group, the one with this number, that have a gradient."""
+        raise NotImplementedError
+
+    def _remembered(self, shards: Sequence[Tensor], *names: str) -> list[list[Tensor]]:
+        """State of each shard, by name: zeros before the first step. `step` is one number."""
+        for p in shards:
+            if not self.state[p]:
+                # Steps are counted on the host, as torch does.
+                self.state[p] = {name: torch.zeros(()) if name == "step" else torch.zeros_like(p) for name in names}
+        return [[self.state[p][name] for p in shards] for name in names]
+
+
+def gradients(shards: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of those shards that have one."""
+    return [p.grad for p in shards if p.grad is not None]
+
+
+class _Layerwise(OverShards):
     """The step that LAMB and LARS share.
 
-    groups: parameter groups of local shards, in the order of the model, with `weight_decay`. adapted: the shards whose
-    steps trust ratios scale, each with the parameter that it is the local part of. A parameter has a gradient on all
-    ranks that hold a part of it or on none.
+    groups: with `weight_decay`. adapted: the shards whose steps trust ratios scale, each with the parameter that it is
+    the local part of.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], adapted: Mapping[Tensor, Tensor], defaults: dict[str, Any]
-    ) -> None:
+    def __init__(self, groups: list[Group], adapted: Mapping[Tensor, Tensor], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         self._adapted = [[p for p in group["params"] if p in adapted] for group in self.param_groups]
         self._norms = [WholeNorms([adapted[p] for p in shards]) if shards else None for shards in self._adapted]
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update of all shards that have a gradient. Collective."""
-        for group, adapted, norms in zip(self.param_groups, self._adapted, self._norms, strict=True):
-            shards = [p for p in group["params"] if p.grad is not None]
-            if not shards:
-                continue
-            directions, measured = self._directions(group, shards)
-            if norms is not None:
-                scaled, compared = (dict(zip(shards, tensors, strict=True)) for tensors in (directions, measured))
-                nothing = shards[0].new_empty(0)  # messages are of one length, whatever gradients there are
-                own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
-                ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0)
-                # Offloaded shards are on the host, norms are not.
-                there = {device: ratios.to(device).unbind() for device in {p.device for p in adapted}}
-                pairs = [(scaled[p], there[p.device][i]) for i, p in enumerate(adapted) if p in scaled]
-                torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
-            self._move(group, shards, directions)
+    def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
+        adapted, norms = self._adapted[number], self._norms[number]
+        directions, measured = self._directions(group, shards)
+        if norms is not None:
+            scaled, compared = (dict(zip(shards, tensors, strict=True)) for tensors in (directions, measured))
+            nothing = shards[0].new_empty(0)  # messages are of one length, whatever gradients there are
+            own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
+            ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0)
+            # Offloaded shards are on the host, norms are not.
+            there = {device: ratios.to(device).unbind() for device in {p.device for p in adapted}}
+            pairs = [(scaled[p], there[p.device][i]) for i, p in enumerate(adapted) if p in scaled]
+            torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
+        self._move(group, shards, directions)
 
-    def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """For each shard what trust ratios scale, in memory of its own, and what the parameter's norm is compared
         with."""
         raise NotImplementedError
 
-    def _trust_ratios(self, group: dict[str, Any], own: Tensor, other: Tensor) -> Tensor:
+    def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
         """From norms of parameters and of what they are compared with, [parameters]; used where both are above 0."""
         raise NotImplementedError
 
-    def _move(self, group: dict[str, Any], shards: list[Tensor], directions: list[Tensor]) -> None:
+    def _move(self, group: Group, shards: list[Tensor], directions: list[Tensor]) -> None:
         torch._foreach_add_(shards, directions, alpha=-group["lr"])
 
 
@@ -70,7 +94,7 @@ class LAMB(_Layerwise):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[Group],
         adapted: Mapping[Tensor, Tensor],
         *,
         lr: float,
@@ -79,28 +103,24 @@ class LAMB(_Layerwise):
     ) -> None:
         super().__init__(groups, adapted, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        for p in shards:
-            if not self.state[p]:
-                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] = {"step": torch.zeros(()), **moments}  # steps are counted on the host, as torch does
-        gradients = [p.grad for p in shards]
-        steps, means, squares = ([self.state[p][key] for p in shards] for key in ("step", "exp_avg", "exp_avg_sq"))
+    def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        found = gradients(shards)
+        steps, means, squares = self._remembered(shards, "step", "exp_avg", "exp_avg_sq")
         beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_lerp_(means, found, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        torch._foreach_addcmul_(squares, found, found, 1 - beta2)
         times = [step.item() for step in steps]
         roots = torch._foreach_div(squares, [1 - beta2**t for t in times])
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
-        directions = torch._foreach_div(means, [1 - beta1**t for t in times])
+        directions = list(torch._foreach_div(means, [1 - beta1**t for t in times]))
         torch._foreach_div_(directions, roots)
         torch._foreach_add_(directions, shards, alpha=group["weight_decay"])
         return directions, directions
 
-    def _trust_ratios(self, group: dict[str, Any], own: Tensor, other: Tensor) -> Tensor:
+    def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
         return own / other
 
 
@@ -115,7 +135,7 @@ class LARS(_Layerwise):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[Group],
         adapted: Mapping[Tensor, Tensor],
         *,
         lr: float,
@@ -126,19 +146,16 @@ class LARS(_Layerwise):
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "trust_coefficient": trust_coefficient}
         super().__init__(groups, adapted, defaults)
 
-    def _directions(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        gradients = [p.grad for p in shards]
-        return list(torch._foreach_add(gradients, shards, alpha=group["weight_decay"])), gradients
+    def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        found = gradients(shards)
+        return list(torch._foreach_add(found, shards, alpha=group["weight_decay"])), found
 
-    def _trust_ratios(self, group: dict[str, Any], own: Tensor, other: Tensor) -> Tensor:
+    def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
         return group["trust_coefficient"] * own / (other + group["weight_decay"] * own)
 
-    def _move(self, group: dict[str, Any], shards: list[Tensor], directions: list[Tensor]) -> None:
+    def _move(self, group: Group, shards: list[Tensor], directions: list[Tensor]) -> None:
         if group["momentum"]:
-            for p in shards:
-                if not self.state[p]:
-                    self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
-            buffers = [self.state[p]["momentum_buffer"] for p in shards]
+            (buffers,) = self._remembered(shards, "momentum_buffer")
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, directions)
             if group["nesterov"]:

@@ -7,11 +7,9 @@ stays near the largest that fits.
 
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vitpar.limits import MAX_COUNT
-
-_ONLY_DYNAMIC = ("min_scale", "max_scale", "growth_factor", "backoff_factor")
 
 
 class LossScaleSection(BaseModel):
@@ -41,15 +39,7 @@ class LossScaleSection(BaseModel):
                 f"loss_scale.initial_scale {self.initial_scale} is not within min_scale {self.min_scale} and max_scale "
                 f"{self.max_scale}: change one of them"
             )
-        for name in () if self.dynamic else _ONLY_DYNAMIC:
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"loss_scale.{name} is {value}, which a constant scale does not use: leave it out")
         return self
-
-    @model_serializer(mode="wrap")
-    def _used_settings(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without settings that are not used, so that a recipe written for one kind of scale is read for the other."""
-        return {name: value for name, value in dump(self).items() if self.dynamic or name not in _ONLY_DYNAMIC}
 
 
 class LossScaler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
+from vitpar.training.optim.layerwise import Group, OverShards, gradients
+
 if TYPE_CHECKING:
-    from vitpar.training.recipe.optimizer_section import AdjustLr
+    from vitpar.training.recipe.sections import AdjustLr
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
@@ -80,12 +82,11 @@ class Matrix:
         return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(OverShards):
     """torch.optim.Muon for the shards in `matrices`, torch.optim.AdamW for all others, with one learning rate.
 
-    groups: parameter groups of local shards, in the order of the model, with `weight_decay`, which is decoupled.
-    matrices: the shards to orthogonalise. A parameter has a gradient on all ranks that hold a part of it or on none.
-    betas, eps: of AdamW. State of each shard: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
+    groups: with `weight_decay`, which is decoupled. matrices: the shards to orthogonalise. betas, eps: of AdamW. State
+    of each shard: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
 
     adjust_lr_fn: `original` times √max(1, rows/columns), for a learning rate of Muon's own; `match_rms_adamw` times
     0.2·√max(rows, columns), so that steps are as large as AdamW's and its learning rate serves all parameters.
@@ -94,7 +95,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[Group],
         matrices: Mapping[Tensor, Matrix],
         *,
         lr: float,
@@ -109,40 +110,29 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, **muon})
         self._matrices = dict(matrices)
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update of all shards that have a gradient. Collective."""
-        for group in self.param_groups:
-            shards = [p for p in group["params"] if p.grad is not None]
-            self._muon(group, [p for p in shards if p in self._matrices])
-            self._adamw(group, [p for p in shards if p not in self._matrices])
+    def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
+        self._muon(group, [p for p in shards if p in self._matrices])
+        self._adamw(group, [p for p in shards if p not in self._matrices])
 
-    def _muon(self, group: dict[str, Any], shards: list[Tensor]) -> None:
+    def _muon(self, group: Group, shards: list[Tensor]) -> None:
         if not shards:
             return
-        for p in shards:
-            if not self.state[p]:
-                self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
-        gradients, buffers = [p.grad for p in shards], [self.state[p]["momentum_buffer"] for p in shards]
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, buffers, group["momentum"]) if group["nesterov"] else buffers
+        found, (buffers,) = gradients(shards), self._remembered(shards, "momentum_buffer")
+        torch._foreach_lerp_(buffers, found, 1 - group["momentum"])
+        updates = torch._foreach_lerp(found, buffers, group["momentum"]) if group["nesterov"] else buffers
         torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
         for p, update in zip(shards, updates, strict=True):
             matrix = self._matrices[p]
             factor = _lr_factor(group["adjust_lr_fn"], *matrix.shape)
             p.add_(matrix.orthogonal(update, group["ns_steps"]), alpha=-group["lr"] * factor)
 
-    def _adamw(self, group: dict[str, Any], shards: list[Tensor]) -> None:
+    def _adamw(self, group: Group, shards: list[Tensor]) -> None:
         if not shards:
             return
-        for p in shards:
-            if not self.state[p]:
-                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] = {"step": torch.zeros(()), **moments}
-        means, squares, steps = ([self.state[p][key] for p in shards] for key in ("exp_avg", "exp_avg_sq", "step"))
+        steps, means, squares = self._remembered(shards, "step", "exp_avg", "exp_avg_sq")
         adamw(
             shards,
-            [p.grad for p in shards],
+            gradients(shards),
             means,
             squares,
             [],

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitpar.models.config import ViTConfig
+from vitpar.training.recipe.effects import STREAM_CANNOT
 from vitpar.training.recipe.file import checked, read_recipe
-from vitpar.training.recipe.recipe import STREAM_CANNOT, Recipe
+from vitpar.training.recipe.recipe import Recipe
 
 MAX_WARMUP = 0.1
 """Largest part of a run that is warm-up: what 2112.13492 has, and shorter runs of the other recipes should not pass."""
@@ -168,7 +169,7 @@ def with_defaults(recipe: Recipe, samples: int) -> Recipe:
     return checked(values)
 
 
-def recipe_for(samples: int, options: Mapping[str, Any] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+def recipe_for(samples: int, options: Mapping[str, object] | None = None, assignments: Iterable[str] = ()) -> Recipe:
     """Return the recipe that `vitpar train` makes without a recipe file for data of `samples` training images.
 
     options: settings by dotted key, of which ``data.path`` or those of a stream are needed. assignments: as ``--set``

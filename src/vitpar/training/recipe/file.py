@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vitpar.errors import RecipeError, literal, nearest, shown
-from vitpar.files import parse_toml, read_toml
+from vitpar.errors import RecipeError
+from vitpar.io import parse_toml, read_toml
+from vitpar.text import literal, nearest, shown
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import DataSection
 
@@ -24,13 +25,14 @@ _ALTERNATIVES = (
     ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
 )
 _SIZES = ("image_size", "patch_size", "width", "depth", "heads", "hidden")
+SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
 """What runs when neither a recipe nor data is named."""
 
 
 def read_recipe(
     path: Path | None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     assignments: Iterable[str] = (),
     *,
     without: Collection[str] = (),
@@ -88,7 +90,7 @@ def read_recipe(
     return recipe
 
 
-def checked(values: Mapping[str, Any]) -> Recipe:
+def checked(values: Mapping[str, object]) -> Recipe:
     """Return the recipe with `values`, by section and name. Raises RecipeError."""
     try:
         return Recipe.model_validate(values)
@@ -127,16 +129,14 @@ def _refuse_bytes(key: str, value: object) -> None:
         raise RecipeError(f"{shown(key)} is '{shown(value)}', which is not UTF-8: write it in UTF-8") from None
 
 
-def _refuse_unknown(values: Mapping[str, Any]) -> None:
+def _refuse_unknown(values: Mapping[str, object]) -> None:
     """Refuse the first section or setting that no recipe has."""
     for section, settings in values.items():
-        field = Recipe.model_fields.get(section)
-        if field is None:
+        if section not in SECTIONS:
             raise RecipeError(f"unknown recipe key '{shown(section)}'{_nearest_key(section)}")
         if not isinstance(settings, dict):
             raise RecipeError(f"recipe key '{section}' is {literal(settings)}: write a table, [{section}]")
-        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        unknown = next((key for key in settings if key not in field.annotation.model_fields), None)
+        unknown = next((key for key in settings if key not in SECTIONS[section].model_fields), None)
         if unknown is not None:
             key = f"{section}.{unknown}"
             raise RecipeError(f"unknown recipe key '{shown(key)}'{_nearest_key(key)}")
@@ -171,12 +171,9 @@ def _sentence(error: ValidationError) -> str:
 
 
 def _nearest_key(key: str) -> str:
-    keys: dict[str, None] = {}
-    for section, field in Recipe.model_fields.items():
-        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        keys |= {f"{section}.{name}": None for name in field.annotation.model_fields}
     name = key.partition(".")[2]
     if not name:
-        return nearest(key, Recipe.model_fields) or f": sections are {', '.join(Recipe.model_fields)}"
+        return nearest(key, SECTIONS) or f": sections are {', '.join(SECTIONS)}"
+    keys = [f"{section}.{setting}" for section, fields in SECTIONS.items() for setting in fields.model_fields]
     elsewhere = [known for known in keys if known.endswith(f".{name}")]  # the right name in the wrong section
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else nearest(key, keys)

@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import ValidationError, model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from vitpar.errors import RecipeError, shown
+from vitpar.errors import RecipeError, StrategyError
 from vitpar.models.config import ViTConfig, model_config
-from vitpar.strategy import Plan, parse, read_plan, validate
-from vitpar.strategy.support import refuse_clashes, refuse_unused
+from vitpar.strategy import Plan, parse, validate
+from vitpar.strategy.execution import NARROW
+from vitpar.strategy.plan_json import read_plan
+from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
+from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.recipe.optimizer_section import Implementation as Implementation
-from vitpar.training.recipe.optimizer_section import OptimizerSection
-from vitpar.training.recipe.plan_choice import Chosen, first_that_fits
+from vitpar.training.recipe.effects import EFFECTS, VARIANTS, refuse_without_effect
 from vitpar.training.recipe.sections import (
     AugmentSection,
     CheckpointSection,
@@ -29,14 +30,20 @@ from vitpar.training.recipe.sections import (
     FaultsSection,
     LRScheduleSection,
     ModelSection,
+    OptimizerSection,
     ParallelSection,
     Section,
     StreamSection,
     TrainSection,
 )
 
-STREAM_CANNOT = {"augment.repeats": 1, "augment.mixup": 0, "augment.cutmix": 0, "data.shuffle_window": 0}
-"""Settings that a stream has only the one value of."""
+
+@dataclass(frozen=True)
+class Chosen:
+    """plan: the one that fits. because: why it is not the first, one sentence; None where it is."""
+
+    plan: Plan
+    because: str | None = None
 
 
 class Recipe(Section):
@@ -56,21 +63,35 @@ class Recipe(Section):
     communication: CommunicationSection = CommunicationSection()
 
     @model_validator(mode="after")
-    def _has_data(self) -> Self:
-        if self.data.path is None and not self.stream:
-            raise ValueError(
+    def _is_consistent(self) -> Self:
+        self._refuse_contradictions()
+        return self
+
+    def _refuse_contradictions(self) -> None:
+        """Raise RecipeError for settings that change nothing (``recipe.effects``), or contradict others."""
+        refuse_without_effect(self)
+        train, data = self.train, self.data.path
+        narrow = NARROW.get("bf16" if train.precision == "auto" else train.precision)
+        if train.reduce_dtype not in (None, "fp32", narrow):
+            raise RecipeError(
+                f"train.reduce_dtype is '{train.reduce_dtype}', which train.precision '{train.precision}' does not "
+                f"have: use 'fp32' or '{narrow}'"
+            )
+        if data is None and not self.stream:
+            raise RecipeError(
                 "the recipe lacks 'data.path': name a folder made by 'vitpar data pack' with --data DIR, or shards to "
                 "stream in [stream]"
             )
-        if not self.stream:
-            return self
-        if self.data.path is not None:
-            raise ValueError(f"both data.path '{shown(self.data.path)}' and [stream] are given: keep one")
-        for key, plain in STREAM_CANNOT.items():
-            section, _, name = key.partition(".")
-            if (value := getattr(getattr(self, section), name)) != plain:
-                raise ValueError(f"{key} is {value}, which a stream cannot do: leave it out, or index the shards")
-        return self
+        if data is not None and self.stream:
+            raise RecipeError(f"both data.path '{shown(data)}' and [stream] are given: keep one")
+        if self.lr_schedule.min_lr > self.optimizer.lr:
+            raise RecipeError(
+                f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
+            )
+        if train.compile and self.faults.debug_checks:
+            raise RecipeError(
+                "faults.debug_checks cannot look into compiled blocks: set train.compile to false while you search"
+            )
 
     @property
     def data_name(self) -> str:
@@ -78,37 +99,6 @@ class Recipe(Section):
         train = self.stream.train if self.data.path is None else self.data.path
         assert train is not None
         return train if isinstance(train, str) else ", ".join(train)
-
-    @model_validator(mode="after")
-    def _rate_falls(self) -> Self:
-        if self.lr_schedule.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_scale_is_used(self) -> Self:
-        if self.train.precision != "fp16":
-            for name, field in LossScaleSection.model_fields.items():
-                if (value := getattr(self.loss_scale, name)) != field.default:
-                    raise ValueError(
-                        f"loss_scale.{name} is {value}, which does nothing with train.precision "
-                        f"'{self.train.precision}': leave it out, or set train.precision to fp16"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _faults_can_be_watched(self) -> Self:
-        if self.train.precision == "fp16" and self.faults.non_finite == "skip":
-            raise ValueError(
-                "faults.non_finite is 'skip', which train.precision fp16 does anyway, under [loss_scale]: leave it out"
-            )
-        if self.train.compile and self.faults.debug_checks:
-            raise ValueError(
-                "faults.debug_checks cannot look into compiled blocks: set train.compile to false while you search"
-            )
-        return self
 
     def config(self, num_classes: int) -> ViTConfig:
         """The model's shape for data of `num_classes` classes. Raises ModelError."""
@@ -120,11 +110,9 @@ class Recipe(Section):
         nothing in it."""
         if self.train.precision != "auto":
             return self
-        train = self.train.model_dump(exclude_unset=True) | {"precision": name}
-        try:
-            return self.model_copy(update={"train": TrainSection.model_validate(train)})
-        except ValidationError as error:
-            raise RecipeError(str(error.errors()[0]["ctx"]["error"])) from None
+        found = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
+        found._refuse_contradictions()
+        return found
 
     def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """The plan of `parallel.mesh`, validated against the model and the batch. Raises StrategyError.
@@ -144,11 +132,16 @@ class Recipe(Section):
             fitting = validate(resolve(plan), config, self.train.batch_size)
             refuse_clashes(fitting, precision, bool(self.train.compile))
             # Settings that the first plan uses may well do nothing under the others.
-            communication = self.communication if plan is wanted[0] else self.communication.used_by(fitting, precision)
+            communication = self.communication if plan is wanted[0] else self.communication_under(fitting)
             refuse_unused(fitting, precision, communication.model_dump())
             return fitting
 
         return first_that_fits(wanted, fit)
+
+    def communication_under(self, plan: Plan) -> CommunicationSection:
+        """Return [communication] without the settings that change nothing under `plan`."""
+        idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, self.train.precision))
+        return self.communication.model_copy(update={key.partition(".")[2]: None for key in idle})
 
     def requested_plans(self) -> list[Plan]:
         """What `parallel.mesh` says, which may be the name of a JSON file with a whole plan, then `parallel.otherwise`.
@@ -176,10 +169,19 @@ class Recipe(Section):
             return self.lr_schedule.warmup_steps
         return round((self.lr_schedule.warmup_epochs or 0) * samples / self.train.batch_size)
 
+    @model_serializer(mode="wrap")
+    def _without_other_variants(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the settings without those of optimizers and scales that the recipe does not have."""
+        values = dump(self)
+        for key in idle_settings(VARIANTS, self):
+            section, _, name = key.partition(".")
+            values.get(section, {}).pop(name, None)
+        return values
+
     def to_toml(self) -> str:
         """The whole recipe, defaults included, as a file that `read_recipe` takes."""
         values = self.model_dump(exclude_none=True, mode="json")
-        if self.train.precision != "fp16":
+        if "loss_scale.dynamic" in idle_settings(EFFECTS, self):
             del values["loss_scale"]
         if not self.stream:
             del values["stream"]
@@ -194,3 +196,23 @@ def _alternative(plan: Plan, fields: Mapping[str, Any]) -> Plan:
     """`plan` with the settings of [parallel] that are not only for a pipeline it lacks."""
     kept = fields if plan.pp != 1 else {name: fields[name] for name in ("microbatches", "microbatch_size")}
     return replace(plan, **kept)
+
+
+def first_that_fits(wanted: Sequence[Plan], fit: Callable[[Plan], Plan]) -> Chosen:
+    """The first of `wanted` that `fit` does not refuse, as it returns it.
+
+    Raises StrategyError: that of `fit` where one plan is wanted, else one with the reasons of all.
+    """
+    refusals: list[str] = []
+    for plan in wanted:
+        try:
+            fitting = fit(plan)
+        except StrategyError as error:
+            if len(wanted) == 1:
+                raise
+            refusals.append(str(error))
+        else:
+            because = f"the plan is '{shown(fitting)}', since {'; '.join(refusals)}" if refusals else None
+            return Chosen(fitting, because)
+    reasons = "; ".join(f"{shown(plan)}: {why}" for plan, why in zip(wanted, refusals, strict=True))
+    raise StrategyError(f"neither parallel.mesh nor any of parallel.otherwise fits: {reasons}")

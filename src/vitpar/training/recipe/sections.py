@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,11 +18,6 @@ from vitpar.limits import (
     MAX_SAMPLES,
     MAX_WORKERS,
 )
-from vitpar.strategy import Plan
-from vitpar.strategy.support import NARROW, uses
-
-if TYPE_CHECKING:
-    from vitpar.parallel import Communication
 
 
 class Section(BaseModel):
@@ -139,6 +134,41 @@ class AugmentSection(Section):
     mixup_switch_prob: float = Field(0.5, ge=0, le=1)
 
 
+Implementation = Literal["auto", "foreach", "fused", "for-loop"]
+"""Which of torch's optimizer implementations; auto is fused for AdamW and SGD, which alone have it, else foreach."""
+AdjustLr = Literal["original", "match_rms_adamw"]
+"""How the shape of a matrix changes Muon's learning rate, by the names of torch.optim.Muon."""
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_OWN_DEFAULTS = {"lamb": {"eps": 1e-6}, "lars": {"momentum": 0.9}, "muon": {"momentum": 0.95, "nesterov": True}}
+
+
+class OptimizerSection(Section):
+    """AdamW, SGD, LAMB, LARS or Muon. Weight decay leaves out biases, norms, positions, tokens and layer scales; so do
+    LAMB's and LARS's trust ratios.
+
+    Defaults that are an optimizer's own: eps 1e-6 for lamb, momentum 0.9 for lars, momentum 0.95 and nesterov for muon.
+    Of muon, betas and eps are those of the AdamW for all that is no matrix of a block. trust_coefficient: of lars.
+    ns_steps: Newton-Schulz iterations of muon.
+    """
+
+    name: Literal["adamw", "sgd", "lamb", "lars", "muon"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    nesterov: bool = False
+    trust_coefficient: float = Field(1e-3, gt=0)
+    ns_steps: int = Field(5, ge=1, lt=100)
+    adjust_lr_fn: AdjustLr = "match_rms_adamw"
+    implementation: Implementation = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, values: Any) -> Any:
+        return {**_OWN_DEFAULTS.get(str(values.get("name")), {}), **values} if isinstance(values, dict) else values
+
+
 class LRScheduleSection(Section):
     """Linear warm-up from 0, then cosine to `min_lr`. Give the warm-up in steps or in epochs."""
 
@@ -151,7 +181,7 @@ class TrainSection(Section):
     """Length, batch and numerics of the training. clip_grad_norm: the largest norm of the gradients, 0 for any.
     ema_decay: decay of the parameters' moving average (None: no average). ema_warmup: whether it rises from 0.
 
-    precision: auto is bf16 on GPUs that compute in it, else fp32 (``vitpar.training.recipe.auto_precision``).
+    precision: auto is bf16 on GPUs that compute in it, else fp32 (``vitpar.training.recipe.machine``).
     reduce_dtype: what gradients are summed in over data-parallel ranks, of bf16, fp16 and fp8 alone (None: fp32).
     activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
     1; what is dearest to compute again it keeps first (None: all). compile: whether blocks are compiled (None: on GPUs,
@@ -174,39 +204,6 @@ class TrainSection(Section):
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     eval_every: int | None = Field(None, ge=1, le=MAX_COUNT)
     log_every: int = Field(10, ge=1, le=MAX_COUNT)
-
-    @model_validator(mode="after")
-    def _warmup_is_used(self) -> Self:
-        if self.ema_warmup and self.ema_decay is None:
-            raise ValueError(
-                "train.ema_warmup is true, which does nothing without train.ema_decay: set both or neither"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _budget_is_used(self) -> Self:
-        if self.activation_memory_budget is not None and not self.compile:
-            raise ValueError(
-                f"train.activation_memory_budget is {self.activation_memory_budget}, which only compiled blocks have: "
-                "set train.compile to true, or use +ckpt in the strategy"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _reduction_is_used(self) -> Self:
-        # Automatic precision may become bf16; where it becomes fp32 the setting is looked at again.
-        narrow = NARROW.get("bf16" if self.precision == "auto" else self.precision)
-        if self.reduce_dtype is not None and narrow is None:
-            raise ValueError(
-                f"train.reduce_dtype is '{self.reduce_dtype}', which does nothing with train.precision "
-                f"'{self.precision}': leave it out, or set train.precision to bf16, fp16 or fp8"
-            )
-        if self.reduce_dtype not in (None, "fp32", narrow):
-            raise ValueError(
-                f"train.reduce_dtype is '{self.reduce_dtype}', which train.precision '{self.precision}' does not have: "
-                f"use 'fp32' or '{narrow}'"
-            )
-        return self
 
 
 class CheckpointSection(Section):
@@ -266,15 +263,6 @@ class FaultsSection(Section):
     hang_minutes: float = Field(10.0, ge=0, le=MAX_MINUTES)
     debug_checks: bool = False
 
-    @model_validator(mode="after")
-    def _most_is_used(self) -> Self:
-        if self.non_finite == "stop" and self.max_skipped != type(self).model_fields["max_skipped"].default:
-            raise ValueError(
-                f"faults.max_skipped is {self.max_skipped}, but faults.non_finite 'stop' skips nothing: leave it out, "
-                "or set faults.non_finite to skip"
-            )
-        return self
-
 
 class ParallelSection(Section):
     """The plan: strategy string, schedule, micro-batches (by count or by size) and how blocks are dealt to stages.
@@ -293,20 +281,10 @@ class ParallelSection(Section):
 
 
 class CommunicationSection(Section):
-    """When gradients and gathered parameters are sent (``vitpar.parallel.Communication``): speed and memory, never the
-    result."""
+    """When gradients and gathered parameters are sent, as ``vitpar.strategy.execution.Communication`` says: speed and
+    memory, never the result."""
 
     bucket_cap_mb: float | None = Field(None, gt=0)
     prefetch: int | None = Field(None, ge=0, le=MAX_BLOCKS)
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
-
-    def used_by(self, plan: Plan, precision: str) -> Self:
-        """Without the settings that do nothing under `plan`."""
-        return self.model_copy(update={name: None for name, _ in self if not uses(plan, precision, name)})
-
-    def settings(self) -> Communication:
-        """The same, as the library takes it."""
-        from vitpar.parallel import Communication
-
-        return Communication(**self.model_dump())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
-from vitpar.checkpoint.index import INDEX
-from vitpar.checkpoint.names import RECIPE
-from vitpar.errors import CheckpointError
+from vitpar.checkpoint.index import INDEX, PLAN, RECIPE
+from vitpar.errors import CheckpointError, RecipeError
 from vitpar.launch.world_group import broadcast_json
 from vitpar.training.recipe import Recipe, read_recipe
 
@@ -26,14 +26,19 @@ DATA = "data"
 """Stands for the training set itself where changes are allowed by name."""
 
 
-def checkpoints_of(run: Path) -> Path:
-    """Where the checkpoints of the run in folder `run` are."""
-    return run / _CHECKPOINTS
+def checkpoints_of(run: Path) -> Checkpoints:
+    """The checkpoints of the run in folder `run`, which need not exist."""
+    return Checkpoints(run / _CHECKPOINTS)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is meant as a checkpoint, whole or not, and not as a run."""
     return (path / INDEX).exists() or path.parent.name == _CHECKPOINTS
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Whether there is something to go on from at `path`: a checkpoint, or a run that has one."""
+    return is_checkpoint(path) or bool(checkpoints_of(path).steps())
 
 
 def run_of(path: Path) -> Path | None:
@@ -50,14 +55,70 @@ def same_run(run: Path, path: Path) -> bool:
     return other is not None and run.resolve() == other.resolve()
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """Source of a run that is resumed.
+
+    source: a run's folder or one of its checkpoints, None to begin. recipe: the file that the run goes on with, if
+    none is named."""
+
+    source: Path | None = None
+    recipe: Path | None = None
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that goes on."""
+        return self.source and run_of(self.source)
+
+    @property
+    def begins(self) -> bool:
+        """Whether there is nothing to go on from."""
+        return self.source is None or not has_checkpoint(self.source)
+
+    def mesh(self) -> str | None:
+        """Return the saved copy of its plan, where the recipe names a file, which may be gone or changed by now."""
+        if self.recipe is None:
+            return None
+        parallel = read_recipe(self.recipe).parallel
+        # Beside others it may not be the one that ran, so the file has to be there.
+        if not parallel.mesh.endswith(".json") or parallel.otherwise:
+            return None
+        return str(self.recipe.with_name(PLAN))
+
+
+def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
+    """Interpret ``vitpar train --resume``: auto, a path or never. Raises RecipeError."""
+    if resume is None or resume == "never":
+        return Resumed()
+    if resume == "auto":
+        if run_dir is None:
+            raise RecipeError("--resume auto needs to know which run: name its folder with --run-dir")
+        source = run_dir
+    else:
+        source = Path(resume)
+        if not (source / RECIPE).is_file():
+            raise RecipeError(
+                f"--resume '{resume}' is neither the folder of a run nor a checkpoint ({RECIPE} is missing): name "
+                "one such as runs/… or runs/…/checkpoints/step_450"
+            )
+        if not has_checkpoint(source):
+            raise RecipeError(
+                f"--resume '{resume}' has no checkpoint to go on from: to begin, use --resume auto --run-dir {resume}"
+            )
+        if run_dir is None and run_of(source) is None:
+            raise RecipeError(f"--resume '{resume}' does not lie in a run: name the folder of a new one with --run-dir")
+    recipe = source / RECIPE
+    return Resumed(source, recipe if recipe.is_file() else None)
+
+
 def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint `path`, or the newest whole one of the run in it, None where it has none. Collective.
 
-    warn: told, on rank 0, of each that is damaged. Raises CheckpointError where the one that was named is, or all are.
+    warn: told of each that is damaged. Raises CheckpointError where the one that was named is, or all are.
     """
     if is_checkpoint(path):
         return Checkpoint.open_whole(path)
-    there = Checkpoints(checkpoints_of(path))
+    there = checkpoints_of(path)
     steps = broadcast_json(there.steps() if dist.get_rank() == 0 else [])
     for step in reversed(steps):
         try:
@@ -65,8 +126,7 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         except CheckpointError as error:
             if step == steps[0]:
                 raise
-            if dist.get_rank() == 0:
-                warn(f"{error}: an older checkpoint is used")
+            warn(f"{error}: an older checkpoint is used")
     return None
 
 

@@ -1,14 +1,79 @@
-"""When a run's state is written, and which checkpoints are kept."""
+"""The state that a run needs to resume under any plan, when it is written, and which checkpoints are kept.
+
+The state is tensors, by names that no plan changes, and a few numbers.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import asdict
 
-from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Writer
+from torch import Tensor
+
+from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
+from vitpar.checkpoint.index import AVERAGES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
 from vitpar.checkpoint.writer import Saved
+from vitpar.models.config import ViTConfig
+from vitpar.parallel import ParallelModel
+from vitpar.sharded import sharded_as
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import plan_text
+from vitpar.training.optim.loss_scale import LossScaler
+from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import CheckpointSection
-from vitpar.training.saving.training_state import TrainingState
+
+
+class TrainingState:
+    """Model, optimizer, averages and loss scale of a run: all that its steps change.
+
+    Nothing random is kept: initial values, order, augmentation and drop-path are functions of the seed and of the place
+    in the data.
+    """
+
+    def __init__(
+        self, model: ParallelModel, optimizer: ShardedOptimizer, ema: EMA | None, scaler: LossScaler | None
+    ) -> None:
+        self._model, self._optimizer, self._ema, self._scaler = model, optimizer, ema, scaler
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors, sharing memory: `model.…`, `optimizer.exp_avg.…`, `ema.…`."""
+        named = {name: p.detach() for name, p in self._model.named_parameters()}
+        parameters = {f"{PARAMETERS}{name}": p for name, p in named.items()}
+        moments = {f"{MOMENTS}{name}": tensor for name, tensor in self._optimizer.state().items()}
+        means = self._ema.average if self._ema else {}  # the shards alone
+        return parameters | moments | {f"{AVERAGES}{name}": sharded_as(named[name], means[name]) for name in means}
+
+    @property
+    def loss_scale(self) -> Scale | None:
+        """State of the loss scale, None where the loss is not scaled."""
+        return Scale(**self._scaler.state()) if self._scaler else None
+
+    def load(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
+        """Go on from `checkpoint`. Collective. Raises CheckpointError.
+
+        changed: settings that are others than its, and may be. An optimizer that needs what the former one did not
+        remember begins anew; averages that were not kept begin as the parameters.
+        """
+        there = checkpoint.index.tensors
+        if any(name.startswith(MOMENTS) for name in there):  # else no step was made yet
+            self._optimizer.allocate()
+        wanted = self.tensors()
+        other = any(key.startswith("optimizer.") for key in changed)
+        if other and any(name not in there for name in wanted if name.startswith(MOMENTS)):
+            self._optimizer.forget()
+            wanted = self.tensors()
+        no_averages = not any(name.startswith(AVERAGES) for name in there)
+        if no_averages and "train.ema_decay" in changed:
+            wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(AVERAGES)}
+        load_tensors(checkpoint.path, wanted, checkpoint.index)
+        if self._ema and no_averages:
+            self._ema.restart()
+        self._model.parameters_changed()
+        if self._scaler and checkpoint.facts.loss_scale:
+            self._scaler.load_state(checkpoint.facts.loss_scale.model_dump())
 
 
 class Saver:
@@ -17,6 +82,7 @@ class Saver:
     interval, last: steps between checkpoints (0: none by step), and the last of the run. texts: the files beside the
     tensors, of step, samples and the best evaluation. log: told of what was saved. beat: called before each wait for a
     disk. `save`, `advance` and `finish` are collective, and raise CheckpointError where a checkpoint cannot be written.
+    writer: its `staged` is to be called before the state of the run changes.
     """
 
     def __init__(
@@ -33,7 +99,7 @@ class Saver:
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
         self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
-        self._writer = Writer()
+        self.writer = Writer()
         self._best: Best | None = None
         self._earlier: set[int] = set()
         self._saved: set[int] = set()
@@ -41,7 +107,7 @@ class Saver:
 
     @property
     def minutes(self) -> float:
-        """Since the last checkpoint, or the start."""
+        """Minutes since the last checkpoint, or the start."""
         return (time.monotonic() - self._since) / 60
 
     def go_on(self, found: Checkpoint) -> None:
@@ -70,7 +136,7 @@ class Saver:
 
     def save(self, step: int, samples: int) -> None:
         """Write the run as it is after `step`, and then remove what is not kept; nothing where it is there already or
-        no checkpoints are wanted. Where the recipe says so it is written while training goes on, once `staged`."""
+        no checkpoints are wanted. Where the recipe says so it is written while training goes on."""
         if self._settings.never or step in self._saved:
             return
         begun = time.monotonic()
@@ -80,31 +146,32 @@ class Saver:
         self._saved.add(step)
         kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
         texts = self._texts(step, samples, self._best)
-        self._writer.begin(
+        self.writer.begin(
             self.checkpoints.path(step), self._state.tensors(), texts, lambda: self.checkpoints.keep(kept)
         )
         if not self._settings.asynchronous:
             self.finish()
         self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
 
-    def staged(self) -> None:
-        """Call it before the state of the run changes."""
-        self._writer.staged()
-
-    @property
-    def progress(self) -> float:
-        """Of this rank with the checkpoint that is being written."""
-        return self._writer.progress
-
     def advance(self, worst: float) -> None:
         """Go on with the checkpoint that is being written. worst: the largest `progress` of all ranks."""
-        self._tell(self._writer.advance(worst))
+        self._tell(self.writer.advance(worst))
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is whole."""
         self._beat()
-        self._tell(self._writer.finish())
+        self._tell(self.writer.finish())
 
     def _tell(self, saved: Saved | None) -> None:
         if saved:
             self._log(f"{saved.folder.name} was whole after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
+
+
+def texts(facts: Facts, recipe: Recipe, config: ViTConfig, plan: Plan) -> dict[str, str]:
+    """Return the text files of a checkpoint, by name."""
+    return {
+        STATE: facts.model_dump_json(indent=1),
+        RECIPE: recipe.to_toml(),
+        CONFIG: json.dumps(asdict(config), indent=1),
+        PLAN: plan_text(plan),
+    }

@@ -1,0 +1,236 @@
+"""Index tar shards: find the samples of each, by headers alone or with a checksum of every image."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from vitpar.data.images import IMAGE_TYPES
+from vitpar.data.shards.manifest import ROW, Manifest, read_any_manifest, write_manifest, write_split
+from vitpar.data.sources.source import Progress, check_number_of_classes, split_of
+from vitpar.data.tar import content, members, open_tar
+from vitpar.errors import DataError
+from vitpar.io import parse_json
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LABEL_BYTES
+from vitpar.text import literal, shown
+
+EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Place of labels: a member ``KEY.cls`` with a whole number, the `field` of a member ``KEY.json``, or the name of
+    the `folder` that the image is in, which is then the name of its class."""
+
+    kind: str = "cls"
+    field: str = "label"
+
+    def __str__(self) -> str:
+        return f"json:{self.field}" if self.kind == "json" else self.kind
+
+    @property
+    def extension(self) -> str | None:
+        """Extension of the member that holds the label."""
+        return None if self.kind == "folder" else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> Labels:
+        """Parse ``cls``, ``json``, ``json:FIELD`` or ``folder``. Raises DataError for anything else."""
+        kind, _, field = text.partition(":")
+        if kind not in ("cls", "json", "folder") or (field and kind != "json"):
+            raise DataError(f"unknown place of labels '{shown(text)}': use cls, json:FIELD or folder")
+        return cls(kind, field or "label")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """rows: ROW [samples] in the order of the file, with column `shard` at 0. classes: the names that labels number,
+    None where they are numbers themselves."""
+
+    rows: np.ndarray
+    classes: list[str] | None = None
+
+    def numbered(self, classes: Sequence[str]) -> np.ndarray:
+        """Return the rows with labels that number `classes`; -1 for a name that is not among them."""
+        if self.classes is not None:
+            place = {name: number for number, name in enumerate(classes)}
+            numbers = np.array([place.get(name, -1) for name in self.classes], np.int32)
+            self.rows["label"] = numbers[self.rows["label"]]
+        return self.rows
+
+
+def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> Scan:
+    """Find the samples of a tar file. An image and its label are paired by their key, as webdataset does: all of a
+    member's name up to the first dot of its last part.
+
+    checksums: whether the images are read; without, column `crc` is 0. Raises DataError for a file that is no whole tar
+    file, a member without its partner, two of one key, an image of no bytes, a label that is no whole number.
+    """
+    samples: dict[str, tuple[int, int, int]] = {}
+    found: dict[str, int | str] = {}
+    with open_tar(shard) as file:
+        for member in members(file):
+            folder, slash, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            key, extension = folder + slash + stem, extension.lower()
+            wanted = extension in EXTENSIONS or extension == labels.extension
+            if not member.isreg() or stem == "" or not wanted:
+                continue
+            where = f"'{shard.name}/{shown(member.name)}'"
+            if key in (samples if extension in EXTENSIONS else found):
+                raise DataError(f"{where} has the key of another sample before it: give every sample its own")
+            if extension == labels.extension:
+                if member.size > MAX_LABEL_BYTES:
+                    raise DataError(f"label {where} has {member.size:,} bytes: it can have {MAX_LABEL_BYTES:,}")
+                found[key] = label_of(content(file, member), labels, where)
+                continue
+            if not 0 < member.size <= MAX_IMAGE_BYTES:
+                raise DataError(
+                    f"image {where} has {member.size:,} bytes: remove it, or replace it by one of up to "
+                    f"{MAX_IMAGE_BYTES:,}"
+                )
+            crc = zlib.crc32(content(file, member)) if checksums else 0
+            samples[key] = member.offset_data, member.size, crc
+            if labels.kind == "folder":
+                if folder in ("", "."):
+                    raise DataError(f"image {where} is in no folder, which would be its class")
+                found[key] = folder.rpartition("/")[2]
+    for these, others, partner in ((samples, found, f"label (.{labels.extension})"), (found, samples, "image")):
+        lonely = next((key for key in these if key not in others), None)
+        if lonely is not None:
+            raise DataError(f"sample '{shard.name}/{shown(lonely)}' has no {partner}")
+    return _table(samples, found)
+
+
+def offsets(shard: Path) -> set[int]:
+    """Return where the data of each member of a tar file begin. Raises DataError where it is no whole tar file."""
+    with open_tar(shard) as file:
+        return {member.offset_data for member in members(file)}
+
+
+def _table(samples: dict[str, tuple[int, int, int]], found: dict[str, int | str]) -> Scan:
+    classes = sorted({label for label in found.values() if isinstance(label, str)})
+    number = {name: place for place, name in enumerate(classes)}
+    rows = np.zeros(len(samples), ROW)
+    for place, (key, (offset, size, crc)) in enumerate(samples.items()):
+        label = found[key]
+        rows[place] = 0, number[label] if isinstance(label, str) else label, offset, size, crc
+    return Scan(rows, classes or None)
+
+
+def label_of(data: bytes, labels: Labels, where: str) -> int:
+    """Return the label in `data`, the bytes of the member `where`. Raises DataError where there is none."""
+    value: object = data
+    if labels.kind == "json":
+        try:
+            value = parse_json(data)[labels.field]
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{where} has no field '{shown(labels.field)}': name another as in json:FIELD") from None
+    try:
+        if not isinstance(value, bytes | int | str) or isinstance(value, bool):
+            raise ValueError
+        label = int(value)
+    except ValueError:
+        raise DataError(f"label {literal(value)} of {where} is not a whole number") from None
+    if not 0 <= label < 1 << 31:
+        raise DataError(f"label {shown(label)} of {where} is not from 0 to {(1 << 31) - 1}")
+    return label
+
+
+def index(
+    folder: str | Path,
+    *,
+    splits: Mapping[str, str] | None = None,
+    labels: Labels = Labels(),
+    classes: Sequence[str] | None = None,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Index the tar files in `folder`, beside them. Every image is read once, for its checksum.
+
+    splits: for each split a pattern of file names. None: what stands before the last number of a name,
+    ``imagenet-train-000012.tar`` in `train` and ``val_3.tar`` in `val`. labels: where they are. classes: names in label
+    order, None for those that the shards or an index before this one give, or numbers. workers: shards scanned at once.
+    Raises DataError as `scan` does; for no shards, a folder that cannot be written, a label beyond `classes`.
+    """
+    folder = Path(folder)
+    files = _files(folder, splits)
+    found: dict[str, dict[Path, Scan]] = {split: {} for split in files}
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-index") as pool:
+        for split, paths in files.items():
+            for path, scanned in zip(paths, pool.map(partial(scan, labels=labels), paths), strict=True):
+                found[split][path] = scanned
+                if progress:
+                    progress(split, len(found[split]), len(paths))
+    scans = [(path, one) for split in found.values() for path, one in split.items()]
+    old = read_any_manifest(folder)
+    names = _classes([one for _, one in scans], classes, old.classes)
+    check_number_of_classes(names)
+    empty = next((path for path, one in scans if not len(one.rows)), None)
+    if empty is not None:
+        raise DataError(f"shard '{empty}' holds no images with labels: remove it, or say where labels are with --label")
+    class_names = old.class_names if names == old.classes else None
+    entries = {}
+    try:
+        for split, shards in found.items():
+            tables = [one.numbered(names) for one in shards.values()]
+            entries[split] = write_split(folder, split, list(shards), tables, len(names))
+        manifest = Manifest(classes=names, class_names=class_names, labels=str(labels), splits=entries)
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index into '{folder}': {error.strerror}; where it cannot be beside the shards, make a "
+            "folder of links to them and index that"
+        ) from error
+    return manifest
+
+
+def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    if not folder.is_dir():
+        raise DataError(f"no folder '{folder}' to index: give the one that the shards are in")
+    if splits is None:
+        for path in sorted(folder.glob("*.tar")):
+            rest = re.sub(r"([-_.]*([0-9]+|of))*$", "", path.stem)
+            found.setdefault(split_of(path.name) or rest or "train", []).append(path)
+    else:
+        for split, pattern in splits.items():
+            if Path(split).name != split or Path(pattern).name != pattern:
+                raise DataError(f"'{split}={pattern}' must be a name and a pattern of file names, without folders")
+            found[split] = sorted(folder.glob(pattern))
+    empty = next((split for split, paths in found.items() if not paths), None)
+    if empty is not None and splits is not None:
+        raise DataError(f"no files '{splits[empty]}' in '{folder}' for the split '{empty}'")
+    if not found:
+        packed = any(folder.glob("*.tar.*")) or any(folder.glob("*.tgz"))
+        raise DataError(
+            f"no .tar files in '{folder}'" + (": unpack the compressed ones, within which nothing has a place" * packed)
+        )
+    return found
+
+
+def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence[str] | None) -> list[str]:
+    named = [one.classes for one in scans if one.classes is not None]
+    found = sorted({name for names in named for name in names})
+    if given is None and found:
+        return found
+    most = max((int(one.rows["label"].max()) for one in scans if len(one.rows)), default=-1) + 1
+    if given is None and known is not None and most <= len(known):
+        return list(known)
+    if given is None:
+        if most > MAX_CLASSES:
+            raise DataError(f"label {most - 1} of the shards is above {MAX_CLASSES - 1}: is --label the right one?")
+        return [str(label) for label in range(most)]
+    unknown = next((name for name in found if name not in given), None)
+    if unknown is not None:
+        raise DataError(f"class '{shown(unknown)}' of the shards is not among the {len(given)} that are named")
+    if not found and most > len(given):
+        raise DataError(f"label {most - 1} of the shards is beyond the {len(given)} classes that are named")
+    return list(given)

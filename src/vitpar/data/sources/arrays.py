@@ -1,0 +1,215 @@
+"""Sources that are arrays of pixels, which are kept as PNG: CIFAR-10 and CIFAR-100 (Krizhevsky 2009) as published, and
+1,797 handwritten digits of 8×8 pixels that scikit-learn ships.
+
+CIFAR is the archive, or the folder it unpacks to, in its binary or its Python version. That one consists of pickles,
+which could run code: only arrays of integers and plain values are read from them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vitpar.data.sources.source import Source, SourceSplit, read_file
+from vitpar.data.tar import unpacked
+from vitpar.errors import DataError
+from vitpar.limits import MAX_RECORD_BYTES
+from vitpar.text import shown
+
+DIGITS = "digits"
+_PIXELS = 3 * 32 * 32
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_WHOLE = (
+    {"test_batch", *_BATCHES},
+    {"test_batch.bin"},
+    {"train", "test", "meta"},
+    {"train.bin", "test.bin"},
+)
+"""Files that tell CIFAR: of 10 or 100 classes, in Python's version and the binary one."""
+_NAMED = set().union(*_WHOLE, (f"{name}.bin" for name in _BATCHES))
+_NAMED |= {"batches.meta", "batches.meta.txt", "fine_label_names.txt"}
+Files = dict[str, Callable[[], bytes]]
+
+
+def digits() -> Source:
+    """The digits of scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(f"the `{DIGITS}` data set needs scikit-learn: pip install 'vitpar[digits]'") from None
+    data = load_digits()
+    images = np.rint(data.images * (255 / 16)).astype(np.uint8)  # 0..16 -> 0..255
+    return Source([str(name) for name in data.target_names], {"train": _split(DIGITS, images, data.target)})
+
+
+def cifar_files(path: Path) -> Files | None:
+    """Return functions that read the files of CIFAR at `path`, by file name; None if it is something else."""
+    files: Files
+    if path.is_dir():
+        names = [entry for entry in path.iterdir() if entry.is_file() and entry.name in _NAMED]
+        files = {entry.name: partial(read_file, entry, MAX_RECORD_BYTES) for entry in names}
+    elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
+        files = {name: partial(bytes, data) for name, data in unpacked(path, _NAMED).items()}
+    else:
+        return None
+    return files if any(names <= set(files) for names in _WHOLE) else None
+
+
+def cifar(files: Files) -> Source:
+    """The source whose files are `files`."""
+    fine = "train" in files or "train.bin" in files
+    train, test = (("train",), ("test",)) if fine else (_BATCHES, ("test_batch",))
+    binary = f"{test[0]}.bin" in files
+    read = _binary if binary else _pickled
+    parts = {
+        split: [read(files, f"{name}.bin" if binary else name, fine) for name in names]
+        for split, names in (("train", train), ("val", test))
+    }
+    splits = {}
+    for split, found in parts.items():
+        pixels, labels = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        splits[split] = _split(split, pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels)
+    classes = _classes(files, fine, binary)
+    most = max(int(split.labels.max()) for split in splits.values())
+    if most >= len(classes):
+        raise DataError(f"label {most} of CIFAR is outside its {len(classes)} classes: fetch it again")
+    return Source(classes, splits)
+
+
+def _split(name: str, images: np.ndarray, labels: np.ndarray) -> SourceSplit:
+    """images: uint8 [samples, height, width] or [samples, height, width, 3]."""
+
+    def read(i: int) -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(images[i])).save(file, "PNG")
+        return file.getvalue()
+
+    return SourceSplit([f"{name}/{i}" for i in range(len(labels))], labels.astype(np.int32), read)
+
+
+def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
+    name = ("fine_label_names.txt" if fine else "batches.meta.txt") if binary else ("meta" if fine else "batches.meta")
+    if name not in files:
+        return [str(label) for label in range(100 if fine else 10)]
+    if binary:
+        return files[name]().decode(errors="replace").split()
+    try:
+        names = _loaded(files, name)[b"fine_label_names" if fine else b"label_names"]
+        if len(names) > 100:
+            raise ValueError
+        return [word.decode(errors="replace") for word in names]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DataError(f"'{name}' of CIFAR does not name its classes: fetch it again") from None
+
+
+def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Records of a label, or a coarse and a fine one, and the pixels."""
+    data, labels = np.frombuffer(_data(files, name), np.uint8), 2 if fine else 1
+    if not len(data) or len(data) % (labels + _PIXELS):
+        raise DataError(f"'{name}' of CIFAR has {len(data)} bytes, no whole number of images: fetch it again")
+    records = data.reshape(-1, labels + _PIXELS)
+    return records[:, labels:], records[:, labels - 1]
+
+
+def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
+    found = _loaded(files, name)
+    try:
+        pixels, numbers = found[b"data"].value, found[b"fine_labels" if fine else b"labels"]
+        if pixels.dtype != np.uint8 or pixels.shape != (len(numbers), _PIXELS):
+            raise ValueError
+        # A list of lists that share their items would become far larger than its file.
+        if type(numbers) is not list or not all(type(number) is int for number in numbers):
+            raise ValueError
+        labels = np.array(numbers, np.int64)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise DataError(f"'{name}' of CIFAR does not hold images and labels: fetch it again") from None
+    return pixels, labels
+
+
+def _data(files: Files, name: str) -> bytes:
+    if name not in files:
+        raise DataError(f"CIFAR's file '{name}' is missing: fetch it again")
+    return files[name]()
+
+
+def _loaded(files: Files, name: str) -> Any:
+    data = _data(files, name)
+    try:
+        _refuse_large_memo(data)
+        return _Plain(io.BytesIO(data), encoding="bytes").load()
+    except DataError:
+        raise
+    except Exception as error:  # damaged pickles raise nearly anything
+        raise DataError(f"'{name}' of CIFAR cannot be read ({shown(error)}): fetch it again") from None
+
+
+def _refuse_large_memo(data: bytes) -> None:
+    """Refuse a pickle that numbers an object higher than it has instructions: Python would make room for all below."""
+    for count, (code, number, _) in enumerate(pickletools.genops(data)):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > count:
+            raise ValueError("an object has too high a number")
+
+
+class _Plain(pickle.Unpickler):
+    """Reads arrays of integers, and what pickle makes without help. No class or function of another module is given
+    out, and what is given out is made for one use, so that nothing is left of what a pickle does to it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name in a pickle of NumPy. Raises DataError for any other."""
+        match module, name:
+            case (("numpy.core.multiarray" | "numpy._core.multiarray"), "_reconstruct"):
+                return lambda *_: _Array()
+            case (("numpy.core.numeric" | "numpy._core.numeric"), "_frombuffer"):
+                return lambda *args: _from_buffer(*args)
+            case "numpy", "dtype":
+                return lambda code, *_: _Dtype(code)
+            case "numpy", "ndarray":
+                return object()
+            case "_codecs", "encode":
+                return lambda text, encoding: text.encode("latin1")
+        raise DataError(f"it asks for {shown(f'{module}.{name}')}, which CIFAR's files have no need of")
+
+
+def _from_buffer(data: object, dtype: object, shape: object, order: object) -> _Array:
+    array = _Array()
+    array.__setstate__((shape, dtype, order == "F" or order == b"F", data))
+    return array
+
+
+class _Dtype:
+    """The type of an array's numbers, as pickled. code: such as b"u1"."""
+
+    def __init__(self, code: object) -> None:
+        self.code = code.decode() if isinstance(code, bytes) else str(code)
+        self.order = "|"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        # A state may also describe fields, a shape and metadata, from which NumPy would make a type with pointers.
+        _, order, subtype, names, fields, *_ = state
+        if (subtype, names, fields) != (None, None, None):
+            raise ValueError("its numbers are of no plain type")
+        self.order = order.decode() if isinstance(order, bytes) else str(order)
+
+    @property
+    def value(self) -> np.dtype:
+        if self.code not in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8") or self.order not in "|<>=":
+            raise ValueError(f"its numbers are of type {shown(self.code)}")
+        return np.dtype(self.order + self.code)
+
+
+class _Array:
+    """An array of integers, as pickled. value: read-only."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        shape, dtype, fortran, data = state[-4:]
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes | bytearray):
+            raise ValueError("it has an array of something other than numbers")
+        self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C")

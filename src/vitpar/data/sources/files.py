@@ -1,0 +1,196 @@
+"""Sources of image files: in a folder for every class, named in a CSV list, or zipped, as Swin and Galvatron use
+ImageNet.
+
+A list is a line of names, among them `path` and `label` and perhaps `split`; then a line an image. Paths are relative
+to the list's folder. Labels are whole numbers or names of classes. Zip files, train.zip and val.zip, come with maps of
+`path<TAB>label` lines.
+"""
+
+import csv
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from vitpar.data.images import FILE_SUFFIXES
+from vitpar.data.sources.source import SPLITS, Source, SourceSplit, numbered, read_file, read_lines, reading
+from vitpar.errors import DataError
+from vitpar.io import open_regular
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
+from vitpar.text import shown
+
+_PIECE = 1 << 20  # bytes of an entry of a zip file that are unpacked at a time
+
+
+def class_folders(folder: Path, splits: list[str]) -> Source:
+    """The source in `folder`, with a folder for every class in each of `splits`; "." stands for `folder` itself."""
+    classes = sorted(entry.name for entry in os.scandir(folder / splits[0]) if _is_class(entry))
+    if not classes:
+        raise DataError(
+            f"no images to pack in '{folder}': it needs train/<class>/ and val/<class>/, or <class>/, "
+            "with images in them, or train.zip, val.zip, train_map.txt and val_map.txt"
+        )
+    found = {}
+    for split in splits:
+        unknown = sorted({entry.name for entry in os.scandir(folder / split) if _is_class(entry)} - set(classes))
+        if unknown:
+            raise DataError(
+                f"class folder '{folder / split / unknown[0]}' has no counterpart in '{folder / splits[0]}'"
+            )
+        paths: list[str] = []
+        labels: list[int] = []
+        for label, name in enumerate(classes):
+            images = _image_files(folder / split / name)
+            if not images and split == splits[0]:
+                raise DataError(f"class folder '{folder / split / name}' holds no images: fill it or remove it")
+            paths += images
+            labels += [label] * len(images)
+        if not paths:
+            raise DataError(f"'{folder / split}' holds no images: fill it or remove it")
+        found["train" if split == "." else split] = _split(paths, labels)
+    return Source(classes, found)
+
+
+def _is_class(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
+
+
+def _image_files(folder: Path) -> list[str]:
+    found = []
+    seen = set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        place = os.stat(parent)
+        if (place.st_dev, place.st_ino) in seen:  # by a link: there may be rings of them
+            folders.clear()
+            continue
+        seen.add((place.st_dev, place.st_ino))
+        folders.sort()
+        images = sorted(name for name in files if name.lower().endswith(FILE_SUFFIXES) and not name.startswith("."))
+        found += [os.path.join(parent, name) for name in images]
+    return found
+
+
+def _split(paths: list[str], labels: list[int]) -> SourceSplit:
+    return SourceSplit(paths, np.array(labels, dtype=np.int32), lambda i: read_file(paths[i]))
+
+
+def listed(path: Path) -> Source:
+    """The source that the list at `path` names."""
+    folder = path.parent
+    reader = csv.DictReader(read_lines(path))
+    try:
+        names = reader.fieldnames or ()
+    except csv.Error as error:
+        raise DataError(f"the first line of '{path}' cannot be read: {error}") from None
+    missing = [name for name in ("path", "label") if name not in names]
+    if missing:
+        raise DataError(f"the first line of '{path}' names no column '{missing[0]}': it needs path and label")
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for row in _lines(reader, path):
+        where = f"line {reader.line_num} of '{path}'"
+        image, label, split = (row.get(name) or "" for name in ("path", "label", "split"))
+        split = split or "train"
+        if not image or not label:
+            raise DataError(f"{where} has no {'path' if not image else 'label'}")
+        if split not in SPLITS:
+            raise DataError(f"split '{shown(split)}' in {where} is none of {', '.join(SPLITS)}")
+        whole = os.path.abspath(folder / image)
+        if not Path(whole).is_relative_to(os.path.abspath(folder)):
+            raise DataError(f"'{shown(image)}' in {where} leaves the list's folder: put the list above all images")
+        rows.setdefault(split, []).append((whole, label))
+    if "train" not in rows:
+        raise DataError(f"'{path}' names no images to train on")
+    classes, number = _classes([label for found in rows.values() for _, label in found])
+    splits = {
+        split: _split([image for image, _ in found], [number[label] for _, label in found])
+        for split, found in rows.items()
+    }
+    return Source(classes, splits)
+
+
+def _lines(reader: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]]:
+    try:
+        yield from reader
+    except csv.Error as error:  # such as a field of more than 131,072 characters
+        raise DataError(f"line {reader.line_num + 1} of '{path}' cannot be read: {error}") from None
+
+
+def _classes(labels: list[str]) -> tuple[list[str], dict[str, int]]:
+    """The classes, and the number of each label."""
+    try:
+        number = {label: int(label) for label in set(labels)}
+    except ValueError:
+        names = sorted(set(labels))
+        return names, {name: place for place, name in enumerate(names)}
+    return numbered(sorted(number.values())), number
+
+
+def zipped(folder: Path) -> Source:
+    """The source in `folder`, which has zip files and their maps."""
+    names = folder / "classes.txt"
+    classes = [line.strip() for line in read_lines(names) if line.strip()] if names.exists() else None
+    splits = {}
+    for split in ("train", "val"):
+        entries, labels = _read_map(folder / f"{split}_map.txt", classes)
+        splits[split] = _zip_entries(folder / f"{split}.zip", folder / f"{split}_map.txt", entries, labels)
+    if classes is None:
+        classes = numbered([int(split.labels.max()) for split in splits.values()])
+    return Source(classes, splits)
+
+
+def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[int]]:
+    """Zip entries and labels of a `path<TAB>label` file."""
+    entries: list[str] = []
+    labels: list[int] = []
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        entry, tab, text = line.rpartition("\t")
+        where = f"line {number} of '{path}'"
+        if not tab:
+            raise DataError(f"{where} is '{shown(line.strip())}': expected an image's path, a tab and its label")
+        try:
+            label = int(text)
+        except ValueError:
+            raise DataError(f"label '{shown(text.strip())}' in {where} is not an integer") from None
+        if not 0 <= label < (MAX_CLASSES if classes is None else len(classes)):
+            limit = f"the {len(classes)} classes of classes.txt" if classes is not None else f"0 to {MAX_CLASSES - 1}"
+            raise DataError(f"label {shown(label)} in {where} is outside {limit}: correct it")
+        entries.append(entry)
+        labels.append(label)
+    if not entries:
+        raise DataError(f"'{path}' names no images")
+    return entries, labels
+
+
+def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
+    with reading(path):
+        try:
+            archive = zipfile.ZipFile(open_regular(path))
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+            raise DataError(f"'{path}' is not a whole zip file ({shown(error)})") from None
+    known = archive.NameToInfo
+    missing = next((entry for entry in entries if entry not in known), None)
+    if missing is not None:
+        raise DataError(f"'{path}' has no entry '{shown(missing)}', which '{map_path.name}' names")
+
+    def read(i: int) -> bytes:
+        entry = known[entries[i]]
+        where = f"entry '{shown(entries[i])}' of '{path}'"
+        if entry.file_size > MAX_IMAGE_BYTES:
+            raise DataError(f"{where} has {entry.file_size:,} bytes: an image can have {MAX_IMAGE_BYTES:,}")
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
+        try:
+            # A piece at a time: asked for all of it, zipfile unpacks more than the entry says it has.
+            with archive.open(entry) as file:
+                return b"".join(iter(partial(file.read, _PIECE), b""))
+        except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"cannot read {where}: {shown(error)}") from None
+
+    return SourceSplit([f"{path.name}/{entry}" for entry in entries], np.array(labels, dtype=np.int32), read)

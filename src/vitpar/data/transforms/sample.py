@@ -1,0 +1,186 @@
+"""Transforms of one decoded image, for training and for evaluation, to uint8 of the model's size.
+
+Every random choice comes from the sample's own stream of random numbers. Resizing is torch's antialiased uint8 kernel,
+which takes a third of the time of Pillow's. The two differ by one grey level in 0.3 % of a photograph's values, and by
+two in one of a million. Where an image is more than twice as tall as wide and shrinks, Pillow 13 resamples its columns
+first, torch always its rows: there they differ by up to 7 grey levels on photographs (docs/differences.md).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+from torch import Tensor
+
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms.policies import Policy
+from vitpar.errors import RecipeError
+from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
+
+Interpolation = Literal["bicubic", "bilinear"]
+_ERASED = (0.02, 1 / 3)  # parts of the image's area (Zhong et al. 2020)
+_ERASED_RATIO = 0.3  # to its inverse: height over width
+
+
+def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Interpolation) -> Tensor:
+    """uint8 [h, w, 3] -> uint8 [3, height, width]; no resampling where the size is right already."""
+    pixels = torch.from_numpy(image).permute(2, 0, 1)
+    if image.shape[:2] == (height, width):
+        return pixels
+    return F.interpolate(pixels[None], (height, width), mode=interpolation, antialias=True)[0]
+
+
+def _check_size(size: int, interpolation: str) -> None:
+    if size < 1:
+        raise RecipeError(f"image size {size} is not a positive number of pixels")
+    if interpolation not in ("bicubic", "bilinear"):
+        raise RecipeError(f"unknown interpolation '{interpolation}': use bicubic or bilinear")
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """Random-resized crop and horizontal flip, as in Szegedy et al. 2015 and torchvision's RandomResizedCrop; then what
+    is asked for of a policy, colour jitter and random erasing (Zhong et al. 2020).
+
+    size: height and width of the result. scale: range of the crop's share of the image's area. ratio: range of the
+    crop's width over height. flip: probability of a horizontal flip. policy: of operations (`parse_policy`).
+    color_jitter: how far brightness, contrast and saturation may go from 1. erase: probability that a box of a fiftieth
+    to a third of the image becomes noise. mean, std: of every channel, as in `Normalize`: those of the noise, and the
+    mean is the colour of what operations move in from outside. Raises RecipeError when a setting is out of its range.
+    """
+
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    interpolation: Interpolation = "bicubic"
+    policy: Policy | None = None
+    color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    erase: float = 0.0
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        _check_size(self.size, self.interpolation)
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise RecipeError(f"crop scale {self.scale} must be a range within (0, 1], such as (0.08, 1.0)")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise RecipeError(f"crop ratio {self.ratio} must be a range of positive numbers, such as (0.75, 1.33)")
+        if not 0 <= self.flip <= 1:
+            raise RecipeError(f"flip {self.flip} is not a probability: choose a number from 0 to 1")
+        if not 0 <= self.erase <= 1:
+            raise RecipeError(f"erase {self.erase} is not a probability: choose a number from 0 to 1")
+        if min(self.color_jitter) < 0:
+            raise RecipeError(f"color jitter {self.color_jitter} must not be negative: 0 leaves colours alone")
+
+    def __call__(self, image: NDArray[np.uint8], draws: Draws) -> Tensor:
+        """image: uint8 [height, width, 3]. draws: the sample's own randomness. Returns uint8 [3, size, size]."""
+        top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
+        pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
+        pixels = pixels.flip(-1) if draws.uniform() < self.flip else pixels
+        if self.policy or any(self.color_jitter):
+            drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+            drawn = self.policy(drawn, draws, self._fill()) if self.policy else drawn
+            pixels = torch.from_numpy(np.array(self._jittered(drawn, draws))).permute(2, 0, 1)
+        if draws.uniform() < self.erase:
+            pixels = self._erased(pixels, draws)
+        return pixels
+
+    def _crop(self, height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
+        """(top, left, height, width) of the first of ten random boxes that fits, else of the largest central one."""
+        for _ in range(10):
+            area = height * width * draws.uniform(*self.scale)
+            ratio = math.exp(draws.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            if 0 < h <= height and 0 < w <= width:
+                return draws.below(height - h + 1), draws.below(width - w + 1), h, w
+        h = min(height, max(1, round(width / self.ratio[0])))
+        w = min(width, max(1, round(height * self.ratio[1])))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+    def _fill(self) -> tuple[int, int, int]:
+        red, green, blue = (min(255, max(0, round(255 * mean))) for mean in self.mean)
+        return red, green, blue
+
+    def _jittered(self, image: Image.Image, draws: Draws) -> Image.Image:
+        """Brightness, contrast and saturation, in a random order."""
+        kinds = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+        steps = [(kind, amount) for kind, amount in zip(kinds, self.color_jitter, strict=True) if amount]
+        while steps:
+            kind, amount = steps.pop(draws.below(len(steps)))
+            image = kind(image).enhance(draws.uniform(max(0.0, 1 - amount), 1 + amount))
+        return image
+
+    def _erased(self, pixels: Tensor, draws: Draws) -> Tensor:
+        """Put noise into the first of ten random boxes that fits.
+
+        Noise is standard normal once it is normalised, but for rounding to grey levels and clipping to colours.
+        """
+        for _ in range(10):
+            area = self.size**2 * draws.uniform(*_ERASED)
+            ratio = math.exp(draws.uniform(math.log(_ERASED_RATIO), -math.log(_ERASED_RATIO)))
+            h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < h < self.size and 0 < w < self.size:
+                top, left = draws.below(self.size - h + 1), draws.below(self.size - w + 1)
+                pixels = pixels.clone()
+                levels, quantiles = _noise_levels(self.mean, self.std), draws.bytes(3 * h * w).reshape(3, h, w)
+                noise = np.stack([channel.take(drawn) for channel, drawn in zip(levels, quantiles, strict=True)])
+                pixels[:, top : top + h, left : left + w] = torch.from_numpy(noise)
+                break
+        return pixels
+
+
+@cache
+def _noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
+    """Grey levels that are normal with `mean` and `std` where bytes are uniform: uint8 [channels, 256]."""
+    channels = [NormalDist(255 * m, 255 * s) for m, s in zip(mean, std, strict=True)]
+    levels = [[channel.inv_cdf((byte + 0.5) / 256) for byte in range(256)] for channel in channels]
+    return np.array(levels).round().clip(0, 255).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """Resize the shorter side to floor(size / crop_pct) pixels, then crop the centre, with torchvision's rounding.
+
+    An image that already has the model's size is enlarged and cropped too, unless crop_pct is 1, which leaves it as it
+    is. Of an image so long that it would take more than MAX_DECODED_BYTES then, only the middle is resized: 1 x 65,000
+    pixels would become gigabytes.
+
+    Raises RecipeError when a setting is out of its range.
+    """
+
+    size: int
+    crop_pct: float = 0.875
+    interpolation: Interpolation = "bicubic"
+
+    def __post_init__(self) -> None:
+        _check_size(self.size, self.interpolation)
+        if not 0 < self.crop_pct <= 1:
+            raise RecipeError(f"crop_pct {self.crop_pct} is out of range: choose a number above 0 and at most 1")
+        if self.size / self.crop_pct > MAX_IMAGE_SIZE:
+            raise RecipeError(
+                f"crop_pct {self.crop_pct} makes images of {self.size} pixels larger than {MAX_IMAGE_SIZE:,} before "
+                "they are cropped: choose a larger one"
+            )
+
+    def __call__(self, image: NDArray[np.uint8]) -> Tensor:
+        """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]."""
+        height, width, _ = image.shape
+        short = math.floor(self.size / self.crop_pct)
+        longest = min(height, width) * max(2, MAX_DECODED_BYTES // (3 * short**2))
+        if max(height, width) > longest:
+            top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+            image = image[top : top + longest, left : left + longest]
+            height, width, _ = image.shape
+        # The longer side is rounded down, and Python's round takes halves to even numbers: both as torchvision does.
+        tall, wide = (short * side // min(height, width) for side in (height, width))
+        pixels = resize(image, tall, wide, self.interpolation)
+        top, left = round((tall - self.size) / 2), round((wide - self.size) / 2)
+        return pixels[:, top : top + self.size, left : left + self.size]

@@ -1,0 +1,45 @@
+"""Signals that ask a process to end: SIGTERM and SIGUSR1, as schedulers send them, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAVED = 75
+"""Exit code of a run that was asked to end and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
+
+class StopRequest:
+    """While the block runs, the first such signal is noted in `asked`; a second one does what it did before.
+
+    only_note: a second one is noted too, in `again`, and does nothing else. In a thread that is not the main one
+    signals are left alone.
+    """
+
+    def __init__(self, *, only_note: bool = False) -> None:
+        self.asked: signal.Signals | None = None
+        self.again = False
+        self._only_note = only_note
+
+    def __enter__(self) -> StopRequest:
+        alone = threading.current_thread() is threading.main_thread()
+        self._former = {number: signal.signal(number, self._note) for number in ASKING} if alone else {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is None:
+            self.asked = signal.Signals(number)
+            return
+        self.again = True
+        if not self._only_note:
+            signal.signal(number, self._former[signal.Signals(number)])
+            os.kill(os.getpid(), number)

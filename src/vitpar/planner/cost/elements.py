@@ -1,0 +1,99 @@
+"""How many elements of a model's parameters a rank keeps, gathers and adds up, by arithmetic alone: needs no devices
+and no process group.
+
+The numbers come from the tables that the runtime reads: the layer classes' `TENSOR_PARALLEL`, ``splits_of`` and the
+axes of a layer's mesh, on parameters of the meta device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch.distributed.tensor import Shard
+
+from vitpar.models.config import ViTConfig
+from vitpar.models.vit import Layer, ViT
+from vitpar.parallel.tensor import Split, splits_of
+from vitpar.strategy import Plan, Strategy
+from vitpar.strategy.layout import mesh_axes, place, sharding_axes
+
+
+@dataclass(frozen=True)
+class LayerElements:
+    """Elements of one layer's parameters on a rank.
+
+    held: what it keeps. computed: what it computes with: gathered, but split over tensor axes. sums: gradients to be
+    added up once a step over tensor axes, by axis.
+    """
+
+    held: int
+    computed: int
+    sums: Mapping[str, int]
+
+
+def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict[str, int]:
+    """How many elements of each layer's parameters a rank of its stage keeps, by the layer's name.
+
+    stage_rank: its number within the stage. Rank 0 is the fullest: it stands first on every axis of every strategy, and
+    first parts are the longest.
+    """
+    strategies = plan.strategies(config.layer_names)
+    return {name: layer_elements(config, name, strategy, stage_rank).held for name, strategy in strategies.items()}
+
+
+def layer_elements(config: ViTConfig, name: str, strategy: Strategy, stage_rank: int = 0) -> LayerElements:
+    """Those of the layer `name`."""
+    kind = "blocks.0" if name.startswith("blocks.") else name  # the blocks are alike
+    return _elements(_layers(config)[kind], strategy, stage_rank)
+
+
+@lru_cache(maxsize=8)
+def _layers(config: ViTConfig) -> dict[str, Layer]:
+    with torch.device("meta"):
+        return ViT(config, ("stem", "blocks.0", "head")).layers()
+
+
+def chunk_length(length: int, parts: int, index: int) -> int:
+    """The length of part `index` of `parts`, as torch.chunk deals them: full ones first, the last may be empty."""
+    full = -(-length // parts)
+    return max(0, min(full, length - index * full))
+
+
+@cache
+def _elements(layer: Layer, strategy: Strategy, stage_rank: int) -> LayerElements:
+    """Split over the tensor axes, then sharded along dim 0."""
+    sizes, at = dict(mesh_axes(strategy)), place(strategy, stage_rank)
+    shard, shards = 0, 1
+    for axis in sharding_axes(strategy):
+        shard, shards = shard * sizes[axis] + at[axis], shards * sizes[axis]
+    held, computed, sums = 0, 0, Counter[str]()
+    for name, parameter in layer.named_parameters():
+        shape, split = list(parameter.shape), _split(layer, name, strategy)
+        axes = split.bias if _is_bias(layer, name) else split.weight
+        for axis, placement in axes.items():
+            if axis in sizes and isinstance(placement, Shard):
+                dim = placement.dim % len(shape)
+                shape[dim] = chunk_length(shape[dim], sizes[axis], at[axis])
+        computed += math.prod(shape)
+        shape[0] = chunk_length(shape[0], shards, shard)
+        held += math.prod(shape)
+        for axis in split.sums:
+            if axis in sizes and axis not in axes:
+                sums[axis] += math.prod(shape)
+    return LayerElements(held, computed, dict(sums))
+
+
+def _split(layer: Layer, name: str, strategy: Strategy) -> Split:
+    """How a parameter is split. A layer class declares parameters, or modules that hold them."""
+    declared, owner = layer.TENSOR_PARALLEL, name.rpartition(".")[0]
+    return splits_of(strategy).get(declared.get(name) or declared.get(owner, "")) or Split()
+
+
+def _is_bias(layer: Layer, name: str) -> bool:
+    """Whether it is the bias of a declared module."""
+    return name not in layer.TENSOR_PARALLEL and name.endswith(".bias")

@@ -1,1 +1,0 @@
-"""What a plan makes of a model, in numbers and words, by arithmetic alone."""

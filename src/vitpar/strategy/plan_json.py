@@ -1,0 +1,215 @@
+"""A plan as JSON (`plan.json`). Every key is read; a key that is not known is refused.
+
+    {
+      "vitpar_plan": 1,                   format of this file
+      "pp": 2,                            pipeline degree, null = open
+      "pp_index": 0,                      axes that are outer to pp in the rank order
+      "layers": [
+        {"layers": "*",                 or "stem", "head", "3", "0-11"
+         "axes": [["tp", 2], ["dp", 2]], outermost first
+         "tensor_mode": "1d",           or "2d", "2.5d", "3d"
+         "depth": null,                 of 2.5d, null = the least
+         "sequence_parallel": false,
+         "zero": 0,                     or 1, 2
+         "checkpoint": null,            or "full", "selective"
+         "offload": false}
+      ],
+      "schedule": "1f1b",
+      "virtual_stages": 1,
+      "microbatches": 4,                  null = not said
+      "microbatch_size": null,            null = not said
+      "split": "even"                     or "balanced", or the blocks of each stage as in [6, 6]
+    }
+
+"vitpar_plan" and "layers" must be there, and in a layer "layers" and "axes"; any other key left out takes the default
+of `Plan` or `Strategy`. Galvatron's files (``vitpar.strategy.galvatron``) are read and checked by the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
+
+from vitpar import io
+from vitpar.errors import StrategyError
+from vitpar.limits import MAX_BLOCKS, MAX_PLAN_BYTES, MAX_QUOTED_CHARS
+from vitpar.strategy.layer import ROLES, Axis, Role, Strategy
+from vitpar.strategy.plan import Plan
+from vitpar.text import nearest, shown
+
+FORMAT = 1
+_GROUPS = MAX_BLOCKS + len(("stem", "head", "*"))
+
+# Descriptions are parts of messages: what to give.
+_Whole = Annotated[int, Field(strict=True, description="a whole number")]
+_WholeOrNull = Annotated[int | None, Field(strict=True, description="a whole number or null")]
+_Text = Annotated[str, Field(strict=True, description="text")]
+_TextOrNull = Annotated[str | None, Field(strict=True, description="text or null")]
+_Bool = Annotated[bool, Field(strict=True, description="true or false")]
+
+
+class _PlanRecord(BaseModel):
+    """A plan's JSON, of the layers only that they are objects."""
+
+    vitpar_plan: _Whole
+    pp: _WholeOrNull = None
+    pp_index: _Whole = 0
+    layers: list[dict[str, Any]] = Field(
+        fail_fast=True, max_length=_GROUPS, description=f"a list of at most {_GROUPS:,} objects"
+    )
+    schedule: _Text = ""
+    virtual_stages: _Whole = 1
+    microbatches: _WholeOrNull = None
+    microbatch_size: _WholeOrNull = None
+    split: StrictStr | Annotated[tuple[StrictInt, ...], Field(fail_fast=True)] = Field(
+        "", description="text or a list of whole numbers"
+    )
+
+
+class _LayerRecord(BaseModel):
+    """A layer's JSON: its selector, and the fields of `Strategy`."""
+
+    layers: _Text
+    axes: list[tuple[StrictStr, StrictInt | None]] = Field(
+        fail_fast=True, max_length=len(ROLES), description='a list of [role, degree] pairs, as in [["tp", 2]]'
+    )
+    tensor_mode: _Text = ""
+    depth: _WholeOrNull = None
+    sequence_parallel: _Bool = False
+    zero: _Whole = 0
+    checkpoint: _TextOrNull = None
+    offload: _Bool = False
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as a dict of JSON values, all keys present."""
+    flags = [key for key in _LayerRecord.model_fields if key not in ("layers", "axes")]
+    layers = [
+        {
+            "layers": selector,
+            "axes": [[axis.role, axis.degree] for axis in strategy.axes],
+            **{key: getattr(strategy, key) for key in flags},
+        }
+        for selector, strategy in plan.layers
+    ]
+    split = plan.split if isinstance(plan.split, str) else list(plan.split)
+    special = {"vitpar_plan": FORMAT, "layers": layers, "split": split}
+    return {key: special[key] if key in special else getattr(plan, key) for key in _PlanRecord.model_fields}
+
+
+def plan_from_json(data: dict[str, Any]) -> Plan:
+    """The plan that `data` says. Raises StrategyError naming the key that is missing, unknown or wrong."""
+    if isinstance(data, dict) and "tp_sizes_enc" in data:
+        raise StrategyError("this is a strategy of Galvatron's: turn it into a plan with 'vitpar galvatron import'")
+    said = checked(_PlanRecord, data, "the plan")
+    if said.vitpar_plan != FORMAT:
+        raise StrategyError(f"'vitpar_plan' is {shown(said.vitpar_plan)}: this vitpar reads plans of format {FORMAT}")
+    layers = tuple(_layer_from_json(record, f"layers[{index}]") for index, record in enumerate(said.layers))
+    return Plan(layers=layers, **said.model_dump(exclude={"vitpar_plan", "layers"}, exclude_unset=True))
+
+
+def _layer_from_json(record: dict[str, Any], where: str) -> tuple[str, Strategy]:
+    said = checked(_LayerRecord, record, where)
+    try:
+        axes = tuple(Axis(cast(Role, role), degree) for role, degree in said.axes)  # Axis refuses what is no role
+        return said.layers, Strategy(axes, **said.model_dump(exclude={"layers", "axes"}, exclude_unset=True))
+    except StrategyError as error:
+        raise StrategyError(f"{where}: {error}") from None
+
+
+def read_plan(path: io.PathLike) -> Plan:
+    """The plan in the file `path`. Raises StrategyError, naming the file, when it is missing or not a plan."""
+    data = read_json(path)
+    try:
+        return plan_from_json(data)
+    except StrategyError as error:
+        raise StrategyError(f"{shown(path)}: {error}") from None
+
+
+def write_plan(path: io.PathLike, plan: Plan) -> None:
+    """Write the plan to `path`, one key and one layer a line. A reader sees the old file or the whole new one.
+
+    Raises StrategyError when the file cannot be written.
+    """
+    write_text(path, plan_text(plan))
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as its JSON file has it, one key and one layer a line."""
+    data = plan_to_json(plan)
+    layers = ",\n".join(f"    {json.dumps(record)}" for record in data["layers"])
+    values = {key: json.dumps(value) for key, value in data.items()} | {"layers": f"[\n{layers}\n  ]"}
+    return "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in values.items()) + "\n}\n"
+
+
+# Files of any schema
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def checked(schema: type[R], data: object, where: str) -> R:
+    """Return `data` as a record of `schema`, whose fields describe what they take.
+
+    where: what messages call it. Raises StrategyError naming the first key that is unknown, else wrong, else missing.
+    """
+    keys = schema.model_fields
+    if not isinstance(data, dict):
+        raise StrategyError(f"{where} is {_as_json(data)}: give an object with the keys {', '.join(keys)}")
+    if (unknown := next((key for key in data if key not in keys), None)) is not None:
+        raise StrategyError(
+            f"unknown key '{shown(unknown)}' in {where}: keys are {', '.join(keys)}{nearest(str(unknown), keys)}"
+        )
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)
+    key = str(min(wrong, key=lambda one: one["type"] == "missing")["loc"][0])  # what is there comes first
+    if key not in data:
+        raise StrategyError(f"{where} has no key '{key}': add it, the value is {keys[key].description}")
+    raise StrategyError(f"'{key}' in {where} is {_as_json(data[key])}: give {keys[key].description}")
+
+
+def read_json(path: io.PathLike) -> Any:
+    """What the file `path` holds. Raises StrategyError, naming the file, when it cannot be read or is not JSON."""
+    try:
+        return io.parse_json(io.read_bytes(path, MAX_PLAN_BYTES), _unique_keys)
+    except StrategyError as error:
+        raise StrategyError(f"{shown(path)}: {error}") from None
+    except OSError as error:
+        raise StrategyError(f"cannot read the plan {shown(path)}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise StrategyError(f"{shown(path)} is not JSON: {shown(error)}") from None
+
+
+def write_text(path: io.PathLike, text: str) -> None:
+    """Write `text` to `path`. A reader sees the old file or the whole new one.
+
+    Raises StrategyError when the file cannot be written.
+    """
+    try:
+        io.write_text(path, text)
+    except OSError as error:
+        raise StrategyError(f"cannot write the plan {shown(path)}: {error.strerror}") from None
+
+
+def _as_json(value: object) -> str:
+    """The value as JSON, as far as a message quotes it."""
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(value):  # no more of it than that is made
+        text += piece
+        if len(text) > MAX_QUOTED_CHARS:
+            break
+    return shown(text)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; refuses a key that stands twice, where json would keep the last."""
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise StrategyError(f"key '{shown(key)}' stands twice: give it once")
+        record[key] = value
+    return record

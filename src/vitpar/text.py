@@ -1,0 +1,88 @@
+"""Pieces of sentences: what somebody typed, quoted safely; counts, sizes, alternatives and lists of ranks."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+from vitpar.limits import MAX_QUOTED_CHARS
+
+
+def shown(text: object, around: int = 0) -> str:
+    """Return `text` for an error message: if it is long, the part with the character number `around`, from 0."""
+    words = str(text)
+    if len(words) <= MAX_QUOTED_CHARS:
+        return words
+    kept = MAX_QUOTED_CHARS - 2  # and a sign for each side that may be cut
+    start = max(0, min(around - kept // 2, len(words) - kept))
+    return f"{'…' * (start > 0)}{words[start : start + kept]}{'…' * (start + kept < len(words))}"
+
+
+def literal(value: object) -> str:
+    """Return `value` for an error message as Python writes it."""
+    try:
+        return shown(repr(value))
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes for control characters, other than line ends, and for what UTF-8 cannot encode."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known word most like `word`, or an empty string when none is close."""
+    if len(word) > MAX_QUOTED_CHARS:  # comparing takes the square of its length
+        return ""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `4 ranks`, `2 micro-batches`, `3 strategies`."""
+    plural = noun[:-1] + "ies" if noun.endswith("gy") else noun + ("es" if noun.endswith(("ch", "s")) else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def size(number: float) -> str:
+    """`31.2 GB`, `640 MB`, `0.12 MB`: bytes."""
+    unit, scale = ("GB", 1e9) if number >= 1e9 else ("MB", 1e6)
+    return f"{number / scale:.3g} {unit}"
+
+
+def either(options: Iterable[object]) -> str:
+    """`2`, `2 or 3`, `2, 3 or 6`."""
+    *others, last = map(str, options)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0 and 2`, `ranks 0-2, 5 and 7`."""
+    parts: list[str] = []
+    run: list[int] = []
+    ordered = sorted(numbers)
+    for number, following in zip(ordered, [*ordered[1:], None], strict=True):
+        run.append(number)
+        if following != number + 1:
+            parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+            run = []
+    *others, last = parts
+    noun = "rank" if len(ordered) == 1 else "ranks"
+    return f"{noun} {', '.join(others)} and {last}" if others else f"{noun} {last}"
+
+
+def closest(values: Iterable[int], wanted: int, most: int = 3) -> list[int]:
+    """Up to `most` of `values` that are nearest to `wanted`, in ascending order."""
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:most])
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor of `number` (1 or more), in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

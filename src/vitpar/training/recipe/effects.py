@@ -1,0 +1,152 @@
+"""Which settings change something, and when: refusals follow from it, and what a written recipe leaves out.
+
+Rows about the recipe alone are applied when it is read, and again once its precision is known. Those about a plan
+(``vitpar.strategy.support.COMMUNICATION``) are applied when the plan is chosen, those about a command to ``--set``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vitpar.errors import RecipeError
+from vitpar.strategy.execution import NARROW
+from vitpar.strategy.support import Effect, refuse_idle
+from vitpar.training.optim.loss_scale import LossScaleSection
+
+if TYPE_CHECKING:
+    from vitpar.training.recipe.recipe import Recipe
+
+
+def _keys(**settings: str) -> tuple[str, ...]:
+    """Return dotted keys. settings: names of settings, by section."""
+    return tuple(f"{section}.{name}" for section, names in settings.items() for name in names.split())
+
+
+def _of_optimizers(settings: str, *optimizers: str) -> Effect[Recipe]:
+    return Effect(
+        _keys(optimizer=settings),
+        lambda recipe: recipe.optimizer.name in optimizers,
+        "{key} is {value!r}, which {case.optimizer.name} does not use: leave it out",
+    )
+
+
+VARIANTS: tuple[Effect[Recipe], ...] = (
+    _of_optimizers("betas eps", "adamw", "lamb", "muon"),
+    _of_optimizers("momentum nesterov", "sgd", "lars", "muon"),
+    _of_optimizers("trust_coefficient", "lars"),
+    _of_optimizers("ns_steps adjust_lr_fn", "muon"),
+    Effect(
+        _keys(loss_scale="min_scale max_scale growth_factor backoff_factor"),
+        lambda recipe: recipe.loss_scale.dynamic,
+        "{key} is {value}, which a constant scale does not use: leave it out",
+    ),
+)
+"""Settings of one kind of optimizer or scale. A written recipe leaves them out for the others, so that it can be read
+with another `optimizer.name`, which brings its own defaults."""
+
+STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window")
+
+EFFECTS: tuple[Effect[Recipe], ...] = (
+    Effect(
+        ("train.ema_warmup",),
+        lambda recipe: recipe.train.ema_decay is not None,
+        "{key} is true, which does nothing without train.ema_decay: set both or neither",
+    ),
+    Effect(
+        ("train.activation_memory_budget",),
+        lambda recipe: bool(recipe.train.compile),
+        "{key} is {value}, which only compiled blocks have: set train.compile to true, or use +ckpt in the strategy",
+    ),
+    Effect(
+        ("train.reduce_dtype",),
+        # Automatic precision may become bf16; where it becomes fp32 the setting is looked at again.
+        lambda recipe: recipe.train.precision in ("auto", *NARROW),
+        "{key} is '{value}', which does nothing with train.precision '{case.train.precision}': leave it out, or set "
+        "train.precision to bf16, fp16 or fp8",
+    ),
+    Effect(
+        _keys(loss_scale=" ".join(LossScaleSection.model_fields)),
+        lambda recipe: recipe.train.precision == "fp16",
+        "{key} is {value}, which does nothing with train.precision '{case.train.precision}': leave it out, or set "
+        "train.precision to fp16",
+    ),
+    *VARIANTS,
+    Effect(
+        ("optimizer.nesterov",),
+        lambda recipe: recipe.optimizer.momentum > 0,
+        "{key} is a way to use momentum, which is 0: set optimizer.momentum, or nesterov to false",
+    ),
+    Effect(
+        ("optimizer.implementation",),
+        lambda recipe: recipe.optimizer.name in ("adamw", "sgd") or recipe.optimizer.implementation == "foreach",
+        "{key} is '{value}', which {case.optimizer.name} does not have: use 'foreach' or 'auto', which is the same",
+    ),
+    Effect(
+        ("faults.non_finite",),
+        lambda recipe: recipe.train.precision != "fp16",
+        "{key} is '{value}', which train.precision fp16 does anyway, under [loss_scale]: leave it out",
+    ),
+    Effect(
+        ("faults.max_skipped",),
+        lambda recipe: recipe.faults.non_finite == "skip",
+        "{key} is {value}, but faults.non_finite 'stop' skips nothing: leave it out, or set faults.non_finite to skip",
+    ),
+    Effect(
+        STREAM_CANNOT,
+        lambda recipe: not recipe.stream,
+        "{key} is {value}, which a stream cannot do: leave it out, or index the shards",
+    ),
+)
+"""All settings that change something only beside certain others."""
+
+
+def refuse_without_effect(recipe: Recipe) -> None:
+    """Raise RecipeError for the first setting, other than its default, that changes nothing in `recipe`."""
+    given = {
+        f"{section}.{name}": value
+        for section, settings in recipe
+        for name, value in settings
+        if value != type(settings).model_fields[name].default
+    }
+    refuse_idle(EFFECTS, recipe, given, RecipeError)
+
+
+_BENCHED = _keys(
+    model="…",
+    parallel="…",
+    communication="…",
+    loss_scale="…",
+    optimizer="name implementation momentum nesterov ns_steps",
+    train="batch_size precision reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
+    "activation_memory_budget",
+    faults="non_finite",
+)
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "a plan": _keys(model="…", parallel="…", optimizer="name momentum", train="batch_size precision ema_decay"),
+    "a search": _keys(model="…", optimizer="name momentum", train="batch_size precision ema_decay compile"),
+    "a profile": _keys(model="…", train="precision compile attention"),
+    "an import": _keys(model="…"),
+    "a check": _keys(
+        model="…",
+        parallel="…",
+        communication="…",
+        optimizer="…",
+        train="batch_size seed precision reduce_dtype label_smoothing compile attention activation_memory_budget "
+        "clip_grad_norm ema_decay ema_warmup",
+        augment="repeats mixup cutmix mixup_prob mixup_switch_prob",
+    ),
+    "an evaluation": _keys(
+        data="path crop_pct interpolation mean std workers bad_sample",
+        stream="train val samples val_samples classes label allow_pipe",
+        train="batch_size precision compile attention",
+    ),
+    "a benchmark without data": _BENCHED,
+    "a benchmark": _BENCHED
+    + _keys(
+        augment="…",
+        stream="…",
+        train="seed",
+        data="path crop_scale crop_ratio flip interpolation mean std shuffle_window shuffle_block workers bad_sample",
+    ),
+}
+"""By what a command does: the settings that it uses. ``section.…`` stands for all of a section; a training uses all."""

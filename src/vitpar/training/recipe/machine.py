@@ -1,0 +1,86 @@
+"""What a recipe leaves to the machine: the precision that "auto" stands for, and how large a batch may be."""
+
+from __future__ import annotations
+
+import os
+
+from vitpar.errors import RecipeError
+from vitpar.launch import find_world
+from vitpar.models.config import ViTConfig
+from vitpar.text import size
+from vitpar.training.recipe.recipe import Recipe
+
+BF16_CAPABILITY = (8, 0)
+"""The least compute capability of a CUDA device that computes in bf16 (Ampere); older ones only emulate it."""
+
+
+def on_device(recipe: Recipe, device: str) -> Recipe:
+    """Return `recipe` with its precision on a kind of device. Raises RecipeError for what the device does not have."""
+    from vitpar.parallel.attention import refuse_attention
+
+    recipe = resolve_precision(recipe, device)
+    refuse_attention(recipe.train.attention, device)
+    return recipe
+
+
+def resolve_precision(recipe: Recipe, device: str) -> Recipe:
+    """Return `recipe` with automatic precision resolved for a kind of device.
+
+    A recipe that names its precision is returned as it is. On CUDA all of this machine's devices count, so that its
+    ranks agree. Raises RecipeError for settings that do nothing in the precision.
+    """
+    if recipe.train.precision != "auto":
+        return recipe
+    name = "fp32"
+    if device == "cuda":
+        import torch
+
+        devices = range(torch.cuda.device_count())
+        if all(torch.cuda.get_device_capability(index) >= BF16_CAPABILITY for index in devices):
+            name = "bf16"
+    return recipe.with_precision(name)
+
+
+def refuse_disagreement(recipe: Recipe) -> None:
+    """Raise RecipeError where ranks of unlike machines resolved automatic precision to different ones. Collective."""
+    from vitpar.launch.world_group import all_gather_json
+
+    names = sorted(set(all_gather_json(recipe.train.precision)))
+    if len(names) > 1:
+        raise RecipeError(
+            f"train.precision is auto, which is {' on some machines and '.join(names)} on others: name one with "
+            "--precision"
+        )
+
+
+def planned_precision(recipe: Recipe, known: str | None, device: str) -> Recipe:
+    """Return `recipe` with automatic precision resolved for planning, as a training on `device` would resolve it.
+
+    known: the precision that the model was profiled in, or the best that a cluster's data sheet has rates for; None
+    where nobody knows.
+    """
+    return recipe.with_precision(known if known == "bf16" and device == "cuda" else "fp32")
+
+
+def large_batch_warning(recipe: Recipe, samples: int) -> str | None:
+    """Return a warning of a batch that holds images of the training set several times; None where it does not."""
+    batch = recipe.train.batch_size
+    if batch <= samples:
+        return None
+    return (
+        f"the batch of {batch:,} images is larger than the training set of {samples:,}, so every step has images "
+        f"several times: use --batch-size {samples} or less"
+    )
+
+
+def refuse_huge_batch(recipe: Recipe, config: ViTConfig) -> None:
+    """Raise RecipeError for a batch whose pixels alone do not fit into the memory of the machines."""
+    world, batch = find_world(), recipe.train.batch_size
+    machines = world.size // world.local_size if world else 1
+    pixels = batch * config.channels * config.image_size**2 // machines
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if pixels > there:
+        raise RecipeError(
+            f"a batch of {batch:,} images of {config.image_size} pixels takes {size(pixels)} of memory on each machine "
+            f"before anything is computed, but this one has {size(there)}: use a smaller --batch-size"
+        )

@@ -1,0 +1,229 @@
+"""Infers the configuration of a model from its tensors, and from the files next to them where tensors do not tell.
+
+Beside them: config.json as transformers, timm and vitpar write it, preprocessor_config.json, and the name of a model.
+Nothing here is believed that tensors contradict: the parameters of the model that is told are compared with them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vitpar.errors import DataError, ModelError
+from vitpar.limits import MAX_MEASURE
+from vitpar.models.config import FAMILIES, ViTConfig, model_config
+from vitpar.text import literal
+from vitpar.weights.formats import Renamed, Shapes
+
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+TRANSFORMERS_EPS = 1e-12
+"""Epsilon of the LayerNorms of transformers' models, where config.json has none."""
+LAYER_SCALE = 1e-5
+"""Initial layer scale, where nothing tells: it decides no parameter that is imported."""
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Settings that the files next to the tensors give, None where they give none. data: settings of a recipe's
+    [data]."""
+
+    heads: int | None = None
+    pool: str | None = None
+    image_size: int | None = None
+    patch_size: int | None = None
+    layer_scale: float | None = None
+    norm_eps: float | None = None
+    data: Mapping[str, Any] | None = None
+
+
+def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
+    """Read the hints in the JSON files next to the tensors, by file name. Raises DataError for a model that computes
+    differently."""
+    config = configs.get("config.json", {})
+    if "model_type" in config:
+        return _transformers(config, configs.get("preprocessor_config.json", {}))
+    if "architecture" in config:
+        return _timm(config)
+    pool = config.get("pool")
+    return Hints(
+        heads=_number(config.get("heads")),
+        pool=pool if isinstance(pool, str) else None,
+        image_size=_number(config.get("image_size")),
+        patch_size=_number(config.get("patch_size")),
+        layer_scale=_measure(config.get("layer_scale")),
+        norm_eps=_measure(config.get("norm_eps")),
+    )
+
+
+def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
+    kind, activation = config["model_type"], config.get("hidden_act", "gelu")
+    if kind not in ("vit", "deit"):
+        raise DataError(
+            f"config.json says model_type {literal(kind)}, where vit and deit can be imported: it is another model"
+        )
+    if activation != "gelu":
+        raise DataError(
+            f"config.json says hidden_act {literal(activation)}, where vitpar's ViT has gelu: it is another model"
+        )
+    eps = _measure(said := config.get("layer_norm_eps", TRANSFORMERS_EPS))
+    if eps is None:
+        raise DataError(f"config.json says layer_norm_eps {literal(said)}, which is no number: correct it")
+    data = dict(IMAGENET if kind == "deit" else HALF) | _colours(images.get("image_mean"), images.get("image_std"))
+    if images.get("do_normalize") is False:
+        data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    resample = images.get("resample", 2 if kind == "vit" else 3)
+    if isinstance(resample, int) and (resampling := _RESAMPLING.get(resample)) is not None:
+        data["interpolation"] = resampling
+    data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit") else 1.0
+    heads, size = _number(config.get("num_attention_heads")), _number(config.get("image_size"))
+    return Hints(heads, "cls", size, _number(config.get("patch_size")), norm_eps=eps, data=data)
+
+
+def _timm(config: Mapping[str, Any]) -> Hints:
+    said = config.get("pretrained_cfg")
+    said = {**config, **(said if isinstance(said, dict) else {})}
+    data = dict(HALF) | _colours(said.get("mean"), said.get("std"))
+    if said.get("interpolation") in tuple(_RESAMPLING.values()):
+        data["interpolation"] = said["interpolation"]
+    crop = said.get("crop_pct")
+    if isinstance(crop, int | float) and 0 < crop <= 1:
+        data["crop_pct"] = float(crop)
+    family = re.match(r"(?:vit|deit3?)_([a-z]+)_", str(config["architecture"]))
+    sizes = FAMILIES.get(f"vit_{family[1]}") if family else None
+    arguments = config.get("model_args")
+    heads = _number(arguments.get("num_heads")) if isinstance(arguments, dict) else None
+    if heads is None and sizes and _number(config.get("num_features")) in (None, sizes["width"]):
+        heads = sizes["heads"]
+    size = said.get("input_size")
+    pool = {"token": "cls", "avg": "avg"}.get(str(said.get("global_pool")))
+    return Hints(heads, pool, _number(size[-1]) if isinstance(size, list) and size else None, data=data)
+
+
+def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
+    given = {"mean": mean, "std": std}
+    found = {
+        name: tuple(number for each in value if (number := _measure(each)) is not None)
+        for name, value in given.items()
+        if isinstance(value, list | tuple) and len(value) == 3
+    }
+    return {name: numbers for name, numbers in found.items() if len(numbers) == 3}
+
+
+def _measure(value: Any) -> float | None:
+    """`value` if it is a number that a recipe may have."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_MEASURE else None
+
+
+def _number(value: Any) -> int | None:
+    """`value` if it is a count or a size."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def infer_config(place: object, found: Renamed, hints: Hints, model: str | None = None) -> ViTConfig:
+    """The model's shape. A model without classifier gets one class.
+
+    model: a name as `model_config` takes it, for what nothing else tells. Raises DataError for tensors that are no
+    ViT's or that the name contradicts, ModelError for a name that is none.
+    """
+    named = model_config(model) if model is not None else None
+    shapes, size = found.shapes, _Sizes(place, found.shapes)
+    width = size("stem.proj.weight", 0)
+    patch, channels = _patch(size, shapes, hints.patch_size or (named.patch_size if named else None))
+    if channels != 3:
+        raise DataError(f"'{place}' takes images of {channels} channels, where vitpar's have 3: it cannot be imported")
+    norm = shapes.get("blocks.0.attn.q_norm.weight")
+    heads = width // norm[0] if norm and norm[0] else hints.heads or (named.heads if named else None)
+    if heads is None:
+        raise DataError(
+            f"the tensors in '{place}' do not tell how many heads there are: name the model with --model"
+            f"{_likely(width, patch)}, or the folder that has its config.json"
+        )
+    read = "stem.cls_token" in shapes and hints.pool != "avg"
+    distilled = "stem.dist_token" in shapes and ("head.fc_dist.weight" in shapes or "head.fc.weight" not in shapes)
+    registers = size("stem.reg_token", 1) if "stem.reg_token" in shapes else 0
+    if found.format != "vitpar":
+        registers += ("stem.dist_token" in shapes and not distilled) + ("stem.cls_token" in shapes and not read)
+    prefix = read + distilled + registers
+    wanted = hints.image_size or (named.image_size if named else None)
+    table = size("stem.pos_embed", 1) if "stem.pos_embed" in shapes else None
+    grid = _grid(place, table, prefix, wanted and wanted // patch) if table is not None else (wanted or 224) // patch
+    scaled = "blocks.0.gamma1" in shapes
+    usual = TRANSFORMERS_EPS if found.format == "transformers" else ViTConfig.norm_eps
+    try:
+        config = ViTConfig(
+            name=model or "vit_custom",
+            patch_size=patch,
+            width=width,
+            depth=len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+            heads=heads,
+            hidden=size("blocks.0.mlp.fc1.weight", 0),
+            image_size=grid * patch,
+            num_classes=size("head.fc.weight", 0) if "head.fc.weight" in shapes else 1,
+            channels=channels,
+            pool="cls" if read else "avg",
+            registers=registers,
+            distillation=distilled,
+            representation_size=size("head.representation.weight", 0)
+            if "head.representation.weight" in shapes
+            else None,
+            position="sincos2d" if table is None and found.format == "vitpar" else "learned",
+            qk_norm=norm is not None,
+            layer_scale=(hints.layer_scale or LAYER_SCALE) if scaled else None,
+            norm_eps=usual if hints.norm_eps is None else hints.norm_eps,
+        )
+    except ModelError as error:
+        raise DataError(f"'{place}' is no model of vitpar's: {error}") from None
+    for field in ("patch_size", "width", "depth", "heads", "hidden"):
+        if named and getattr(named, field) != getattr(config, field):
+            raise DataError(
+                f"'{place}' is no {model}: its {field} is {getattr(config, field)} where that has "
+                f"{getattr(named, field)}: name another model, or leave --model out"
+            )
+    return config
+
+
+class _Sizes:
+    """Sizes of tensors, refused where there is none."""
+
+    def __init__(self, place: object, shapes: Shapes) -> None:
+        self._place, self._shapes = place, shapes
+
+    def __call__(self, name: str, dim: int) -> int:
+        shape = self._shapes.get(name)
+        if shape is None:
+            raise DataError(f"'{self._place}' lacks {name}, by vitpar's names: it is of another model")
+        if dim >= len(shape):
+            raise DataError(f"{name} (by vitpar's names) in '{self._place}' has shape {list(shape)}: it is no ViT's")
+        return shape[dim]
+
+
+def _patch(size: _Sizes, shapes: Shapes, wanted: int | None) -> tuple[int, int]:
+    """Pixels of a patch's side, and channels."""
+    if len(shapes["stem.proj.weight"]) == 4:
+        return size("stem.proj.weight", 3) or 1, size("stem.proj.weight", 1)
+    numbers = size("stem.proj.weight", 1)
+    if wanted and numbers % wanted**2 == 0:
+        return wanted, numbers // wanted**2
+    return max(1, math.isqrt(numbers // 3)), 3  # a wrong guess does not fit and is refused
+
+
+def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int:
+    """Patches along a side of the image: of as many positions, with those of the tokens before them or without."""
+    grids = [math.isqrt(n) for n in (positions - prefix, positions) if n > 0 and math.isqrt(n) ** 2 == n]
+    if not grids:
+        raise DataError(
+            f"'{place}' has {positions:,} positions, {prefix} of them before the patches', which are no square: images "
+            "that are not square cannot be imported"
+        )
+    return wanted if wanted in grids else grids[0]
+
+
+def _likely(width: int, patch: int) -> str:
+    """An example of that width."""
+    family = next((name for name, sizes in FAMILIES.items() if sizes["width"] == width), None)
+    return f", perhaps {family}_patch{patch}_224" if family else ""

@@ -1,0 +1,64 @@
+"""What a step does with a layer's parameters: the rules that runtime, prices, search and `vitpar plan` read."""
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+
+from vitpar.strategy import Communication, Execution, Plan, parse
+from vitpar.strategy.execution import Rules
+
+LAST, EVERY, END = "last micro-batch", "every micro-batch", "end of step"
+PP = {"pipelined": True}
+SPLIT = {"pipelined": True, "splits_backward": True}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layer", "rules", "expected"),
+    [
+        # wrapped, narrow copies, offloaded, resharded after forward, after backward, reduced
+        ("dp2", "blocks.0", {}, (False, False, False, False, False, LAST)),
+        ("dp2", "blocks.0", {"narrow": True}, (False, True, False, False, False, LAST)),
+        ("dp2", "blocks.0", SPLIT, (False, False, False, False, False, END)),
+        ("dp2", "blocks.0", {**SPLIT, "narrow": True}, (True, False, False, False, False, END)),
+        ("dp2+offload", "blocks.0", {}, (True, False, True, False, True, LAST)),
+        ("tp2", "head", {"narrow": True}, (False, True, False, False, False, LAST)),
+        ("dp2+zero1", "blocks.0", {}, (True, False, False, False, False, LAST)),
+        ("dp2+zero2", "blocks.0", {}, (True, False, False, False, False, EVERY)),
+        ("dp2+zero2", "blocks.0", PP, (True, False, False, False, False, EVERY)),
+        ("fsdp2", "blocks.0", {"narrow": True}, (True, False, False, True, True, LAST)),
+        ("fsdp2", "head", {}, (True, False, False, False, True, LAST)),
+        ("fsdp2", "stem", PP, (True, False, False, False, False, END)),
+        ("tp4+2d", "blocks.0", {}, (True, False, False, True, True, LAST)),
+        ("tp4+2d", "blocks.0", PP, (True, False, False, False, False, END)),
+        ("tp2", "blocks.0", PP, (False, False, False, False, False, LAST)),
+    ],
+)
+def test_rules(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[object, ...]) -> None:
+    assert astuple(Rules(**rules).of(parse(mesh).strategy, layer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layer", "settings", "pipelined", "name", "expected"),
+    [
+        ("fsdp2", "blocks.0", {"reshard_after_forward": False}, False, "gathers_in_backward", False),
+        ("fsdp2", "blocks.0", {"reshard_after_forward": False}, False, "gathers_every_forward", True),
+        ("fsdp2", "blocks.0", {"reshard_after_forward": True}, True, "gathers_in_backward", True),
+        ("fsdp2", "head", {"reshard_after_forward": True}, False, "reshard_after_forward", True),
+        ("dp2+zero1", "blocks.0", {"reshard_after_forward": True}, False, "reshard_after_forward", False),
+        ("fsdp2", "blocks.0", {"reduce_every_microbatch": True}, True, "reduced", EVERY),
+        ("dp2+zero1", "blocks.0", {"reduce_every_microbatch": True}, False, "reduced", LAST),
+    ],
+)
+def test_communication_settings(
+    mesh: str, layer: str, settings: dict[str, bool], pipelined: bool, name: str, expected: object
+) -> None:
+    rules = Rules(pipelined=pipelined, communication=Communication(**settings))
+    assert getattr(rules.of(parse(mesh).strategy, layer), name) == expected
+
+
+def test_an_execution_knows_the_rules_of_a_plan() -> None:
+    settings = Communication(prefetch=2)
+    zero_bubble = Plan(pp=2, schedule="zbvzerobubble", virtual_stages=2)
+    assert Execution(8, "bf16", communication=settings).rules(zero_bubble) == Rules(True, True, True, settings)
+    assert Execution(8).rules(parse("fsdp2")) == Rules()

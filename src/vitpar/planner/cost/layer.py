@@ -115,6 +115,11 @@ class LayerCosts:
         self._held: dict[tuple[LayerKind, int], Weights] = {}
         self._elements: dict[tuple[object, ...], LayerElements] = {}
 
+    @property
+    def peak(self) -> float | None:
+        """FLOPs a second of a device in the dtype of its products; None where they are not known."""
+        return self.hardware.peaks.get(str(self.numbers.compute).removeprefix("torch."))
+
     def seat(self, strategy: Strategy, where: Placement) -> Seat:
         """What is the same for any rows."""
         key = strategy, where

@@ -45,6 +45,12 @@ class Price:
         """Of the fullest rank."""
         return max(memory.total for memory in self.memory)
 
+    def mfu(self, costs: LayerCosts) -> float | None:
+        """Model FLOPs utilisation, 0 to 1: FLOPs of the model's products over what all devices could compute in the
+        step. None where a device's peak rate is not known."""
+        peak = costs.peak
+        return peak and costs.config.flops * self.images_per_second / (peak * self.plan.world_size)
+
 
 def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> Price:
     """The price of `plan`, which is validated for the model and the batch, with default communication settings.

@@ -118,6 +118,7 @@ class Cluster(Record):
             links=tuple(links),
             overlap=self.overlap,
             host=host,
+            peaks=self.matmul,
             measured={"estimated": "from published figures", "sources": "; ".join(self.sources)},
         )
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from vitpar.limits import MAX_AMOUNT, MAX_RANKS
-from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, Ranks, Record, Seconds
+from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, Ranks, Rate, Record, Seconds
 from vitpar.records import Many
 from vitpar.strategy import parse
 from vitpar.strategy.execution import Rules
@@ -178,7 +178,8 @@ class Hardware(Profile):
     at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
     small message included. host: what +offload takes, None where there is no other memory. reserved_bytes: of a device,
     that no plan can use. pace: of a CPU's cores at which all of this is given (`vitpar.planner.measure.clock.Pace`), 0
-    where it is not known. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
+    where it is not known. peaks: dense FLOPs a second of a device by dtype, as its data sheet has them; none where they
+    are not known. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
     """
 
     kind = "hardware"
@@ -200,6 +201,7 @@ class Hardware(Profile):
     pipeline: Measure = 0.0
     reserved_bytes: int = Field(default=0, ge=0, le=MAX_AMOUNT)
     pace: Measure = 0.0
+    peaks: dict[str, Rate] = Field(default_factory=dict)
     measured: Notes = Field(default_factory=dict)
 
     def slower(self, computing: float, sending: float) -> Self:
@@ -279,7 +281,8 @@ class ModelProfile(Profile):
 
     processes: how many measured at the same time, each with `threads` CPU threads, on `cores` (on GPUs one each).
     optimizer: a step, the global norm, and copies in 16 bits; sizes are elements. microbatch: seconds that a
-    micro-batch takes besides its layers. pace: as in `Hardware`.
+    micro-batch takes besides its layers. pace: as in `Hardware`. error_band: mean relative error of estimated times in
+    their calibration; None where times were measured.
     """
 
     kind = "model"
@@ -298,6 +301,7 @@ class ModelProfile(Profile):
     optimizer: Curve
     microbatch: Measure
     pace: Measure = 0.0
+    error_band: Measure | None = None
     measured: Notes = Field(default_factory=dict)
 
     @property

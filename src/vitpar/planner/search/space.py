@@ -41,6 +41,7 @@ class Space:
     ranks: of the plans. batch_sizes: global images of a step. roles, flags: those allowed. schedules: of pipelines.
     virtual_stages: how many a rank may hold under schedules that take several. precision, compiled: of the training.
     tensors: tensor-parallel parts of strategies as model profiles name them; None for all that fit the model.
+    microbatch_counts: numbers of micro-batches; None for all that divide the batch.
     """
 
     config: ViTConfig
@@ -53,6 +54,7 @@ class Space:
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     virtual_stages: tuple[int, ...] = (2,)
     tensors: tuple[str, ...] | None = None
+    microbatch_counts: tuple[int, ...] | None = None
 
     def pipelines(self) -> Iterator[Plan]:
         """Pipelines as plans without layers: degree, schedule, virtual stages."""
@@ -67,8 +69,10 @@ class Space:
                             yield Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
-        """Numbers of micro-batches that divide the batch and that the schedule can run."""
-        return [n for n in divisors(batch_size) if not schedule_objection(pipeline, n)]
+        """Numbers of micro-batches that are looked at, divide the batch, and that the schedule can run."""
+        wanted = self.microbatch_counts
+        counts = divisors(batch_size) if wanted is None else [n for n in wanted if batch_size % n == 0]
+        return [n for n in counts if not schedule_objection(pipeline, n)]
 
     def strategies(self, size: int) -> tuple[Strategy, ...]:
         """Of a layer on a stage of `size` ranks, as far as the model allows."""

@@ -22,7 +22,7 @@ from vitpar.strategy import Plan, Strategy, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.strategy.support import refuse_clashes
 
-EVERYTHING = Effort(tolerance=0.0, kinds=10**9, prices=10**9, runs=10**9, seconds=10**9)
+EVERYTHING = Effort(tolerance=0.0, kinds=10**9, prices=10**9, nodes=10**9, runs=10**9, seconds=10**9)
 SMALL = {"patch_size": 8, "image_size": 32, "heads": 4, "num_classes": 10}
 
 

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
 from vitpar.parallel.redistribute import Redistribute
-from vitpar.strategy import Part, Plan, rank_of_stage, split_blocks, token_layout
+from vitpar.strategy import Part, Plan, Strategy, rank_of_stage, split_blocks, token_layout
 from vitpar.strategy.layout import Layout
 
 CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -48,14 +48,18 @@ def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
-    """The layout in which tokens travel from each stage to the next: of what the last layer before gives and the first
-    layer behind takes, the one with the smaller parts."""
+    """The layouts in which tokens travel from each stage to the next."""
     strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
-    found = []
-    for before, behind in pairwise(parts):
-        given, taken = token_layout(strategies[before[-1]]), token_layout(strategies[behind[0]])
-        found.append(taken if taken[0].share < given[0].share else given)
-    return tuple(found)
+    return tuple(
+        travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts)
+    )
+
+
+def travel_layout(before: Strategy, behind: Strategy) -> Layout:
+    """The layout in which tokens travel between stages: of what the last layer before gives and the first layer behind
+    takes, the one with the smaller parts."""
+    given, taken = token_layout(before), token_layout(behind)
+    return taken if taken[0].share < given[0].share else given
 
 
 class _NeighbourStage(PipelineStage):

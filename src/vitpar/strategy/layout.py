@@ -144,6 +144,14 @@ def row_parts(strategy: Strategy) -> int:
     return math.prod(sizes[name] for name in _token_rows(strategy))
 
 
+@cache
+def token_parts(strategy: Strategy) -> int:
+    """Into how many parts a batch's tokens are cut between layers: 1 / share of a part of `token_layout`, without
+    listing the ranks."""
+    sizes = dict(mesh_axes(strategy))
+    return row_parts(strategy) * math.prod(sizes[name] for name in _features(strategy))
+
+
 @dataclass(frozen=True)
 class Move:
     """Rows and features that rank `sender` of the stage gives to `receiver` (itself, where it has them already)."""

@@ -123,13 +123,17 @@ def placed(plan: Plan) -> tuple[int, int]:
 def pipeline_group(plan: Plan, ranks_per_node: int) -> Group:
     """A rank and its neighbour along pp."""
     inner, _ = placed(plan)
-    stride = _inner_ranks(plan.kinds[0], inner)
+    return neighbours(_inner_ranks(plan.kinds[0], inner), ranks_per_node)
+
+
+def neighbours(stride: int, ranks_per_node: int) -> Group:
+    """Two ranks that are `stride` apart."""
     return _group(((2, stride),), ranks_per_node)
 
 
-def world_group(plan: Plan, ranks_per_node: int) -> Group:
-    """All ranks."""
-    return _group(((plan.world_size, 1),), ranks_per_node)
+def all_ranks(ranks: int, ranks_per_node: int) -> Group:
+    """All ranks of a world."""
+    return _group(((ranks, 1),), ranks_per_node)
 
 
 def _inner_ranks(strategy: Strategy, inner: int) -> int:

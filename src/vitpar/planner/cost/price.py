@@ -6,18 +6,24 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
-from vitpar.parallel.pipeline import stage_layers, travel_layouts
+from vitpar.models.config import ViTConfig
+from vitpar.parallel.pipeline import stage_layers, travel_layout
 from vitpar.planner.cost.layer import LayerCosts, Placement
-from vitpar.planner.cost.links import Group, pipeline_group, placed, world_group
+from vitpar.planner.cost.links import Group, all_ranks, neighbours, pipeline_group, placed
 from vitpar.planner.cost.memory import Held, Memory
 from vitpar.planner.cost.pipeline import Event, Order, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
 from vitpar.planner.cost.stage import Stage, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.profiles import LayerKind
-from vitpar.strategy import Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
+from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
 from vitpar.strategy.layout import Layout
+
+
+Travel = tuple[Layout | None, ...]
+"""The layout of tokens in front of each stage and behind the last; None where none travel."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +68,38 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
     stages = _stages(plan, costs, batch.microbatch_rows)
     if plan.pipeline_degree == 1:
         times = _alone(stages[0], batch.microbatches, costs, costs.crowd(plan.stage_size))
-        few = min(batch.microbatches, 3)  # for memory the others are like the second
-        order: Order = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
     else:
-        few = batch.microbatches
         order = actions(plan, batch.microbatches)
         times = _pipelined(plan, stages, order, batch.microbatches, batch.microbatch_rows, costs)
     seconds, spent, events = _finished(plan, stages, times, costs)
-    memory = tuple(
-        Held(
-            {number: stages[number] for number in stages_of_rank(pp, plan)},
-            moments,
-            _buffers(plan, costs, pp, batch_size, batch.microbatches, batch.microbatch_rows),
-            few,
-            costs.hardware.reserved_bytes,
-        ).at_most(order[pp])
-        for pp in range(plan.pipeline_degree)
-    )
-    return Price(plan, batch_size, seconds, dict(spent), memory, events)
+    return Price(plan, batch_size, seconds, dict(spent), _memory(plan, stages, costs, batch, moments), events)
+
+
+def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> float:
+    """Bytes of the fullest rank, as `Price.memory_bytes` has them, without the time that the step takes: much quicker
+    where there is a pipeline."""
+    batch = batch_arithmetic(plan, batch_size)
+    found = _memory(plan, _stages(plan, costs, batch.microbatch_rows), costs, batch, moments)
+    return max(memory.total for memory in found)
+
+
+def _memory(
+    plan: Plan, stages: list[Stage], costs: LayerCosts, batch: BatchArithmetic, moments: float
+) -> tuple[Memory, ...]:
+    """Memory of the fullest rank at each place of the pp axis."""
+    few = batch.microbatches
+    if plan.pipeline_degree == 1:
+        few = min(few, 3)  # the micro-batches after the second are like it
+        order: Order = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
+    else:
+        order = actions(plan, batch.microbatches)
+    buffers, found = _buffers(plan, costs, batch), []
+    for pp in range(plan.pipeline_degree):
+        held = stages_of_rank(pp, plan)
+        room, reserved = sum(buffers[number] for number in held), costs.hardware.reserved_bytes
+        walk = Held({number: stages[number] for number in held}, moments, room, few, reserved)
+        found.append(walk.at_most(order[pp]))
+    return tuple(found)
 
 
 def actions(plan: Plan, microbatches: int) -> Order:
@@ -105,19 +125,22 @@ def _where(plan: Plan) -> Placement:
     return Placement(*placed(plan), plan.splits_backward)
 
 
+@lru_cache(maxsize=64)
+def _laid_out(plan: Plan, config: ViTConfig) -> tuple[tuple[tuple[tuple[LayerKind, Strategy], ...], ...], Travel]:
+    """The layers of each stage, and the layouts in which tokens come into stages and leave the last one."""
+    strategies = plan.strategies(config.layer_names)
+    stages = tuple(
+        tuple((kind_of(name), strategies[name]) for name in names) for names in stage_layers(config, plan)
+    )
+    travel = (travel_layout(before[-1][1], behind[0][1]) for before, behind in pairwise(stages))
+    return stages, (None, *travel, None)
+
+
 def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
-    where, strategies = _where(plan), plan.strategies(costs.config.layer_names)
-    travel: list[Layout | None] = [None, *travel_layouts(costs.config, plan), None]
+    where, (stages, travel) = _where(plan), _laid_out(plan, costs.config)
     return [
-        build_stage(
-            costs,
-            [(kind_of(name), strategies[name]) for name in names],
-            rows,
-            where,
-            taken=travel[number],
-            given=travel[number + 1],
-        )
-        for number, names in enumerate(stage_layers(costs.config, plan))
+        build_stage(costs, layers, rows, where, taken=taken, given=given)
+        for layers, (taken, given) in zip(stages, pairwise(travel), strict=True)
     ]
 
 
@@ -132,12 +155,14 @@ def _alone(stage: Stage, microbatches: int, costs: LayerCosts, turns: float) -> 
     events: list[Event] = []
     for number in range(microbatches):
         if number == 2 and microbatches > 4:
-            before, spent = streams.at, Spent(streams.spent)
+            before, spent, queued = streams.at, Spent(streams.spent), streams.left
         elif 3 <= number < microbatches - 1 and microbatches > 4:
             if number == 3:
                 delta = {what: streams.spent[what] - spent[what] for what in streams.spent}
-                length = streams.at - before
+                length, late = streams.at - before, streams.left - queued
             skipped += length
+            # Where links are slower than computing, what is to be sent grows with every micro-batch.
+            streams.send(late)
             streams.spent.add(delta)
             _mark(events, number, streams.at + skipped - length, streams.at + skipped)
             continue
@@ -189,11 +214,10 @@ def _pipelined(
             found[key] = sum(spent.values()), spent, streams.left
         return found[key]
 
-    travel, link = travel_layouts(costs.config, plan), pipeline_group(plan, costs.hardware.ranks_per_node)
+    link = pipeline_group(plan, costs.hardware.ranks_per_node)
     whole = rows * costs.config.tokens * costs.config.width * costs.numbers.compute.itemsize
-    # The latency of a message is in the time of a pipeline's action, where that was measured.
-    least = costs.links.seconds("p2p", link, 1) if costs.hardware.pipeline else 0.0
-    sent = [max(0.0, costs.links.seconds("p2p", link, layout[0].share * whole) - least) for layout in travel]
+    travel = _laid_out(plan, costs.config)[1]
+    sent = [_travel_seconds(costs, link, layout[0].share * whole) for layout in travel if layout]
     events = replay(
         order,
         plan.num_stages,
@@ -217,6 +241,22 @@ def _pipelined(
     return _Times(done, spent, events)
 
 
+def _travel_seconds(costs: LayerCosts, link: Group, size: float) -> float:
+    # The latency of a message is in the time of a pipeline's action, where that was measured.
+    least = costs.links.seconds("p2p", link, 1) if costs.hardware.pipeline else 0.0
+    return max(0.0, costs.links.seconds("p2p", link, size) - least)
+
+
+def travel_seconds(costs: LayerCosts, stage_size: int, size: float) -> float:
+    """Seconds to send `size` bytes to the next stage, where pp is the outermost axis and stages have so many ranks."""
+    return _travel_seconds(costs, neighbours(stage_size, costs.hardware.ranks_per_node), size)
+
+
+def norm_seconds(costs: LayerCosts, ranks: int) -> float:
+    """Seconds in which `ranks` ranks agree on the norm of the gradients."""
+    return costs.links.seconds("all_reduce", all_ranks(ranks, costs.hardware.ranks_per_node), 8) if ranks > 1 else 0.0
+
+
 def crowded(at_once: float, pipeline_degree: int) -> float:
     """What was measured to send with all ranks at work, beside computing alone on a core: by this factor it goes on as
     long as measured when all stages are at work."""
@@ -231,7 +271,7 @@ def _finished(
     plan: Plan, stages: list[Stage], times: _Times, costs: LayerCosts
 ) -> tuple[float, Spent, tuple[Event, ...]]:
     """After the last backward: partial gradients are added up, then the norm over all ranks, then the optimizer."""
-    where, per_node = _where(plan), costs.hardware.ranks_per_node
+    where = _where(plan)
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[Group, int] = defaultdict(int)
@@ -247,7 +287,7 @@ def _finished(
         ends.append(end + added)
         updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
         optimizer.append(sum(updates) * costs.crowd(plan.world_size))
-    norm = costs.links.seconds("all_reduce", world_group(plan, per_node), 8) if plan.world_size > 1 else 0.0
+    norm = norm_seconds(costs, plan.world_size)
     seconds = max(ends) + norm + max(optimizer)
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
     spent = times.spent[busiest]
@@ -256,18 +296,14 @@ def _finished(
     return seconds, spent, tuple(times.events)
 
 
-def _buffers(plan: Plan, costs: LayerCosts, pp: int, batch_size: int, microbatches: int, rows: int) -> float:
-    """The step's images where they go in, and what torch keeps ready to receive of every micro-batch."""
-    config, numbers = costs.config, costs.numbers
-    whole = rows * config.tokens * config.width * numbers.compute.itemsize
-    travel, total = travel_layouts(config, plan), 0.0
-    for number in stages_of_rank(pp, plan):
-        if number == 0:
-            strategies: dict[str, Strategy] = plan.strategies(config.layer_names)
-            images = batch_size * image_layout(strategies["stem"])[0].share
-            total += images * config.channels * config.image_size**2 * numbers.compute.itemsize
-        if number > 0:
-            total += microbatches * travel[number - 1][0].share * whole
-        if number < plan.num_stages - 1:
-            total += microbatches * travel[number][0].share * whole
-    return total
+def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[float]:
+    """Bytes of each stage: the step's images where they go in, and what torch keeps ready to receive of every
+    micro-batch."""
+    config, itemsize = costs.config, costs.numbers.compute.itemsize
+    stages, travel = _laid_out(plan, config)
+    whole = batch.microbatches * batch.microbatch_rows * config.tokens * config.width * itemsize
+    passing = [0.0 if layout is None else layout[0].share * whole for layout in travel]
+    images = batch.global_batch * image_layout(stages[0][0][1])[0].share
+    found = [before + behind for before, behind in pairwise(passing)]
+    found[0] += images * config.channels * config.image_size**2 * itemsize
+    return found

@@ -167,7 +167,8 @@ class Load:
     gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
     every micro-batch, and once a step. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
     gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
-    forward and backward.
+    forward and backward. working: bytes on top of these while the layer's backward is computed; unlike the others they
+    do not add up over layers.
     """
 
     forward: float = 0.0
@@ -184,6 +185,7 @@ class Load:
     gathered: float = 0.0
     gradients: float = 0.0
     saved: float = 0.0
+    working: float = 0.0
 
 
 def least_load(
@@ -229,4 +231,8 @@ def least_load(
         gathered=0.0 if execution.reshard_after_forward else weights.gathered,
         gradients=weights.waiting if execution.wrapped and not every else shard,
         saved=work.saved,
+        working=max(
+            work.workspace + weights.gathered * 2 * execution.reshard_after_forward,
+            (weights.waiting + weights.reducing - work.saved) * (execution.wrapped and every),
+        ),
     )

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+import numpy as np
+
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price, crowded, price
-from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, least_seconds
+from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
+from vitpar.planner.search.bounds import STEPS, Kind, Machine, ideal_seconds, least_seconds, uniform_bounds
 from vitpar.planner.search.expand import Best, Effort, Expansion
-from vitpar.planner.search.options import Option, Options
+from vitpar.planner.search.options import Choices, Options
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan
 
@@ -67,12 +69,82 @@ class Search:
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort | None = None
     ) -> Result:
-        """The plans with the most images a second whose ranks need no more than `budget` bytes."""
+        """The plans with the most images a second whose ranks need no more than `budget` bytes.
+
+        Plans with one strategy come first, all that could be the best, whatever the effort. Then those of several
+        strategies or uneven stages, as far as the effort goes.
+        """
         effort = effort or self.effort
-        begun, order = time.perf_counter(), count()
-        heap = [(self._ideal(kind), next(order), 0, kind) for kind in self._kinds()]
+        begun, found = time.perf_counter(), Best(effort)
+        for (plan, batch_size), known in self._prices.items():  # of other budgets
+            if known.memory_bytes <= budget and batch_size in self.space.batch_sizes:
+                found.offer(known)
+        kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
+        self._uniform(kinds, budget, found, progress)
+        # With several stages a rank the space has nothing but plans with one strategy.
+        open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
+        least, exact = self._mixed(open_kinds, budget, found, progress, effort, begun)
+        return Result(
+            plans=found.ranked,
+            bound=1 / least if least < math.inf else 0.0,
+            exact=exact,
+            kinds=len(kinds),
+            priced=len(self._prices),
+            strategies=self._options.strategies,
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _uniform(self, kinds: list[tuple[float, Kind]], budget: float, found: Best, progress: Progress) -> None:
+        """Offer every plan with one strategy and even stages that fits and could be the best.
+
+        Each comes up when nothing has a lower bound, so that none is priced that a bound rules out.
+        """
+        order = count()
+        heap: list[tuple[float, int, Kind, list[tuple[float, Plan]] | None]]
+        heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
-        total, found, exact, least, looked = len(heap), Best(effort), True, math.inf, 0
+        while heap and heap[0][0] < found.limit:
+            _, _, kind, plans = heapq.heappop(heap)
+            if plans is None:
+                plans = self._uniform_plans(kind, budget)
+            else:
+                _, plan = plans.pop()
+                if self._fits(plan, kind.batch_size, budget):
+                    found.offer(self.price(plan, kind.batch_size))
+                    progress(len(kinds) - len(heap), 2 * len(kinds), found.plans[0])
+            if plans:
+                heapq.heappush(heap, (plans[-1][0] / kind.batch_size, next(order), kind, plans))
+
+    def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Plan]]:
+        """Plans with one strategy that may fit, and the seconds that each takes at least; the quickest last."""
+        choices, machine = self.options(kind), self.machine(kind, budget)
+        if not choices.options:
+            return []
+        seconds, needs = uniform_bounds(kind, choices, self.depth, machine)
+        fitting = np.nonzero(needs <= machine.budget)[0]
+        return [
+            (
+                float(seconds[n]),
+                replace(kind.pipeline, layers=(("*", choices.options[n].strategy),), microbatches=kind.microbatches),
+            )
+            for n in fitting[np.argsort(-seconds[fitting], kind="stable")]
+        ]
+
+    def _mixed(
+        self,
+        kinds: list[tuple[float, Kind]],
+        budget: float,
+        found: Best,
+        progress: Progress,
+        effort: Effort,
+        begun: float,
+    ) -> tuple[float, bool]:
+        """Offer plans of several strategies and of uneven stages. Returns the seconds an image that nothing is faster
+        than, and whether everything was looked at that could be."""
+        order = count()
+        heap = [(ideal, next(order), 0, kind) for ideal, kind in kinds]
+        heapq.heapify(heap)
+        exact, least, looked = True, math.inf, 0
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
             late = time.perf_counter() - begun > effort.seconds and (found.plans or not effort.patient)
@@ -80,7 +152,7 @@ class Search:
                 least, exact = min(least, bound), exact and not late
                 break
             if sharp < 2:  # dearer bounds only for those that cheap ones leave
-                bound = max(bound, self._bound(kind, budget, quick=sharp == 0))
+                bound = max(bound, self._bound(kind, budget, found.limit, quick=sharp == 0))
                 if bound < math.inf:
                     heapq.heappush(heap, (bound, next(order), sharp + 1, kind))
                 continue
@@ -89,19 +161,18 @@ class Search:
             if looked > effort.kinds and found.plans:
                 exact = False
                 break
-            progress(total - len(heap), total, found.plans[0] if found.plans else None)
-            machine = self.machine(kind, budget)
-            exact &= Expansion(kind, self.options(kind), machine, self.depth, self.price, budget, found, effort).run()
-        seconds = time.perf_counter() - begun
-        return Result(
-            plans=found.ranked,
-            bound=1 / least if least < math.inf else 0.0,
-            exact=exact,
-            kinds=total,
-            priced=len(self._prices),
-            strategies=self._options.strategies,
-            seconds=seconds,
-        )
+            progress(2 * len(kinds) - len(heap), 2 * len(kinds), found.plans[0] if found.plans else None)
+            exact &= Expansion(
+                kind,
+                self.options(kind),
+                self.machine(kind, budget),
+                self.depth,
+                lambda plan, batch_size: self._fits(plan, batch_size, budget),
+                self.price,
+                found,
+                effort,
+            ).run()
+        return least, exact
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
         """The best plans for less and less memory, `best` first: each needs at most `step` of what the one before
@@ -131,41 +202,58 @@ class Search:
             self._prices[key] = price(plan, self.costs, batch_size, self._moments)
         return self._prices[key]
 
+    def memory_bytes(self, plan: Plan, batch_size: int) -> float:
+        """Bytes of the fullest rank of a validated plan."""
+        return memory_bytes(plan, self.costs, batch_size, self._moments)
+
+    def _fits(self, plan: Plan, batch_size: int, budget: float) -> bool:
+        known = self._prices.get((plan, batch_size))
+        return (known.memory_bytes if known else self.memory_bytes(plan, batch_size)) <= budget
+
     def _kinds(self) -> Iterator[Kind]:
         for batch_size in self.space.batch_sizes:
             for pipeline in self.space.pipelines():
                 for microbatches in self.space.microbatches(pipeline, batch_size):
                     yield Kind(pipeline, batch_size, microbatches)
 
-    def options(self, kind: Kind) -> list[Option]:
+    def options(self, kind: Kind) -> Choices:
         """The strategies worth looking at in plans of a kind."""
         return self._options.of(kind.pipeline, kind.rows)
 
     def machine(self, kind: Kind, budget: float) -> Machine:
-        """What a rank of a kind has."""
-        pp = kind.pipeline.pipeline_degree
-        size, at_once = self.space.ranks // pp, self.costs.at_once(self.space.ranks // pp)
+        """The rates of a rank in plans of a kind."""
+        costs, config, pipeline = self.costs, self.space.config, kind.pipeline
+        pp = pipeline.pipeline_degree
+        size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
+        speed, sending = min(1.0, at_once), crowded(at_once, pp)
+        overlap = costs.hardware.overlap
+        tokens = kind.rows * config.tokens * config.width * costs.numbers.compute.itemsize
         return Machine(
-            alone=self.costs.crowd(1),
-            sending=crowded(at_once, pp),
-            speed=min(1.0, at_once),
+            alone=costs.crowd(1),
+            sending=sending,
+            speed=speed,
             lanes=min(at_once, pp),
-            overhead=self.costs.model.microbatch
-            * max(self.costs.crowd(size), self.costs.crowd(1) * kind.pipeline.num_stages / min(at_once, pp)),
-            budget=budget - self.costs.hardware.reserved_bytes,
+            overhead=costs.model.microbatch * costs.crowd(size),
+            action=(costs.model.microbatch / 2 * costs.crowd(1) + costs.hardware.pipeline * sending) / speed,
+            norm=norm_seconds(costs, self.space.ranks),
+            overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
+            send=lambda share: travel_seconds(costs, size, share * tokens) if pp > 1 else 0.0,
+            budget=budget - costs.hardware.reserved_bytes,
+            images=kind.batch_size * config.channels * config.image_size**2 * costs.numbers.compute.itemsize,
+            tokens=tokens,
         )
 
     def _ideal(self, kind: Kind) -> float:
         """Seconds an image, were all layers computed at the highest rate and nothing sent."""
         machine = self.machine(kind, math.inf)
-        return ideal_seconds(kind, self._options.least_work(kind.pipeline), self.depth, machine) / kind.batch_size
+        return ideal_seconds(kind, self._options.least_work(kind.pipeline), machine) / kind.batch_size
 
-    def _bound(self, kind: Kind, budget: float, quick: bool) -> float:
-        """The same for the strategies there are."""
-        return (
-            least_seconds(kind, self.options(kind), self.depth, self.machine(kind, budget), quick=quick)
-            / kind.batch_size
-        )
+    def _bound(self, kind: Kind, budget: float, limit: float, quick: bool) -> float:
+        """The same for the strategies there are. limit: a bound that high is enough."""
+        machine, enough = self.machine(kind, budget), limit * kind.batch_size
+        steps = 0 if quick else STEPS
+        found = least_seconds(kind, self.options(kind), self.depth, machine, steps=steps, enough=enough)
+        return found / kind.batch_size
 
     @property
     def depth(self) -> int:

@@ -1,17 +1,32 @@
-"""What no plan of a kind can beat: a kind is a pipeline with its micro-batches, whatever its layers' strategies are."""
+"""Lower bounds on the seconds and bytes of plans of one kind: a pipeline with its micro-batches, whatever the
+strategies of its layers are.
+
+A search skips what cannot beat the best plan so far, so every bound here has to hold for the price that
+``vitpar.planner.cost.price`` would give. Two sets of plans are bounded:
+
+- `uniform_bounds`: each plan with one strategy for all layers and even stages, by arrays over strategies.
+- `least_seconds`: all plans, with any mix of strategies and any split, by a relaxation (below).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vitpar.planner.cost.price import actions
-from vitpar.planner.cost.stage import Load
-from vitpar.planner.search.options import KINDS, Option
-from vitpar.strategy import SCHEDULES, Plan
+import numpy as np
+from numpy.typing import NDArray
 
-ROUNDS = 10  # of narrowing a price down
+from vitpar.planner.cost.price import actions
+from vitpar.planner.search.options import Choices
+from vitpar.strategy import SCHEDULES, Plan
+from vitpar.strategy.stages import split_blocks, stages_of_rank
+
+Array = NDArray[np.float64]
+STEPS = 40
+"""Steps of the relaxation, at most."""
+BLOCK = 1
+"""Row of blocks in arrays by kind of layer; stem and head are around it."""
 
 
 @dataclass(frozen=True)
@@ -30,144 +45,322 @@ class Kind:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank has.
+    """Rates of a rank in plans of one kind, at best.
 
     alone, sending: how many times longer than profiled it computes with a core for itself, and waits for what is sent.
-    speed: at which it goes on at best, as ranks share cores. lanes: how many places of the pp axis go on at that, in
-    all. overhead: seconds of a micro-batch besides its layers. budget: bytes of memory.
+    speed: the part of a core it gets while ranks share cores. lanes: how many places of the pp axis compute at full
+    speed at a time. overhead: seconds of a micro-batch without a pipeline, besides its layers. action: seconds of each
+    action of a pipeline, besides its layers. norm: seconds of a step to agree on the gradients' norm. overlap: how many
+    times longer computing and sending take beside each other. send: seconds to send a share of a micro-batch's tokens
+    to the next stage. budget: bytes of memory for the model. images, tokens: bytes of the batch, and of a micro-batch's
+    tokens.
     """
 
-    alone: float
-    sending: float
-    speed: float
-    lanes: float
-    overhead: float
-    budget: float
-
-    def work(self, load: Load) -> float:
-        """Seconds of a layer for a micro-batch at full speed."""
-        return load.computes * self.alone + load.waits * self.sending
-
-    def once(self, load: Load) -> float:
-        """Seconds of a layer once a step."""
-        return load.once + load.edge + load.waits_once * self.sending / self.speed
+    alone: float = 1.0
+    sending: float = 1.0
+    speed: float = 1.0
+    lanes: float = float("inf")
+    overhead: float = 0.0
+    action: float = 0.0
+    norm: float = 0.0
+    overlap: tuple[float, float] = (1.0, 1.0)
+    send: Callable[[float], float] = lambda share: 0.0
+    budget: float = float("inf")
+    images: float = 0.0
+    tokens: float = 0.0
 
 
-Cost = Callable[[Load], float]
+class _Costs:
+    """Arrays of a kind's strategies, by row of layers (stem, block, head): seconds of a micro-batch and of a step."""
+
+    def __init__(self, choices: Choices, machine: Machine) -> None:
+        a, slow = choices.loads, machine.sending / machine.speed
+        self.computes = a["computes"] * (machine.alone / machine.speed)
+        self.forward = a["forward"] * (machine.alone / machine.speed)
+        self.late = a["late"] * (machine.alone / machine.speed)
+        self.waits = a["waits"] * slow
+        self.work = self.computes + self.waits
+        self.optimizer = a["once"]
+        self.edge = a["edge"]
+        self.waits_once = a["waits_once"] * slow
+        self.sent_each, self.sent_once = a["sent_each"], a["sent_once"]
+
+    def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
+        """Sums over layers that a step of `m` micro-batches without a pipeline takes at least.
+
+        While x seconds pass in which computing, C seconds, and sending, S seconds, both go on, x / slow_c of C and
+        x / slow_s of S are done. So both take C + S - k·x with k = 1 / slow_c + 1 / slow_s - 1, where x is at most
+        slow_c·C and at most slow_s·S: a sum for either.
+        """
+        compute, send = overlap
+        k = max(0.0, 1 / compute + 1 / send - 1)
+        blocking = m * self.waits + self.waits_once + self.optimizer + self.edge
+        computing, sent = m * self.computes, m * self.sent_each + self.sent_once - self.edge
+        return [blocking + (1 - k * compute) * computing + sent, blocking + computing + (1 - k * send) * sent]
 
 
-def _times(kind: Kind, depth: int, machine: Machine) -> list[tuple[Cost, Cost]]:
-    """Ways to bound the seconds of a step from below, each a sum over blocks and one over stem and head.
+def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
+    """Return what a block, what comes before the first and what comes behind the last block of stage `number` takes
+    under every strategy, [sums, strategies] each. The sums are seconds of a step twice (computing, and sending in the
+    background), seconds of a micro-batch, bytes when the optimizer steps, and bytes when the last backward begins."""
+    pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
+    costs, pp = _Costs(choices, machine), pipeline.pipeline_degree
+    if pp == 1:
+        times = costs.unpipelined(m, machine.overlap)
+    else:
+        sent = m * costs.sent_each + costs.sent_once
+        times = [m * costs.work + costs.waits_once + costs.optimizer, sent + costs.optimizer]
+    alive = in_flight(pipeline, m)[number]
+    waiting = m > (1 if pp == 1 else alive)  # gradients of micro-batches before
+    busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
+    layers = np.stack([*times, costs.work, a["kept"] + a["reduced"], busy])
+    last = pipeline.num_stages - 1
+    stem, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
+    hops = (number > 0) + (number < last)
+    bytes_besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
+        choices.image_share.min()
+    )
+    stem[3:] += bytes_besides
+    # When the last block's backward begins, the head's is done.
+    head[4] += np.maximum(0.0, a["working"][BLOCK] - a["saved"][2] * (number == last))
+    return block, stem, head
 
-    - All layers work on m micro-batches, with as many cores as there are.
-    - Of pp ranks one has at least its share of that, and of what is done once.
+
+def uniform_bounds(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:
+    """Return (seconds of a step, bytes of the fullest rank) that plans with one strategy take at least, by strategy."""
+    pipeline, m = kind.pipeline, kind.microbatches
+    sizes = [len(blocks) for blocks in split_blocks(depth, pipeline.num_stages, "even")]
+    counts = np.array([[number == 0, size, number == len(sizes) - 1] for number, size in enumerate(sizes)], float)
+    costs = _Costs(choices, machine)
+    if pipeline.pipeline_degree == 1:
+        sums = [(counts @ layers)[0] for layers in costs.unpipelined(m, machine.overlap)]
+        seconds = m * machine.overhead + np.max(sums, axis=0)
+    elif pipeline.virtual_stages == 1:
+        seconds = _one_stage_a_rank(costs, choices, counts, kind, machine)
+    else:
+        seconds = _several_stages_a_rank(costs, choices, counts, kind, machine)
+    return seconds + machine.norm, _uniform_bytes(kind, choices, counts, machine)
+
+
+def _one_stage_a_rank(costs: _Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
+    """1f1b and gpipe: stage j works on m micro-batches after the first one came through the stages before it, and the
+    last one has to go back through them.
+
+    Of the micro-batches, stage j keeps at most as many between forward and backward as its schedule lets it; each stays
+    until it is back from the stages behind. So those stays, added up, pass no faster than that many at a time.
+    """
+    m, send = kind.microbatches, choices.by_share(machine.send)
+    work = counts @ costs.work + 2 * machine.action
+    forward = counts @ costs.forward + machine.action
+    number = np.arange(len(counts))[:, None]
+    there = np.cumsum(forward, 0) - forward + number * send
+    back = np.cumsum(work - forward, 0) - (work - forward) + number * send
+    optimizer, once = counts @ costs.optimizer, counts @ costs.waits_once
+    behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (len(counts) - 1 - number) * send
+    alive = np.array(in_flight(kind.pipeline, m), float)[:, None]
+    found = [
+        there + back + m * work + optimizer,
+        there + m * work + once + optimizer,
+        there + back + m / alive * behind + optimizer,
+        counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
+        np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, work.shape),
+    ]
+    return np.asarray(np.max(found, axis=(0, 1)))
+
+
+def _several_stages_a_rank(costs: _Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
+    """A rank works on m micro-batches of each of its stages; the last rank begins after those before it."""
+    pipeline, m, send = kind.pipeline, kind.microbatches, choices.by_share(machine.send)
+    pp = pipeline.pipeline_degree
+    places = np.zeros((pp, len(counts)))
+    for place in range(pp):
+        places[place, list(stages_of_rank(place, pipeline))] = 1
+    work = counts @ costs.work + 2 * machine.action
+    forward = counts @ costs.forward + machine.action
+    before = forward[: pp - 1].sum(0) if pipeline.splits_backward else work[: pp - 1].sum(0)
+    hops = (pp - 1) * (1 if pipeline.splits_backward else 2)
+    optimizer = places @ counts @ costs.optimizer
+    found = [
+        m * places @ work + places @ counts @ costs.waits_once + optimizer,
+        np.broadcast_to(before + hops * send + (m * places @ work + optimizer)[-1], optimizer.shape),
+        places @ counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
+        np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, optimizer.shape),
+    ]
+    return np.asarray(np.max(found, axis=(0, 1)))
+
+
+def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine) -> Array:
+    pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
+    last = len(counts) - 1
+    number = np.arange(len(counts))[:, None]
+    travelling = m * machine.tokens * choices.token_share * ((number > 0) * 1.0 + (number < last))
+    held = counts @ a["kept"] + travelling + (number == 0) * machine.images * choices.image_share
+    saved, gathered, gradients = counts @ a["saved"], counts @ a["gathered"], counts @ a["gradients"]
+    resting = held + counts @ a["reduced"]
+    if pipeline.virtual_stages > 1:
+        places = [list(stages_of_rank(place, pipeline)) for place in range(pipeline.pipeline_degree)]
+        busy = [held[p].sum(0) + gathered[p].sum(0) + saved[p].sum(0) for p in places]
+        return np.asarray(np.max([*busy, *(resting[p].sum(0) for p in places)], axis=0))
+    alive = np.array(in_flight(pipeline, m))[:, None]
+    again = m > (1 if pipeline.pipeline_degree == 1 else alive)  # gradients wait while more micro-batches come
+    blocks = alive * saved - counts[:, 2:] * a["saved"][2]
+    busy_bytes = held + gathered + blocks + a["working"][BLOCK] + gradients * again
+    return np.asarray(np.maximum(resting, busy_bytes).max(0))
+
+
+def least_seconds(
+    kind: Kind,
+    choices: Choices,
+    depth: int,
+    machine: Machine,
+    *,
+    steps: int = STEPS,
+    enough: float = float("inf"),
+) -> float:
+    """Return the seconds of a step that no plan of the kind is faster than, whatever mix of `choices` its layers have;
+    infinite where none fits into memory.
+
+    A step takes at least each of several sums over layers (`_sums`), and layers need no more memory than there is.
+    Each layer is relaxed to choose for itself what is best for a weighted mean of these sums plus a price of memory
+    (Lagrange): the weights and prices that give the highest bound are approached by subgradients. Any weights bound.
+
+    steps: of that. enough: a bound that high needs no improvement.
+    """
+    if not choices.options:
+        return float("inf")
+    sums, constants = _sums(kind, choices, depth, machine)
+    needs, budgets = _needs(kind, choices, machine)
+    times = np.array([1.0, depth, 1.0])
+
+    def least(costs: Array) -> tuple[float, Array]:
+        """The least total of costs [3, strategies], and the strategy of each row of layers that has it."""
+        chosen = costs.argmin(1)
+        return float(times @ costs[range(3), chosen]), chosen
+
+    if any(budget < 0 or least(need)[0] > budget for need, budget in zip(needs, budgets, strict=True)):
+        return float("inf")
+    alone = [least(total)[0] + constant for total, constant in zip(sums, constants, strict=True)]
+    best = max(alone)
+    if best >= enough or not steps:
+        return best
+    limited = [n for n, budget in enumerate(budgets) if 0 < budget < float("inf")]
+    relative = needs[limited] / np.array(budgets)[limited][:, None, None]
+    weights, prices = np.zeros(len(sums)), np.zeros(len(limited))
+    weights[int(np.argmax(alone))] = 1.0
+    for _ in range(steps):
+        costs = np.tensordot(weights, sums, 1)
+        if limited:
+            costs = costs + np.tensordot(prices, relative, 1)
+        total, chosen = least(costs)
+        bound = total + float(weights @ constants) - float(prices.sum())
+        best = max(best, bound)
+        if best >= enough:
+            break
+        uphill = sums[:, range(3), chosen] @ times + constants
+        over = relative[:, range(3), chosen] @ times - 1 if limited else prices
+        # A step towards a value that is not known: what is wanted, or somewhat above the best bound.
+        wanted = min(enough, 1.05 * best)
+        tilted = uphill - uphill.mean()
+        over_free = np.where((prices > 0) | (over > 0), over, 0.0)
+        norm = float(tilted @ tilted) / best**2 + float(over_free @ over_free)
+        if norm < 1e-12:
+            break
+        length = (wanted - bound) / norm
+        weights = _on_simplex(weights + length * tilted / best**2)
+        prices = np.maximum(0.0, prices + length * over_free)
+    return best
+
+
+def _on_simplex(point: Array) -> Array:
+    """The nearest weights that are not negative and add up to 1.
+
+    Source: "Projection onto the probability simplex" (arXiv 1309.1541), algorithm 1.
+    """
+    falling = np.sort(point)[::-1]
+    above = (1 - np.cumsum(falling)) / np.arange(1, len(point) + 1)
+    last = np.nonzero(falling + above > 0)[0][-1]
+    return np.maximum(point + above[last], 0.0)
+
+
+def _sums(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:
+    """Ways to bound the seconds of a step from below: each a sum over layers, [ways, 3, strategies], and a constant."""
+    pipeline, m = kind.pipeline, kind.microbatches
+    pp, costs = pipeline.pipeline_degree, _Costs(choices, machine)
+    if pp == 1:
+        found = [(layers, m * machine.overhead) for layers in costs.unpipelined(m, machine.overlap)]
+    else:
+        found = _pipelined_sums(kind, choices, depth, machine, costs)
+    return np.stack([total for total, _ in found]), np.array([constant for _, constant in found]) + machine.norm
+
+
+def _pipelined_sums(
+    kind: Kind, choices: Choices, depth: int, machine: Machine, costs: _Costs
+) -> list[tuple[Array, float]]:
+    """Those of a pipeline.
+
+    - Of pp ranks one has at least its share of all work, of what is sent in the background, and of what is done once.
     - A micro-batch goes through all layers and back, one after the other.
-    - Where a rank has one stage and computes backward at once, stage j starts after the stages before it and they end
-      after it: T >= w_0 + … + w_j-1 + m w_j for every j. The least T has equality everywhere, so that
-      w_j = (1 - 1 / m) w_j-1, and T = (w_0 + … + w_pp-1) / (1 - (1 - 1 / m) ** pp).
-    - Where it has several, even ones with one strategy, the last rank starts after pp - 1 stages, and if backward is
-      computed at once they end after it.
-    - What is sent in the background takes its time.
+    - All work is done by as many ranks at a time as there are cores.
+    - One stage a rank: stage j begins after the stages before it, which end after it. The least step has all these
+      bounds equal: they are added up with weights that count every stage as often. And all micro-batches stay between
+      their first forward and last backward, as many at a time as the first stage keeps.
+    - Several, even stages a rank: the last rank begins after pp - 1 stages.
     """
     pipeline, m = kind.pipeline, kind.microbatches
-    pp, schedule = pipeline.pipeline_degree, SCHEDULES[pipeline.schedule]
-
-    def work(load: Load) -> float:
-        return machine.work(load) / machine.speed
-
-    def share(load: Load) -> float:
-        return (m * work(load) + machine.once(load)) / pp
-
-    def cores(load: Load) -> float:
-        return m * machine.work(load) / machine.lanes
-
-    def chain(load: Load) -> float:
-        return work(load) - load.late * machine.alone / machine.speed
-
-    def sent(load: Load) -> float:
-        return (m * load.sent_each + load.sent_once) / pp
-
-    found: list[tuple[Cost, Cost]] = [(share, share), (sent, sent)]
-    if pp == 1:
-        return found
-    found += [(chain, chain), (cores, cores)]
+    pp, stages, schedule = pipeline.pipeline_degree, pipeline.num_stages, SCHEDULES[pipeline.schedule]
+    send = machine.send(float(choices.token_share.min()))
+    optimizer, actions = costs.optimizer / pp, 2 * machine.action
+    late = costs.late if schedule.splits_backward else 0.0
+    found = [
+        ((m * costs.work + costs.waits_once) / pp + optimizer, m * actions * stages / pp),
+        ((m * costs.sent_each + costs.sent_once) / pp + optimizer, 0.0),
+        (costs.work - late + optimizer, actions * stages + 2 * (stages - 1) * send),
+        (m * costs.work * machine.speed / machine.lanes, m * actions * stages * machine.speed / machine.lanes),
+    ]
     if schedule.stages == "one":
-        filled = 1 / (1 - (1 - 1 / m) ** pp)
-        found.append((lambda load: filled * work(load),) * 2)
+        every = 1 / (1 - (1 - 1 / m) ** pp)
+        weights = [every / m * (1 - 1 / m) ** (pp - 1 - j) for j in range(pp)]
+        sends = sum(2 * j * weight for j, weight in enumerate(weights)) * send
+        found.append((every * costs.work, every * actions * stages + sends))
+        alive = in_flight(pipeline, m)[0]
+        found.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * (pp - 1) * send)))
     else:
-        least = depth // pipeline.num_stages / depth
-
-        def last(load: Load) -> float:
-            before = load.forward * machine.alone / machine.speed if schedule.splits_backward else work(load)
-            return least * ((pp - 1) * before + m * pipeline.virtual_stages * work(load))
-
-        found.append((last, lambda load: 0.0))
+        least = depth // stages / depth
+        hops = (pp - 1) * (1 if schedule.splits_backward else 2)
+        before = costs.forward if schedule.splits_backward else costs.work
+        blocks = least * ((pp - 1) * before + m * pipeline.virtual_stages * costs.work)
+        blocks[[0, 2]] = 0.0
+        found.append((blocks, hops * send))
     return found
 
 
-def least_seconds(kind: Kind, options: Sequence[Option], depth: int, machine: Machine, *, quick: bool = False) -> float:
-    """Seconds of a step that no plan of the kind is faster than, whatever mix of `options` its layers have; infinite
-    where none fits into memory.
-
-    Memory is relaxed: bytes above the budget cost a price, at the price that gives the highest bound (Lagrange).
-    quick: without memory, but where nothing fits.
-    """
-    if not options:
-        return float("inf")
-    pp, m = kind.pipeline.pipeline_degree, kind.microbatches
-    rows = list(zip(*(tuple(option.loads[layer] for layer in KINDS) for option in options), strict=True))
-    alive = m if kind.pipeline.schedule == "gpipe" else 1  # of the stage that keeps least
-    budget = machine.budget * pp
-
-    def least(block: Cost, end: Cost) -> float:
-        return min(map(end, rows[0])) + depth * min(map(block, rows[1])) + min(map(end, rows[2]))
-
-    def resting(load: Load) -> float:
-        return load.kept + load.reduced
-
-    def busy(load: Load) -> float:
-        gradients = load.gradients if pp == 1 and m > 1 else 0.0
-        return load.kept + load.gathered + gradients + alive * load.saved
-
-    needs = (resting, busy)
-    if any(least(need, need) > budget for need in needs):
-        return float("inf")
-    times = _times(kind, depth, machine)
-    bound = max(least(*time) for time in times)
-    if not quick and machine.budget < float("inf"):
-        for need in needs:
-            bound = max(bound, *(_relaxed(least, time, need, budget) for time in times))
-    return bound + m * machine.overhead
+def _needs(kind: Kind, choices: Choices, machine: Machine) -> tuple[Array, list[float]]:
+    """Bytes that layers need, added up over the places of the pp axis, [2, 3, strategies], and how many there are: when
+    the optimizer steps, and when the last backward begins."""
+    pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
+    pp = pipeline.pipeline_degree
+    alive = m if pipeline.schedule == "gpipe" else 1  # of the stage that keeps least
+    waiting = a["gradients"] if pp == 1 and m > 1 else 0.0
+    travelling = 2 * (pipeline.num_stages - 1) * m * machine.tokens * float(choices.token_share.min())
+    left = pp * machine.budget - travelling - machine.images * float(choices.image_share.min())
+    working = pp * float(a["working"][BLOCK].min())
+    if pp == 1:  # the head's backward is done when that of the last block begins
+        working -= float(a["saved"][2].max())
+    else:
+        working = 0.0
+    busy = a["kept"] + a["gathered"] + waiting + alive * a["saved"]
+    return np.stack([a["kept"] + a["reduced"], busy]), [left, left - max(0.0, working)]
 
 
-def ideal_seconds(kind: Kind, image_seconds: float, depth: int, machine: Machine) -> float:
-    """Seconds of a step, were nothing sent and no memory needed. image_seconds: that an image costs a rank in all
-    blocks, at least."""
-    computes = kind.rows * image_seconds / depth
-    block = Load(computes=computes, late=computes)
-    return depth * max(cost(block) for cost, _ in _times(kind, depth, machine)) + kind.microbatches * machine.overhead
-
-
-def _relaxed(least: Callable[[Cost, Cost], float], time: tuple[Cost, Cost], need: Cost, budget: float) -> float:
-    """The highest bound over prices of memory; concave in the price, so it is narrowed down from both sides."""
-    block, end = time
-
-    def at(price: float) -> float:
-        found = least(lambda load: block(load) + price * need(load), lambda load: end(load) + price * need(load))
-        return found - price * budget
-
-    low, high = 0.0, max(at(0.0), 1e-9) / budget
-    if at(high / 64) <= at(0.0):
-        return at(0.0)  # memory does not bind
-    while at(2 * high) > at(high):
-        high *= 4
-    for _ in range(ROUNDS):
-        third = (high - low) / 3
-        if at(low + third) < at(high - third):
-            low += third
-        else:
-            high -= third
-    return max(at(0.0), at((low + high) / 2))
+def ideal_seconds(kind: Kind, image_seconds: float, machine: Machine) -> float:
+    """Return the seconds of a step, were nothing sent and no memory needed. image_seconds: that an image costs a rank in
+    all blocks, at least."""
+    pp, m, work = kind.pipeline.pipeline_degree, kind.microbatches, kind.rows * image_seconds
+    if pp == 1:
+        return m * (work * machine.alone / machine.speed + machine.overhead) + machine.norm
+    alone = work * machine.alone
+    filled = alone / machine.speed / (1 - (1 - 1 / m) ** pp) if kind.pipeline.virtual_stages == 1 else 0.0
+    return max(m * alone / machine.speed / pp, m * alone / machine.lanes, filled) + machine.norm
 
 
 @lru_cache(maxsize=4096)

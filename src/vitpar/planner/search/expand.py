@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vitpar.planner.cost.price import Price
-from vitpar.planner.profile.profiles import LayerKind
-from vitpar.planner.search.bounds import Kind, Machine, in_flight
-from vitpar.planner.search.options import Option
-from vitpar.planner.search.runs import Limits, Parts, Run, Ways
+from vitpar.planner.search.bounds import Kind, Machine, stage_sums
+from vitpar.planner.search.options import Choices
+from vitpar.planner.search.runs import Limits, Run, Ways
 from vitpar.strategy import Plan, Strategy
+from vitpar.strategy.stages import split_blocks
+
+MISFITS = 4
+"""How many plans of a kind may turn out not to fit, for every one that may be priced."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """Where a search stops looking.
 
-    tolerance: no plan that is left is better than the chosen one by more than this part. kinds: looked at in detail at
-    most. prices: of a kind at most. runs: ways to run a stage that are kept at most, by stage and number of blocks.
-    alternatives: plans to remember besides the best. seconds: to search at most, and for a kind; a search that has
-    found nothing yet goes on if it is patient.
+    Plans with one strategy and even stages are not limited by it. tolerance: no plan that is left is better than the
+    chosen one by more than this part. kinds: looked at in detail at most. prices, nodes: plans of a kind to price, and
+    parts of pipelines to look at, at most. runs: ways to run a stage that are kept at most, by stage and number of
+    blocks. alternatives: plans to remember besides the best. seconds: to search at most; a search that has found
+    nothing yet continues if it is patient.
     """
 
     tolerance: float = 1e-3
-    kinds: int = 60
-    prices: int = 40
-    runs: int = 12
+    kinds: int = 40
+    prices: int = 16
+    nodes: int = 2000
+    runs: int = 8
     alternatives: int = 10
     seconds: float = 60.0
     patient: bool = True
@@ -83,48 +87,47 @@ def form(price: Price) -> tuple:
 
 
 class Expansion:
-    """The plans of one kind, most promising first.
+    """The plans of one kind with several strategies or uneven stages, most promising first.
 
-    options: strategies of layers. depth: blocks of the model. price: of a plan and a batch size. budget: bytes of a
-    rank. found: gets the plans.
+    choices: strategies of layers. depth: blocks of the model. fits: whether the ranks of a plan have the memory for it.
+    price: of a plan and a batch size. found: gets the plans.
     """
 
     def __init__(
         self,
         kind: Kind,
-        options: Sequence[Option],
+        choices: Choices,
         machine: Machine,
         depth: int,
+        fits: Callable[[Plan, int], bool],
         price: Callable[[Plan, int], Price],
-        budget: float,
         found: Best,
         effort: Effort,
     ) -> None:
-        self._kind, self._options, self._machine, self._depth = kind, options, machine, depth
-        self._price, self._budget, self._found, self._most = price, budget, found, effort.runs
-        self._alive = in_flight(kind.pipeline, kind.microbatches)
-        self._left = effort.prices
+        self._kind, self._choices, self._machine, self._depth = kind, choices, machine, depth
+        self._fits, self._price, self._found, self._most = fits, price, found, effort.runs
+        # Plans that do not fit are not priced. They are counted separately, since their memory takes a fraction of
+        # the time of a price.
+        self._left, self._misfits = effort.prices, MISFITS * effort.prices
         self._stages: dict[int, Ways] = {}
         self._runs: dict[tuple[int, int], list[Run]] = {}
         self._rooms: dict[int, int] = {}
-        self._until = time.perf_counter() + effort.seconds
+        self._nodes = effort.nodes
+        share = float(choices.token_share.min())
+        self._hop = 2 * machine.action + 2 * machine.send(share)  # seconds from a stage to the next and back
         self._cut = False
         self._dropped = math.inf  # the quickest run that is not looked at
 
     def run(self) -> bool:
         """Offer what is better. False if the effort ended before the kind did."""
-        pipeline, depth = self._kind.pipeline, self._depth
-        if pipeline.virtual_stages > 1:
-            for run in sorted(self._uniform(), key=lambda run: run.time):
-                self._try([run], "even")
-        elif pipeline.pipeline_degree == 1:
-            for mixed in (False, True):  # what is simple first: it keeps most mixtures from being looked at
-                runs, more = self._stage(0).quickest(depth, self._limits, max(1, self._left), mixed)
-                for run in runs:
-                    self._try([run])
-                self._cut |= more and runs[-1].time < self._limit
+        pipeline = self._kind.pipeline
+        if pipeline.pipeline_degree == 1:
+            runs, more = self._stage(0).quickest(self._depth, self._limits, max(1, self._left), mixed=True)
+            for run in runs:
+                self._try([run])
+            self._cut |= more and runs[-1].time < self._limit
         else:
-            self._deal(0, depth, 0.0, 0.0, [])
+            self._deal(0, self._depth, 0.0, 0.0, [])
         return not self._cut and self._dropped >= self._limit
 
     @property
@@ -132,11 +135,11 @@ class Expansion:
         """Seconds of a step that would be as good as the best."""
         return self._found.limit * self._kind.batch_size
 
-    def _try(self, runs: list[Run], split: str | None = None) -> None:
+    def _try(self, runs: list[Run]) -> None:
         """Price the plan of these stages."""
         if max(run.time for run in runs) >= self._limit:
             return
-        if self._left <= 0:
+        if self._left <= 0 or self._misfits <= 0:
             self._cut = True
             return
         start = 0
@@ -145,62 +148,29 @@ class Expansion:
             groups += run.groups(start)
             start += run.blocks
         strategies = {strategy for _, strategy in groups}
+        sizes = tuple(run.blocks for run in runs)
         layers = (("*", groups[0][1]),) if len(strategies) == 1 else tuple(groups)
         plan = replace(
-            self._kind.pipeline,
-            layers=layers,
-            microbatches=self._kind.microbatches,
-            split=split or ("even" if len(runs) == 1 else tuple(run.blocks for run in runs)),
+            self._kind.pipeline, layers=layers, microbatches=self._kind.microbatches, split=_split(sizes, self._depth)
         )
+        if not self._fits(plan, self._kind.batch_size):
+            self._misfits -= 1
+            return
         self._left -= 1
-        found = self._price(plan, self._kind.batch_size)
-        if found.memory_bytes <= self._budget:
-            self._found.offer(found)
-
-    def _uniform(self) -> Iterator[Run]:
-        """All blocks under one strategy."""
-        pp, depth = self._kind.pipeline.pipeline_degree, self._depth
-        for option in self._options:
-            own, _, _, _, _ = self._sum([(option, "stem", 1), (option, "block", depth), (option, "head", 1)], 0)
-            yield Run(depth, depth, (option, option), own / pp, 0.0)
+        self._found.offer(self._price(plan, self._kind.batch_size))
 
     def _stage(self, number: int) -> Ways:
         """The ways to run a stage."""
         if number not in self._stages:
-            starts, ends = number == 0, number == self._kind.pipeline.num_stages - 1
-            self._stages[number] = Ways(
-                [
-                    Parts(
-                        option,
-                        self._sum([(option, "block", 1)], number),
-                        self._sum([(option, "stem", int(starts))], number),
-                        self._sum([(option, "head", int(ends))], number),
-                    )
-                    for option in self._options
-                ]
-            )
+            sums = stage_sums(self._kind, self._choices, self._machine, number)
+            self._stages[number] = Ways(self._choices.options, *sums)
         return self._stages[number]
 
     @property
     def _limits(self) -> Limits:
-        overhead = self._kind.microbatches * self._machine.overhead
-        return Limits(self._limit, overhead, self._machine.budget)
-
-    def _sum(self, layers: list[tuple[Option, LayerKind, int]], number: int) -> tuple[float, ...]:
-        """Of so many layers in stage `number`: seconds of the rank and of the background in a step, seconds of a
-        micro-batch, bytes when the optimizer steps and when the last backward begins."""
-        m, alive = self._kind.microbatches, self._alive[number]
-        waiting = m > (1 if self._kind.pipeline.pipeline_degree == 1 else alive)
-        own = sent = each = resting = busy = 0.0
-        for option, kind, times in layers:
-            load = option.loads[kind]
-            work = self._machine.work(load) / self._machine.speed
-            own += times * (m * work + self._machine.once(load))
-            sent += times * (m * load.sent_each + load.sent_once)
-            each += times * work
-            resting += times * (load.kept + load.reduced)
-            busy += times * (load.kept + load.gathered + load.gradients * waiting + alive * load.saved)
-        return own, sent, each, resting, busy
+        m, machine = self._kind.microbatches, self._machine
+        each = machine.overhead if self._kind.pipeline.pipeline_degree == 1 else 2 * machine.action
+        return Limits(self._limit, m * each + machine.norm, machine.budget)
 
     def _ways(self, number: int, blocks: int) -> list[Run]:
         """The quickest ways to run a stage."""
@@ -228,10 +198,10 @@ class Expansion:
         if number == stages:
             self._try(runs)
             return
-        if self._left <= 0 or time.perf_counter() > self._until:
+        self._nodes -= 1
+        if self._left <= 0 or self._misfits <= 0 or self._nodes < 0:
             self._cut = True
             return
-        travels = not self._kind.pipeline.splits_backward
         behind = stages - number - 1
         even = left / (behind + 1)
         room = sum(map(self._room, range(number + 1, stages)))  # of those behind
@@ -241,4 +211,10 @@ class Expansion:
                 here = max(longest, before + run.time)
                 if here >= self._limit:
                     break
-                self._deal(number + 1, left - blocks, before + run.each * travels, here, [*runs, run])
+                self._deal(number + 1, left - blocks, before + run.each + self._hop, here, [*runs, run])
+
+
+def _split(sizes: tuple[int, ...], depth: int) -> str | tuple[int, ...]:
+    """How `Plan` writes stages of so many blocks."""
+    even = tuple(len(blocks) for blocks in split_blocks(depth, len(sizes), "even"))
+    return "even" if sizes == even else sizes

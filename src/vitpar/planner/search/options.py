@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work
 from vitpar.planner.cost.stage import Load, least_load
@@ -13,10 +17,11 @@ from vitpar.planner.profile.profiles import LayerKind
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.execution import LayerExecution
-from vitpar.strategy.layout import row_parts, token_layout_key
+from vitpar.strategy.layout import row_parts, token_layout_key, token_parts
 
 T = TypeVar("T")
 N = TypeVar("N")
+Array = NDArray[np.float64]
 KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
 
 
@@ -26,6 +31,36 @@ class Option:
 
     strategy: Strategy
     loads: dict[LayerKind, Load]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The strategies worth looking at in plans of one kind, and their costs as arrays."""
+
+    options: tuple[Option, ...]
+
+    @cached_property
+    def loads(self) -> dict[str, Array]:
+        """The fields of `Load`, [kinds of layers, strategies] each."""
+        return {
+            field.name: np.array([[getattr(o.loads[kind], field.name) for o in self.options] for kind in KINDS])
+            for field in fields(Load)
+        }
+
+    @cached_property
+    def token_share(self) -> Array:
+        """The part of a micro-batch's tokens that a rank has between layers, by strategy."""
+        return np.array([1 / token_parts(option.strategy) for option in self.options])
+
+    @cached_property
+    def image_share(self) -> Array:
+        """The part of a batch's images that a rank has, by strategy."""
+        return np.array([1 / row_parts(option.strategy) for option in self.options])
+
+    def by_share(self, seconds: Callable[[float], float]) -> Array:
+        """`seconds` of each strategy's share of the tokens."""
+        shares, inverse = np.unique(self.token_share, return_inverse=True)
+        return np.array([seconds(float(share)) for share in shares])[inverse]
 
 
 Numbers = tuple[float, ...]
@@ -83,10 +118,10 @@ class Options:
         self._weight_numbers: dict[tuple[int, bool], int] = {}
         self._light: dict[tuple[int, bool], list[_Candidate]] = {}
         self._least: dict[tuple[int, bool], float] = {}
-        self._found: dict[tuple[int, bool, int], list[Option]] = {}
+        self._found: dict[tuple[int, bool, int], Choices] = {}
         self.strategies = 0
 
-    def of(self, pipeline: Plan, rows: int) -> list[Option]:
+    def of(self, pipeline: Plan, rows: int) -> Choices:
         """Those for a stage of `pipeline` and micro-batches of `rows` images."""
         key = *self._key(pipeline), rows
         if key not in self._found:
@@ -95,11 +130,13 @@ class Options:
             for found in self._lightest(pipeline):
                 if rows % found.unit == 0:
                     by_layout[found.layout].append((found.seat, (self._work_number(found.seat, rows), found.keeps)))
-            self._found[key] = [
-                self._option(seat, rows, pipelined)
-                for same in by_layout.values()
-                for seat in _front(same, self._total, self._below)
-            ]
+            self._found[key] = Choices(
+                tuple(
+                    self._option(seat, rows, pipelined)
+                    for same in by_layout.values()
+                    for seat in _front(same, self._total, self._below)
+                )
+            )
         return self._found[key]
 
     def least_work(self, pipeline: Plan) -> float:

@@ -6,26 +6,14 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from vitpar.planner.search.options import Option
+from vitpar.planner.search.options import Array, Option
 from vitpar.strategy import Strategy
 
-OWN, SENT, EACH, RESTING, BUSY = range(5)
-"""What layers add up to in a stage: seconds of the rank and of the background in a step, seconds of a micro-batch,
-bytes when the optimizer steps and when the last backward begins."""
-LIMITED = (OWN, SENT, RESTING, BUSY)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an option takes in a stage: each block, and the stem and the head where they are in the stage."""
-
-    option: Option
-    block: tuple[float, ...]
-    start: tuple[float, ...]
-    end: tuple[float, ...]
+TIMES, EACH, BYTES = slice(0, 2), 2, slice(3, 5)
+"""Sums over layers, as `vitpar.planner.search.bounds.stage_sums` gives them."""
+LIMITED = [0, 1, 3, 4]
 
 
 @dataclass(frozen=True)
@@ -56,20 +44,16 @@ class Limits:
 
 
 class Ways:
-    """The ways to run one stage with the options that `parts` has."""
+    """The ways to run one stage: `block`, `start` and `end` are what `stage_sums` gives for `options`."""
 
-    def __init__(self, parts: Sequence[Parts]) -> None:
-        self._parts = parts
-        self._block, self._start, self._end = (
-            torch.tensor([[getattr(p, name)[n] for p in parts] for n in LIMITED], dtype=torch.float64).reshape(4, -1)
-            for name in ("block", "start", "end")
-        )
+    def __init__(self, options: Sequence[Option], block: Array, start: Array, end: Array) -> None:
+        self._options, self._block, self._start, self._end = options, block, start, end
 
     def quickest(self, blocks: int, limits: Limits, most: int, mixed: bool) -> tuple[list[Run], bool]:
         """Those of `blocks` blocks within `limits`, `most` at most, and whether there are more. mixed: under two
         options."""
         layer_seconds = limits.seconds - limits.overhead
-        bounds = torch.tensor([layer_seconds, layer_seconds, limits.memory, limits.memory], dtype=torch.float64)
+        bounds = np.array([layer_seconds, layer_seconds, limits.memory, limits.memory])
         found: list[tuple[float, int, Run]] = []  # the slowest first
         number = 0
         for least, one, other, low, high in self._pairs(blocks, bounds) if mixed else self._alone(blocks, bounds):
@@ -84,42 +68,44 @@ class Ways:
                         heapq.heappop(found)
         return self._sorted(found), number > most
 
-    def _alone(self, blocks: int, bounds: Tensor) -> Iterator[tuple[float, int, int, int, int]]:
+    def _alone(self, blocks: int, bounds: Array) -> Iterator[tuple[float, int, int, int, int]]:
         """One option for all blocks."""
         totals = self._start + self._end + blocks * self._block
-        least = totals[:2].amax(0)
-        fits = (totals <= bounds[:, None]).all(0).nonzero()[:, 0]
-        for one in fits[least[fits].argsort(stable=True)].tolist():
+        least = totals[TIMES].max(0)
+        (fits,) = (totals[LIMITED] <= bounds[:, None]).all(0).nonzero()
+        for one in fits[least[fits].argsort(kind="stable")].tolist():
             yield float(least[one]), one, one, blocks, blocks
 
-    def _pairs(self, blocks: int, bounds: Tensor) -> Iterator[tuple[float, int, int, int, int]]:
+    def _pairs(self, blocks: int, bounds: Array) -> Iterator[tuple[float, int, int, int, int]]:
         """(seconds at least, options, fewest and most blocks of the first that may stay within `bounds`), the quickest
         first. All grow or fall steadily with the blocks of the first option."""
         if blocks < 2:
             return
-        none = self._start[:, :, None] + self._end[:, None, :] + blocks * self._block[:, None, :]
-        slope = self._block[:, :, None] - self._block[:, None, :]
+        block, start, end = self._block[LIMITED], self._start[LIMITED], self._end[LIMITED]
+        none = start[:, :, None] + end[:, None, :] + blocks * block[:, None, :]
+        slope = block[:, :, None] - block[:, None, :]
         bounds = bounds[:, None, None]
-        turn = (bounds - none) / slope
+        with np.errstate(divide="ignore", invalid="ignore"):
+            turn = (bounds - none) / slope
         inside = (none + slope <= bounds) & (none + (blocks - 1) * slope <= bounds)
         # A number too many on the safe side: what is rounded here is computed again.
-        low = torch.where(inside | (slope >= 0), 1.0, (turn - 1e-9).ceil()).clamp(min=1).amax(0)
-        high = torch.where(inside | (slope <= 0), blocks - 1.0, (turn + 1e-9).floor()).clamp(max=blocks - 1).amin(0)
+        low = np.where(inside | (slope >= 0), 1.0, np.ceil(turn - 1e-9)).clip(min=1).max(0)
+        high = np.where(inside | (slope <= 0), blocks - 1.0, np.floor(turn + 1e-9)).clip(max=blocks - 1).min(0)
         possible = (low <= high) & ~(~inside & (slope == 0)).any(0)
-        possible.fill_diagonal_(False)
-        ends = torch.minimum(none[:2] + low * slope[:2], none[:2] + high * slope[:2]).amax(0)
-        ones, others = possible.nonzero(as_tuple=True)
+        np.fill_diagonal(possible, False)
+        with np.errstate(invalid="ignore"):
+            ends = np.minimum(none[:2] + low * slope[:2], none[:2] + high * slope[:2]).max(0)
+        ones, others = possible.nonzero()
         least, lows, highs = (table[ones, others] for table in (ends, low, high))
-        order = least.argsort(stable=True)
-        columns = (least, ones, others, lows.long(), highs.long())
+        order = least.argsort(kind="stable")
+        columns = (least, ones, others, lows.astype(int), highs.astype(int))
         yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
     def _run(self, one: int, other: int, blocks: int, first: int, overhead: float) -> Run:
-        a, b = self._parts[one], self._parts[other]
-        own, sent, each = (
-            a.start[n] + b.end[n] + first * a.block[n] + (blocks - first) * b.block[n] for n in (OWN, SENT, EACH)
-        )
-        return Run(blocks, first, (a.option, b.option), max(own, sent) + overhead, each)
+        b = self._block
+        sums = self._start[:, one] + self._end[:, other] + first * b[:, one] + (blocks - first) * b[:, other]
+        options = self._options[one], self._options[other]
+        return Run(blocks, first, options, float(sums[TIMES].max()) + overhead, float(sums[EACH]))
 
     @staticmethod
     def _sorted(found: list[tuple[float, int, Run]]) -> list[Run]:

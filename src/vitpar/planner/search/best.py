@@ -18,12 +18,13 @@ import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
-from vitpar.planner.search.bounds import STEPS, Kind, Machine, ideal_seconds, least_seconds, uniform_bounds
+from vitpar.planner.search.bounds import STEPS, Kind, Machine, ideal_seconds, least_seconds, split_seconds, uniform_bounds
 from vitpar.planner.search.expand import Best, Effort, Expansion
 from vitpar.planner.search.options import Choices, Options
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan
 
+ROUNDING = 1e-9
 Progress = Callable[[int, int, Price | None], None]
 """Called with (kinds done, kinds in all, the best so far)."""
 
@@ -84,9 +85,10 @@ class Search:
         # With several stages a rank the space has nothing but plans with one strategy.
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
         least, exact = self._mixed(open_kinds, budget, found, progress, effort, begun)
+        fastest = max((price.images_per_second for price in found.plans), default=0.0)
         return Result(
             plans=found.ranked,
-            bound=1 / least if least < math.inf else 0.0,
+            bound=max(fastest, 1 / least),
             exact=exact,
             kinds=len(kinds),
             priced=len(self._prices),
@@ -238,7 +240,8 @@ class Search:
             norm=norm_seconds(costs, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
             send=lambda share: travel_seconds(costs, size, share * tokens) if pp > 1 else 0.0,
-            budget=budget - costs.hardware.reserved_bytes,
+            # Bounds add the same bytes up in another order than prices do.
+            budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
             images=kind.batch_size * config.channels * config.image_size**2 * costs.numbers.compute.itemsize,
             tokens=tokens,
         )
@@ -253,6 +256,8 @@ class Search:
         machine, enough = self.machine(kind, budget), limit * kind.batch_size
         steps = 0 if quick else STEPS
         found = least_seconds(kind, self.options(kind), self.depth, machine, steps=steps, enough=enough)
+        if kind.pipeline.pipeline_degree > 1 and not quick and found < enough:
+            found = max(found, split_seconds(kind, self.options(kind), self.depth, machine, enough))
         return found / kind.batch_size
 
     @property

@@ -25,6 +25,17 @@ from vitpar.strategy.stages import split_blocks, stages_of_rank
 Array = NDArray[np.float64]
 STEPS = 40
 """Steps of the relaxation, at most."""
+SPLIT_STEPS = 12
+"""Halvings of the seconds that a split takes."""
+TIMES, EACH, BYTES = slice(0, 3), 3, slice(4, 6)
+LIMITED = [0, 1, 2, 4, 5]
+"""Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes; and those that a limit is set to."""
+WEIGHTS = np.array(
+    [row for row in np.eye(5)]
+    + [[t / 8, 0, 0, (8 - t) / 8 * (1 - last), (8 - t) / 8 * last] for t in range(1, 8) for last in (0, 1)]
+    + [[t / 4, 0, (4 - t) / 4, 0, 0] for t in range(1, 4)]
+)
+"""Weights of the limited rows that are tried together."""
 BLOCK = 1
 """Row of blocks in arrays by kind of layer; stem and head are around it."""
 
@@ -101,15 +112,21 @@ class _Costs:
 
 def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
     """Return what a block, what comes before the first and what comes behind the last block of stage `number` takes
-    under every strategy, [sums, strategies] each. The sums are seconds of a step twice (computing, and sending in the
-    background), seconds of a micro-batch, bytes when the optimizer steps, and bytes when the last backward begins."""
+    under every strategy, [sums, strategies] each.
+
+    The sums are: seconds of a step from the stage's first micro-batch until its last one is back at the first stage,
+    and the optimizer's; seconds of a step from the first micro-batch on, what is sent after the last one included;
+    seconds of what is sent in the background; seconds of a micro-batch; bytes when the optimizer steps; bytes when the
+    last backward begins. Without a pipeline the first three are `_Costs.unpipelined`.
+    """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     costs, pp = _Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
-        times = costs.unpipelined(m, machine.overlap)
+        one, other = costs.unpipelined(m, machine.overlap)
+        times = [one, one, other]
     else:
-        sent = m * costs.sent_each + costs.sent_once
-        times = [m * costs.work + costs.waits_once + costs.optimizer, sent + costs.optimizer]
+        computing, sent = m * costs.work + costs.optimizer, m * costs.sent_each + costs.sent_once
+        times = [computing, computing + costs.waits_once, sent + costs.optimizer]
     alive = in_flight(pipeline, m)[number]
     waiting = m > (1 if pp == 1 else alive)  # gradients of micro-batches before
     busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
@@ -120,9 +137,9 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
     bytes_besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
         choices.image_share.min()
     )
-    stem[3:] += bytes_besides
+    stem[BYTES] += bytes_besides
     # When the last block's backward begins, the head's is done.
-    head[4] += np.maximum(0.0, a["working"][BLOCK] - a["saved"][2] * (number == last))
+    head[-1] += np.maximum(0.0, a["working"][BLOCK] - a["saved"][2] * (number == last))
     return block, stem, head
 
 
@@ -269,6 +286,72 @@ def least_seconds(
         weights = _on_simplex(weights + length * tilted / best**2)
         prices = np.maximum(0.0, prices + length * over_free)
     return best
+
+
+def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, enough: float = float("inf")) -> float:
+    """Return the seconds of a step that no plan of the kind, with one stage a rank, is faster than: whole blocks are
+    dealt to stages, and every stage fits into memory.
+
+    For a step of T seconds every stage can have at most so many blocks (`_most_blocks`). If all stages together cannot
+    have `depth` blocks, all plans take longer; the largest such T is approached from below. enough: as in
+    `least_seconds`.
+    """
+    stages = [_StageLimits(kind, choices, machine, number) for number in range(kind.pipeline.num_stages)]
+    hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
+
+    def possible(seconds: float) -> bool:
+        dealt, there, back = 0, 0.0, 0.0
+        for number, stage in enumerate(stages):
+            most = stage.blocks(seconds - machine.norm, there, back)
+            # The stages behind need a block each.
+            most = min(most, depth - dealt - (len(stages) - 1 - number))
+            if most < 1:
+                return False
+            dealt += most
+            forward, both = stage.each(most)
+            there, back = there + forward + hop / 2, back + both - forward + hop / 2
+        return dealt >= depth
+
+    high = min(enough, 4 * least_seconds(kind, choices, depth, machine, steps=0))
+    if high == float("inf") or not possible(high):
+        return high
+    low = 0.0
+    for _ in range(SPLIT_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low
+
+
+class _StageLimits:
+    """How many blocks stage `number` of a kind can have at most."""
+
+    def __init__(self, kind: Kind, choices: Choices, machine: Machine, number: int) -> None:
+        block, start, end = stage_sums(kind, choices, machine, number)
+        self._block = block[LIMITED]
+        self._ends = start[LIMITED].min(1) + end[LIMITED].min(1)
+        self._ends[:2] += kind.microbatches * 2 * machine.action
+        self._budget = machine.budget
+        costs = _Costs(choices, machine)
+        self._forward, self._work = float(costs.forward[BLOCK].min()), float(costs.work[BLOCK].min())
+
+    def each(self, blocks: int) -> tuple[float, float]:
+        """Seconds of a micro-batch through so many blocks, at least: forward, and both ways."""
+        return blocks * self._forward, blocks * self._work
+
+    def blocks(self, seconds: float, there: float, back: float) -> int:
+        """The most blocks that a rank can run in so many seconds of a step, within its memory. there, back: of these,
+        before its first micro-batch comes, and after its last one has left.
+
+        Blocks with different strategies in any proportion are as many as a linear program allows; by its duality, not
+        more than 1 / the least share of a weighted mean of all limits that a block takes, for any weights.
+        """
+        limits = [seconds - there - back, seconds - there, seconds, self._budget, self._budget]
+        left = np.array(limits) - self._ends
+        if (left <= 0).any():
+            return 0
+        shares = self._block / left[:, None]
+        least = (WEIGHTS @ shares).min(1).max()
+        return int(1 / least + 1e-9) if least > 1e-9 else 10**9
 
 
 def _on_simplex(point: Array) -> Array:

@@ -208,7 +208,7 @@ class Expansion:
         sizes = range(max(1, left - room), min(self._room(number), left - behind) + 1)
         for blocks in sorted(sizes, key=lambda n: abs(n - even)):
             for run in self._ways(number, blocks):
-                here = max(longest, before + run.time)
+                here = max(longest, run.time, before + run.through)
                 if here >= self._limit:
                     break
                 self._deal(number + 1, left - blocks, before + run.each + self._hop, here, [*runs, run])

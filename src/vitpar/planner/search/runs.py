@@ -8,23 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vitpar.planner.search.bounds import EACH, LIMITED, TIMES
 from vitpar.planner.search.options import Array, Option
 from vitpar.strategy import Strategy
-
-TIMES, EACH, BYTES = slice(0, 2), 2, slice(3, 5)
-"""Sums over layers, as `vitpar.planner.search.bounds.stage_sums` gives them."""
-LIMITED = [0, 1, 3, 4]
-
 
 @dataclass(frozen=True)
 class Run:
     """The blocks of a stage: `first` of them under one option, the rest under another. time: seconds of a step for a
-    rank, at least. each: of one micro-batch."""
+    rank, at least. through: of these, those between which the stages before it have to work on a micro-batch. each:
+    seconds of one micro-batch."""
 
     blocks: int
     first: int
     options: tuple[Option, Option]
     time: float
+    through: float
     each: float
 
     def groups(self, start: int) -> list[tuple[str, Strategy]]:
@@ -53,7 +51,7 @@ class Ways:
         """Those of `blocks` blocks within `limits`, `most` at most, and whether there are more. mixed: under two
         options."""
         layer_seconds = limits.seconds - limits.overhead
-        bounds = np.array([layer_seconds, layer_seconds, limits.memory, limits.memory])
+        bounds = np.array([layer_seconds] * 3 + [limits.memory] * 2)
         found: list[tuple[float, int, Run]] = []  # the slowest first
         number = 0
         for least, one, other, low, high in self._pairs(blocks, bounds) if mixed else self._alone(blocks, bounds):
@@ -94,7 +92,7 @@ class Ways:
         possible = (low <= high) & ~(~inside & (slope == 0)).any(0)
         np.fill_diagonal(possible, False)
         with np.errstate(invalid="ignore"):
-            ends = np.minimum(none[:2] + low * slope[:2], none[:2] + high * slope[:2]).max(0)
+            ends = np.minimum(none[TIMES] + low * slope[TIMES], none[TIMES] + high * slope[TIMES]).max(0)
         ones, others = possible.nonzero()
         least, lows, highs = (table[ones, others] for table in (ends, low, high))
         order = least.argsort(kind="stable")
@@ -105,7 +103,8 @@ class Ways:
         b = self._block
         sums = self._start[:, one] + self._end[:, other] + first * b[:, one] + (blocks - first) * b[:, other]
         options = self._options[one], self._options[other]
-        return Run(blocks, first, options, float(sums[TIMES].max()) + overhead, float(sums[EACH]))
+        through = float(sums[0]) + overhead
+        return Run(blocks, first, options, float(sums[TIMES].max()) + overhead, through, float(sums[EACH]))
 
     @staticmethod
     def _sorted(found: list[tuple[float, int, Run]]) -> list[Run]:

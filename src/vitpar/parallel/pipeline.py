@@ -50,9 +50,7 @@ def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
 def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
     """The layouts in which tokens travel from each stage to the next."""
     strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
-    return tuple(
-        travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts)
-    )
+    return tuple(travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts))
 
 
 def travel_layout(before: Strategy, behind: Strategy) -> Layout:

@@ -129,9 +129,7 @@ def _where(plan: Plan) -> Placement:
 def _laid_out(plan: Plan, config: ViTConfig) -> tuple[tuple[tuple[tuple[LayerKind, Strategy], ...], ...], Travel]:
     """The layers of each stage, and the layouts in which tokens come into stages and leave the last one."""
     strategies = plan.strategies(config.layer_names)
-    stages = tuple(
-        tuple((kind_of(name), strategies[name]) for name in names) for names in stage_layers(config, plan)
-    )
+    stages = tuple(tuple((kind_of(name), strategies[name]) for name in names) for names in stage_layers(config, plan))
     travel = (travel_layout(before[-1][1], behind[0][1]) for before, behind in pairwise(stages))
     return stages, (None, *travel, None)
 

@@ -27,13 +27,18 @@ STEPS = 40
 """Steps of the relaxation, at most."""
 SPLIT_STEPS = 12
 """Halvings of the seconds that a split takes."""
-TIMES, EACH, BYTES = slice(0, 3), 3, slice(4, 6)
-LIMITED = [0, 1, 2, 4, 5]
+TIMES, EACH, BYTES = slice(0, 4), 4, slice(5, 7)
+LIMITED = [0, 1, 2, 3, 5, 6]
 """Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes; and those that a limit is set to."""
 WEIGHTS = np.array(
-    [row for row in np.eye(5)]
-    + [[t / 8, 0, 0, (8 - t) / 8 * (1 - last), (8 - t) / 8 * last] for t in range(1, 8) for last in (0, 1)]
-    + [[t / 4, 0, (4 - t) / 4, 0, 0] for t in range(1, 4)]
+    [list(row) for row in np.eye(6)]
+    + [
+        [t / 8 * (row == at) for at in range(4)] + [(8 - t) / 8 * (1 - last), (8 - t) / 8 * last]
+        for t in range(1, 8)
+        for last in (0, 1)
+        for row in (0, 2)
+    ]
+    + [[t / 4, 0, (4 - t) / 4 * (1 - all_), (4 - t) / 4 * all_, 0, 0] for t in range(1, 4) for all_ in (0, 1)]
 )
 """Weights of the limited rows that are tried together."""
 BLOCK = 1
@@ -94,20 +99,25 @@ class _Costs:
         self.optimizer = a["once"]
         self.edge = a["edge"]
         self.waits_once = a["waits_once"] * slow
-        self.sent_each, self.sent_once = a["sent_each"], a["sent_once"]
+        self.sent_each, self.sent_once, self.sent_late = a["sent_each"], a["sent_once"], a["sent_late"]
 
     def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
         """Sums over layers that a step of `m` micro-batches without a pipeline takes at least.
 
         While x seconds pass in which computing, C seconds, and sending, S seconds, both go on, x / slow_c of C and
         x / slow_s of S are done. So both take C + S - k·x with k = 1 / slow_c + 1 / slow_s - 1, where x is at most
-        slow_c·C and at most slow_s·S: a sum for either.
+        slow_c·C and at most slow_s·S: a sum for either. The third: gradients are sent from the last backward on.
         """
         compute, send = overlap
         k = max(0.0, 1 / compute + 1 / send - 1)
         blocking = m * self.waits + self.waits_once + self.optimizer + self.edge
         computing, sent = m * self.computes, m * self.sent_each + self.sent_once - self.edge
-        return [blocking + (1 - k * compute) * computing + sent, blocking + computing + (1 - k * send) * sent]
+        before = (m - 1) * self.computes + self.forward
+        return [
+            blocking + (1 - k * compute) * computing + sent,
+            blocking + computing + (1 - k * send) * sent,
+            blocking + before + np.maximum(0.0, self.sent_late - self.edge),
+        ]
 
 
 def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
@@ -115,18 +125,21 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
     under every strategy, [sums, strategies] each.
 
     The sums are: seconds of a step from the stage's first micro-batch until its last one is back at the first stage,
-    and the optimizer's; seconds of a step from the first micro-batch on, what is sent after the last one included;
-    seconds of what is sent in the background; seconds of a micro-batch; bytes when the optimizer steps; bytes when the
-    last backward begins. Without a pipeline the first three are `_Costs.unpipelined`.
+    and the optimizer's; seconds of a step from the first micro-batch on, with what the rank waits for after the last
+    one; the same with gradients that are sent from the last backward on; seconds of what is sent in the background;
+    seconds of a micro-batch; bytes when the optimizer steps; bytes when the
+    last backward begins. Without a pipeline the first are
+    `_Costs.unpipelined`.
     """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     costs, pp = _Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
-        one, other = costs.unpipelined(m, machine.overlap)
-        times = [one, one, other]
+        times = costs.unpipelined(m, machine.overlap)
+        times.append(times[0])
     else:
         computing, sent = m * costs.work + costs.optimizer, m * costs.sent_each + costs.sent_once
-        times = [computing, computing + costs.waits_once, sent + costs.optimizer]
+        late = (m - 1) * costs.work + costs.forward + costs.sent_late + costs.optimizer
+        times = [computing, computing + costs.waits_once, late, sent + costs.optimizer]
     alive = in_flight(pipeline, m)[number]
     waiting = m > (1 if pp == 1 else alive)  # gradients of micro-batches before
     busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
@@ -178,6 +191,7 @@ def _one_stage_a_rank(costs: _Costs, choices: Choices, counts: Array, kind: Kind
     found = [
         there + back + m * work + optimizer,
         there + m * work + once + optimizer,
+        there + (m - 1) * work + forward + counts @ costs.sent_late + optimizer,
         there + back + m / alive * behind + optimizer,
         counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
         np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, work.shape),
@@ -329,7 +343,8 @@ class _StageLimits:
         block, start, end = stage_sums(kind, choices, machine, number)
         self._block = block[LIMITED]
         self._ends = start[LIMITED].min(1) + end[LIMITED].min(1)
-        self._ends[:2] += kind.microbatches * 2 * machine.action
+        m = kind.microbatches
+        self._ends[:3] += machine.action * np.array([2 * m, 2 * m, 2 * m - 1])
         self._budget = machine.budget
         costs = _Costs(choices, machine)
         self._forward, self._work = float(costs.forward[BLOCK].min()), float(costs.work[BLOCK].min())
@@ -345,7 +360,7 @@ class _StageLimits:
         Blocks with different strategies in any proportion are as many as a linear program allows; by its duality, not
         more than 1 / the least share of a weighted mean of all limits that a block takes, for any weights.
         """
-        limits = [seconds - there - back, seconds - there, seconds, self._budget, self._budget]
+        limits = [seconds - there - back, seconds - there, seconds - there, seconds, self._budget, self._budget]
         left = np.array(limits) - self._ends
         if (left <= 0).any():
             return 0
@@ -394,9 +409,11 @@ def _pipelined_sums(
     send = machine.send(float(choices.token_share.min()))
     optimizer, actions = costs.optimizer / pp, 2 * machine.action
     late = costs.late if schedule.splits_backward else 0.0
+    late_sent = costs.sent_late if schedule.stages == "one" else 0.0
     found = [
         ((m * costs.work + costs.waits_once) / pp + optimizer, m * actions * stages / pp),
         ((m * costs.sent_each + costs.sent_once) / pp + optimizer, 0.0),
+        (((m - 1) * costs.work + costs.forward + late_sent) / pp + optimizer, (m - 1) * actions * stages / pp),
         (costs.work - late + optimizer, actions * stages + 2 * (stages - 1) * send),
         (m * costs.work * machine.speed / machine.lanes, m * actions * stages * machine.speed / machine.lanes),
     ]

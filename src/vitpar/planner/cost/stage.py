@@ -165,7 +165,8 @@ class Load:
     action. late: of backward, what may come later. waits: seconds of a rank for every micro-batch. once: seconds once a
     step, the optimizer's among them; waits_once: of waiting for others. edge: seconds that nothing goes on beside:
     gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
-    every micro-batch, and once a step. sent_late: of the latter, what begins in the last micro-batch's backward. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
+    every micro-batch, and once a step. sent_late: sent_early: of the latter, what the first forward waits for.
+    sent_late: what begins in the last micro-batch's backward. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
     gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
     forward and backward. working: bytes on top of these while the layer's backward is computed; unlike the others they
     do not add up over layers.
@@ -180,6 +181,7 @@ class Load:
     edge: float = 0.0
     sent_each: float = 0.0
     sent_once: float = 0.0
+    sent_early: float = 0.0
     sent_late: float = 0.0
     kept: float = 0.0
     reduced: float = 0.0
@@ -202,7 +204,7 @@ def least_load(
     gathers = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
     gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
     waits = work.forward_sent + work.backward_sent
-    once = edge = sent_each = sent_once = sent_late = skew = 0.0
+    once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
     if kind == "stem" and not pipelined:
         edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
     if not execution.wrapped:
@@ -213,7 +215,8 @@ def least_load(
     else:
         sent_each = gathers + weights.reduce * every
         sent_late = weights.reduce * (execution.reduced == "last micro-batch")
-        sent_once = gathers_once + sent_late
+        sent_early = gathers_once
+        sent_once = sent_early + sent_late
         once = weights.reduce * (execution.reduced == "end of step")
     if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
         skew = sum(work.skew) / (costs.config.depth + 2) ** 0.5
@@ -228,6 +231,7 @@ def least_load(
         edge=edge,
         sent_each=sent_each,
         sent_once=sent_once,
+        sent_early=sent_early,
         sent_late=sent_late,
         kept=shard * (1 + moments),
         reduced=shard,

@@ -27,18 +27,18 @@ STEPS = 40
 """Steps of the relaxation, at most."""
 SPLIT_STEPS = 12
 """Halvings of the seconds that a split takes."""
-TIMES, EACH, BYTES = slice(0, 4), 4, slice(5, 7)
-LIMITED = [0, 1, 2, 3, 5, 6]
+TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
+LIMITED = [0, 1, 2, 3, 4, 6, 7]
 """Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes; and those that a limit is set to."""
 WEIGHTS = np.array(
-    [list(row) for row in np.eye(6)]
+    [list(row) for row in np.eye(7)]
     + [
-        [t / 8 * (row == at) for at in range(4)] + [(8 - t) / 8 * (1 - last), (8 - t) / 8 * last]
+        [t / 8 * (row == at) for at in range(5)] + [(8 - t) / 8 * (1 - last), (8 - t) / 8 * last]
         for t in range(1, 8)
         for last in (0, 1)
-        for row in (0, 2)
+        for row in (0, 2, 3)
     ]
-    + [[t / 4, 0, (4 - t) / 4 * (1 - all_), (4 - t) / 4 * all_, 0, 0] for t in range(1, 4) for all_ in (0, 1)]
+    + [[t / 4, *((4 - t) / 4 * (row == at) for at in (1, 2, 3, 4)), 0, 0] for t in range(1, 4) for row in (2, 3, 4)]
 )
 """Weights of the limited rows that are tried together."""
 BLOCK = 1
@@ -99,7 +99,8 @@ class _Costs:
         self.optimizer = a["once"]
         self.edge = a["edge"]
         self.waits_once = a["waits_once"] * slow
-        self.sent_each, self.sent_once, self.sent_late = a["sent_each"], a["sent_once"], a["sent_late"]
+        self.sent_each, self.sent_once = a["sent_each"], a["sent_once"]
+        self.sent_early, self.sent_late = a["sent_early"], a["sent_late"]
 
     def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
         """Sums over layers that a step of `m` micro-batches without a pipeline takes at least.
@@ -126,8 +127,8 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
 
     The sums are: seconds of a step from the stage's first micro-batch until its last one is back at the first stage,
     and the optimizer's; seconds of a step from the first micro-batch on, with what the rank waits for after the last
-    one; the same with gradients that are sent from the last backward on; seconds of what is sent in the background;
-    seconds of a micro-batch; bytes when the optimizer steps; bytes when the
+    one; the same with gradients that are sent from the last backward on, and with parameters that the first forward
+    waits for; seconds of what is sent in the background; seconds of a micro-batch; bytes when the optimizer steps; bytes when the
     last backward begins. Without a pipeline the first are
     `_Costs.unpipelined`.
     """
@@ -135,11 +136,12 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
     costs, pp = _Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
         times = costs.unpipelined(m, machine.overlap)
-        times.append(times[0])
+        times += times[:2]
     else:
         computing, sent = m * costs.work + costs.optimizer, m * costs.sent_each + costs.sent_once
         late = (m - 1) * costs.work + costs.forward + costs.sent_late + costs.optimizer
-        times = [computing, computing + costs.waits_once, late, sent + costs.optimizer]
+        once = computing + costs.waits_once
+        times = [computing, once, late, once - costs.forward + costs.sent_early, sent + costs.optimizer]
     alive = in_flight(pipeline, m)[number]
     waiting = m > (1 if pp == 1 else alive)  # gradients of micro-batches before
     busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
@@ -183,15 +185,17 @@ def _one_stage_a_rank(costs: _Costs, choices: Choices, counts: Array, kind: Kind
     work = counts @ costs.work + 2 * machine.action
     forward = counts @ costs.forward + machine.action
     number = np.arange(len(counts))[:, None]
-    there = np.cumsum(forward, 0) - forward + number * send
+    first = np.maximum(forward, counts @ costs.sent_early)  # gathers what the others find gathered
+    there = np.cumsum(first, 0) - first + number * send
+    slower = first - forward
     back = np.cumsum(work - forward, 0) - (work - forward) + number * send
     optimizer, once = counts @ costs.optimizer, counts @ costs.waits_once
     behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (len(counts) - 1 - number) * send
     alive = np.array(in_flight(kind.pipeline, m), float)[:, None]
     found = [
-        there + back + m * work + optimizer,
-        there + m * work + once + optimizer,
-        there + (m - 1) * work + forward + counts @ costs.sent_late + optimizer,
+        there + back + slower + m * work + optimizer,
+        there + slower + m * work + once + optimizer,
+        there + slower + (m - 1) * work + forward + counts @ costs.sent_late + optimizer,
         there + back + m / alive * behind + optimizer,
         counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
         np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, work.shape),
@@ -344,7 +348,7 @@ class _StageLimits:
         self._block = block[LIMITED]
         self._ends = start[LIMITED].min(1) + end[LIMITED].min(1)
         m = kind.microbatches
-        self._ends[:3] += machine.action * np.array([2 * m, 2 * m, 2 * m - 1])
+        self._ends[:4] += machine.action * np.array([2 * m, 2 * m, 2 * m - 1, 2 * m - 1])
         self._budget = machine.budget
         costs = _Costs(choices, machine)
         self._forward, self._work = float(costs.forward[BLOCK].min()), float(costs.work[BLOCK].min())
@@ -360,7 +364,7 @@ class _StageLimits:
         Blocks with different strategies in any proportion are as many as a linear program allows; by its duality, not
         more than 1 / the least share of a weighted mean of all limits that a block takes, for any weights.
         """
-        limits = [seconds - there - back, seconds - there, seconds - there, seconds, self._budget, self._budget]
+        limits = [seconds - there - back, *[seconds - there] * 3, seconds, self._budget, self._budget]
         left = np.array(limits) - self._ends
         if (left <= 0).any():
             return 0
@@ -409,11 +413,14 @@ def _pipelined_sums(
     send = machine.send(float(choices.token_share.min()))
     optimizer, actions = costs.optimizer / pp, 2 * machine.action
     late = costs.late if schedule.splits_backward else 0.0
-    late_sent = costs.sent_late if schedule.stages == "one" else 0.0
+    one = schedule.stages == "one"
+    late_sent, early = (costs.sent_late, costs.sent_early) if one else (0.0, 0.0)
     found = [
         ((m * costs.work + costs.waits_once) / pp + optimizer, m * actions * stages / pp),
         ((m * costs.sent_each + costs.sent_once) / pp + optimizer, 0.0),
         (((m - 1) * costs.work + costs.forward + late_sent) / pp + optimizer, (m - 1) * actions * stages / pp),
+        ((m * costs.work - costs.forward + early + costs.waits_once) / pp + optimizer, 0.0),
+        (costs.work - late - costs.forward + early + optimizer, 0.0),
         (costs.work - late + optimizer, actions * stages + 2 * (stages - 1) * send),
         (m * costs.work * machine.speed / machine.lanes, m * actions * stages * machine.speed / machine.lanes),
     ]

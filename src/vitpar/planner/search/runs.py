@@ -52,7 +52,7 @@ class Ways:
         """Those of `blocks` blocks within `limits`, `most` at most, and whether there are more. mixed: under two
         options."""
         layer_seconds = limits.seconds - limits.overhead
-        bounds = np.array([layer_seconds] * 4 + [limits.memory] * 2)
+        bounds = np.array([layer_seconds] * 5 + [limits.memory] * 2)
         found: list[tuple[float, int, Run]] = []  # the slowest first
         number = 0
         for least, one, other, low, high in self._pairs(blocks, bounds) if mixed else self._alone(blocks, bounds):

@@ -168,8 +168,9 @@ class Load:
     every micro-batch, and once a step. sent_late: sent_early: of the latter, what the first forward waits for.
     sent_late: what begins in the last micro-batch's backward. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
     gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
-    forward and backward. working: bytes on top of these while the layer's backward is computed; unlike the others they
-    do not add up over layers.
+    forward and backward. working: bytes on top of these while the layer's backward is computed or its gradients are
+    reduced, which do not add up over layers. fresh: bytes of its gradients then, in the step's first backward.
+    working_once: both, where that is the only backward.
     """
 
     forward: float = 0.0
@@ -189,6 +190,8 @@ class Load:
     gradients: float = 0.0
     saved: float = 0.0
     working: float = 0.0
+    fresh: float = 0.0
+    working_once: float = 0.0
 
 
 def least_load(
@@ -220,6 +223,10 @@ def least_load(
         once = weights.reduce * (execution.reduced == "end of step")
     if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
         skew = sum(work.skew) / (costs.config.depth + 2) ** 0.5
+    workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
+    fresh, reducing = weights.waiting if execution.wrapped else weights.held, 0.0
+    if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:
+        reducing = weights.reducing + 2 * fresh
     shard, update = (0.0, costs.update(1, True)) if weights.offloaded else (weights.held, update)
     return Load(
         forward=work.forward,
@@ -238,8 +245,7 @@ def least_load(
         gathered=0.0 if execution.reshard_after_forward else weights.gathered,
         gradients=weights.waiting if execution.wrapped and not every else shard,
         saved=work.saved,
-        working=max(
-            work.workspace + weights.gathered * 2 * execution.reshard_after_forward,
-            (weights.waiting + weights.reducing - work.saved) * (execution.wrapped and every),
-        ),
+        working=max(workspace, (weights.reducing + fresh - work.saved) * (execution.wrapped and every)),
+        fresh=fresh,
+        working_once=max(workspace + fresh, reducing - work.saved),
     )

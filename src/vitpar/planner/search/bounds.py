@@ -154,7 +154,8 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
     )
     stem[BYTES] += bytes_besides
     # When the last block's backward begins, the head's is done.
-    head[-1] += np.maximum(0.0, a["working"][BLOCK] - a["saved"][2] * (number == last))
+    working = a["working_once"][BLOCK] if m == 1 else a["working"][BLOCK] + a["fresh"][BLOCK] * (not waiting)
+    head[-1] += np.maximum(0.0, working - a["saved"][2] * (number == last))
     return block, stem, head
 
 
@@ -239,7 +240,11 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine
     alive = np.array(in_flight(pipeline, m))[:, None]
     again = m > (1 if pipeline.pipeline_degree == 1 else alive)  # gradients wait while more micro-batches come
     blocks = alive * saved - counts[:, 2:] * a["saved"][2]
-    busy_bytes = held + gathered + blocks + a["working"][BLOCK] + gradients * again
+    if m == 1:
+        working = a["working_once"][BLOCK]
+    else:
+        working = a["working"][BLOCK] + np.where(again, gradients, a["fresh"][BLOCK])
+    busy_bytes = held + gathered + blocks + working
     return np.asarray(np.maximum(resting, busy_bytes).max(0))
 
 
@@ -450,11 +455,9 @@ def _needs(kind: Kind, choices: Choices, machine: Machine) -> tuple[Array, list[
     waiting = a["gradients"] if pp == 1 and m > 1 else 0.0
     travelling = 2 * (pipeline.num_stages - 1) * m * machine.tokens * float(choices.token_share.min())
     left = pp * machine.budget - travelling - machine.images * float(choices.image_share.min())
-    working = pp * float(a["working"][BLOCK].min())
+    working = 0.0
     if pp == 1:  # the head's backward is done when that of the last block begins
-        working -= float(a["saved"][2].max())
-    else:
-        working = 0.0
+        working = float(a["working_once" if m == 1 else "working"][BLOCK].min() - a["saved"][2].max())
     busy = a["kept"] + a["gathered"] + waiting + alive * a["saved"]
     return np.stack([a["kept"] + a["reduced"], busy]), [left, left - max(0.0, working)]
 

@@ -30,7 +30,7 @@ from vitpar.planner.search.bounds import (
 from vitpar.planner.search.expand import Best, Effort, Expansion
 from vitpar.planner.search.options import Choices, Options
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan
+from vitpar.strategy import Plan, Strategy
 
 ROUNDING = 1e-9
 Progress = Callable[[int, int, Price | None], None]
@@ -81,13 +81,24 @@ class Search:
         """The plans with the most images a second whose ranks need no more than `budget` bytes.
 
         Plans with one strategy come first, all that could be the best, whatever the effort. Then those of several
-        strategies or uneven stages, as far as the effort goes.
+        strategies or uneven stages, as far as the effort goes. If that is not far enough to rule out all others, what
+        short searches find for less memory counts, too.
         """
         effort = effort or self.effort
-        begun, found = time.perf_counter(), Best(effort)
-        for (plan, batch_size), known in self._prices.items():  # of other budgets
-            if known.memory_bytes <= budget and batch_size in self.space.batch_sizes:
-                found.offer(known)
+        begun = time.perf_counter()
+        found = self._best(budget, progress, effort)
+        if not found.exact and effort.patient:
+            for smaller in _smaller(budget):
+                self._best(smaller, effort=self._short)
+            again = self._known(budget, effort)
+            fastest = max((price.images_per_second for price in again.plans), default=0.0)
+            found = replace(found, plans=again.ranked, bound=max(found.bound, fastest))
+        return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
+
+    def _best(
+        self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort = Effort()
+    ) -> Result:
+        begun, found = time.perf_counter(), self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
         self._uniform(kinds, budget, found, progress)
         # With several stages a rank the space has nothing but plans with one strategy.
@@ -104,41 +115,55 @@ class Search:
             seconds=time.perf_counter() - begun,
         )
 
+    def _known(self, budget: float, effort: Effort) -> Best:
+        """The best of all plans that were ever priced."""
+        found = Best(effort)
+        for known in self._prices.values():
+            if known.memory_bytes <= budget:
+                found.offer(known)
+        return found
+
+    @property
+    def _short(self) -> Effort:
+        """For plans that are not asked for themselves."""
+        seconds = min(3.0, self.effort.seconds)
+        return replace(
+            self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, runs=4, seconds=seconds, patient=False
+        )
+
     def _uniform(self, kinds: list[tuple[float, Kind]], budget: float, found: Best, progress: Progress) -> None:
         """Offer every plan with one strategy and even stages that fits and could be the best.
 
         Each comes up when nothing has a lower bound, so that none is priced that a bound rules out.
         """
         order = count()
-        heap: list[tuple[float, int, Kind, list[tuple[float, Plan]] | None]]
+        heap: list[tuple[float, int, Kind, list[tuple[float, Strategy]] | None]]
         heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
         while heap and heap[0][0] < found.limit:
-            _, _, kind, plans = heapq.heappop(heap)
-            if plans is None:
-                plans = self._uniform_plans(kind, budget)
+            _, _, kind, strategies = heapq.heappop(heap)
+            if strategies is None:
+                strategies = self._uniform_plans(kind, budget)
             else:
-                _, plan = plans.pop()
+                _, strategy = strategies.pop()
+                plan = replace(kind.pipeline, layers=(("*", strategy),), microbatches=kind.microbatches)
                 if self._fits(plan, kind.batch_size, budget):
                     found.offer(self.price(plan, kind.batch_size))
                     progress(len(kinds) - len(heap), 2 * len(kinds), found.plans[0])
-            if plans:
-                heapq.heappush(heap, (plans[-1][0] / kind.batch_size, next(order), kind, plans))
+            if strategies:
+                bound = strategies[-1][0] / kind.batch_size
+                heapq.heappush(heap, (bound, next(order), kind, strategies))
 
-    def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Plan]]:
-        """Plans with one strategy that may fit, and the seconds that each takes at least; the quickest last."""
+    def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Strategy]]:
+        """Strategies for all layers that may fit, and the seconds of a step that each takes at least; the quickest
+        last."""
         choices, machine = self.options(kind), self.machine(kind, budget)
         if not choices.options:
             return []
         seconds, needs = uniform_bounds(kind, choices, self.depth, machine)
         fitting = np.nonzero(needs <= machine.budget)[0]
-        return [
-            (
-                float(seconds[n]),
-                replace(kind.pipeline, layers=(("*", choices.options[n].strategy),), microbatches=kind.microbatches),
-            )
-            for n in fitting[np.argsort(-seconds[fitting], kind="stable")]
-        ]
+        slowest_first = fitting[np.argsort(-seconds[fitting], kind="stable")]
+        return [(float(seconds[n]), choices.options[n].strategy) for n in slowest_first]
 
     def _mixed(
         self,
@@ -187,12 +212,9 @@ class Search:
     def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
         """The best plans for less and less memory, `best` first: each needs at most `step` of what the one before
         needs. They are searched with less effort, seconds for each, among all plans that were ever priced."""
-        rough = replace(
-            self.effort, tolerance=0.01, kinds=4, prices=4, runs=4, seconds=min(3.0, self.effort.seconds), patient=False
-        )
         budget = best.memory_bytes
         for _ in range(points - 1):
-            plans = self.best(step * budget, effort=rough).plans
+            plans = self._best(step * budget, effort=self._short).plans
             if not plans:
                 break
             budget = plans[0].memory_bytes
@@ -272,3 +294,12 @@ class Search:
     def depth(self) -> int:
         """Blocks of the model."""
         return self.space.config.depth
+
+
+def _smaller(budget: float) -> list[float]:
+    """Budgets below `budget` down to an eighth. They are powers of 2 ** 0.5, so that searches with slightly different
+    budgets take the same ones."""
+    if not 1 < budget < math.inf:
+        return []
+    last = math.ceil(2 * math.log2(budget)) - 1
+    return [2 ** (step / 2) for step in range(last - 5, last + 1)]

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.planner.cost.price import actions
 from vitpar.planner.search.options import Choices
 from vitpar.strategy import SCHEDULES, Plan
 from vitpar.strategy.stages import split_blocks, stages_of_rank
@@ -473,16 +471,12 @@ def ideal_seconds(kind: Kind, image_seconds: float, machine: Machine) -> float:
     return max(m * alone / machine.speed / pp, m * alone / machine.lanes, filled) + machine.norm
 
 
-@lru_cache(maxsize=4096)
 def in_flight(pipeline: Plan, microbatches: int) -> tuple[int, ...]:
-    """How many micro-batches each stage keeps between forward and backward at most, by stage."""
-    if pipeline.pipeline_degree == 1:
-        return (1,)
-    most = [0] * pipeline.num_stages
-    for done in actions(pipeline, microbatches).values():
-        alive = [0] * pipeline.num_stages
-        for action in done:
-            for what, stage, _ in action:
-                alive[stage] += {"F": 1, "B": -1, "W": -1, "I": 0}[what]
-                most[stage] = max(most[stage], alive[stage])
-    return tuple(most)
+    """How many micro-batches each stage keeps between forward and backward at most, with one stage a rank.
+
+    Under gpipe all of them; under 1f1b as many as have to come in before the first one is back.
+    """
+    stages = pipeline.num_stages
+    if pipeline.schedule == "gpipe" and stages > 1:
+        return (microbatches,) * stages
+    return tuple(min(microbatches, stages - number) for number in range(stages))

@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from vitpar.planner.cost.price import Price
-from vitpar.planner.search.bounds import Kind, Machine, stage_sums
-from vitpar.planner.search.options import Choices
+from vitpar.planner.search.bounds import BYTES, EACH, TIMES, Kind, Machine, stage_sums
+from vitpar.planner.search.options import Array, Choices
 from vitpar.planner.search.runs import Limits, Run, Ways
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.stages import split_blocks
 
+ALONE = 4
 MISFITS = 4
 """How many plans of a kind may turn out not to fit, for every one that may be priced."""
 
@@ -108,7 +111,9 @@ class Expansion:
         self._fits, self._price, self._found, self._most = fits, price, found, effort.runs
         # Plans that do not fit are not priced. They are counted separately, since their memory takes a fraction of
         # the time of a price.
-        self._left, self._misfits = effort.prices, MISFITS * effort.prices
+        # Without a pipeline there is one run a plan and its price is quick, so more of them are tried.
+        self._left = effort.prices * (1 if kind.pipeline.pipeline_degree > 1 else ALONE)
+        self._misfits = MISFITS * self._left
         self._stages: dict[int, Ways] = {}
         self._runs: dict[tuple[int, int], list[Run]] = {}
         self._rooms: dict[int, int] = {}
@@ -127,6 +132,7 @@ class Expansion:
                 self._try([run])
             self._cut |= more and runs[-1].time < self._limit
         else:
+            self._one_strategy()
             self._deal(0, self._depth, 0.0, 0.0, [])
         return not self._cut and self._dropped >= self._limit
 
@@ -158,6 +164,45 @@ class Expansion:
             return
         self._left -= 1
         self._found.offer(self._price(plan, self._kind.batch_size))
+
+    def _one_strategy(self) -> None:
+        """Try each strategy for all layers with the stages that suit it best.
+
+        Dynamic programming over stages: the least seconds of a step with `used` blocks in the stages so far. Those
+        before a stage take as long for a micro-batch however these blocks are dealt to them.
+        """
+        options, depth = self._choices.options, self._depth
+        stages, limits = self._kind.pipeline.num_stages, self._limits
+        least = np.full((depth + 1, len(options)), math.inf)
+        least[0] = 0.0
+        chosen: list[Array] = []
+        for number in range(stages):
+            block, start, end = stage_sums(self._kind, self._choices, self._machine, number)
+            stem = start[EACH] * (number > 0)
+            dealt = np.full_like(least, math.inf)
+            sizes = np.zeros(least.shape, int)
+            for blocks in range(1, depth - stages + 2):
+                sums = start + end + blocks * block
+                fits = (sums[BYTES] <= limits.memory).all(0)
+                for used in range(number, depth - blocks - (stages - 1 - number) + 1):
+                    before = used * block[EACH] + stem + number * self._hop
+                    time = np.maximum(sums[TIMES].max(0), sums[0] + before * (not self._kind.pipeline.splits_backward))
+                    time = np.where(fits, np.maximum(least[used], time), math.inf)
+                    better = time < dealt[used + blocks]
+                    dealt[used + blocks] = np.where(better, time, dealt[used + blocks])
+                    sizes[used + blocks] = np.where(better, blocks, sizes[used + blocks])
+            least = dealt
+            chosen.append(sizes)
+        for one in np.argsort(least[depth], kind="stable"):
+            time = float(least[depth, one]) + limits.overhead
+            if not time < self._limit:
+                break
+            split, left = [], depth
+            for sizes in reversed(chosen):
+                split.insert(0, int(sizes[left, one]))
+                left -= split[0]
+            option = options[one]
+            self._try([Run(blocks, blocks, (option, option), time, time, 0.0) for blocks in split])
 
     def _stage(self, number: int) -> Ways:
         """The ways to run a stage."""

@@ -32,7 +32,7 @@ ModelFile = Annotated[
 
 ClusterName = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
+    typer.Option("--cluster", metavar="NAME", help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware."),
 ]
 NumClasses = Annotated[
     int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")

@@ -150,15 +150,20 @@ def _shown(number: float, step: _Step) -> float | None:
     return None if step.told.get("skipped") and not math.isfinite(number) else number
 
 
-@cache
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Dense FLOP/s of `device` in the type that `precision` computes in (bf16 for fp8, so that the two compare); None
-    where no cluster file of vitpar names the device."""
+    where no shipped cluster file names the device."""
     if device.type != "cuda":
         return None
-    name, dtype = torch.cuda.get_device_name(device), str(PRECISIONS[precision].compute).removeprefix("torch.")
+    dtype = str(PRECISIONS[precision].compute).removeprefix("torch.")
+    return _data_sheets().get(torch.cuda.get_device_name(device), {}).get(dtype)
+
+
+@cache
+def _data_sheets() -> dict[str, dict[str, float]]:
+    """Dense FLOP/s by device name and dtype, of the clusters that vitpar ships."""
     sheets = (parse_toml(file.read_text(encoding="utf-8")) for file in (files("vitpar") / "clusters").iterdir())
-    return next((sheet["matmul"].get(dtype) for sheet in sheets if sheet["device_name"] == name), None)
+    return {sheet["device_name"]: sheet["matmul"] for sheet in sheets}
 
 
 def memory_bytes(device: torch.device) -> int:

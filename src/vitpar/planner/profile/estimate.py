@@ -58,7 +58,7 @@ COPY_BYTES = 12
 SCALING_LOSS = 0.012
 """Part of computing that is lost to late ranks with every doubling of the nodes: 94 to 96 % is published for weak
 scaling from 8 to 128 GPUs."""
-ERROR_BAND = 0.2
+ERROR_BAND = 0.16
 """Mean relative error of images a second on published runs that nothing here was fitted to
 (experiments/results/calibration_2026-11-23.md)."""
 FLOAT8 = "float8_e4m3fn"
@@ -117,7 +117,9 @@ def estimate_model(
     rates = {matmul.dtype: matmul for matmul in hardware.matmuls}
     matmul = rates.get(str(numbers.compute).removeprefix("torch."), hardware.matmuls[0])
     if numbers.float8 and FLOAT8 not in rates:
-        raise PlannerError(f"{hardware.name} has no rate of products in float8: plan for bf16, or use GPUs that have it")
+        raise PlannerError(
+            f"{hardware.name} has no rate of products in float8: plan for bf16, or use GPUs that have it"
+        )
     layers, weights = [], []
     for tensor in tensors:
         strategy = parse(tensor).strategy
@@ -149,6 +151,7 @@ def estimate_model(
             moved = copy.seconds(4 * elements * numbers.parameters.itemsize)
             (gather,) = exact([(elements, moved)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=gather, reduce=moved))
+    blocks = "blocks compiled" if compiled else "blocks not compiled"
     update = UPDATE_BYTES + (COPY_BYTES if numbers.compute is not numbers.parameters else 0)
     profile = ModelProfile(
         model=asdict(config),
@@ -164,7 +167,7 @@ def estimate_model(
         optimizer=Curve(timings=exact((n, copy.seconds(update * n)) for n in (2**20, 2**30))),
         microbatch=40 * LAUNCH,
         error_band=ERROR_BAND,
-        measured={"estimated": f"by arithmetic, from the rates of {hardware.name}"},
+        measured={"estimated": f"by arithmetic, from the rates of {hardware.name}, {blocks}"},
     )
     return profile.slower(1 + SCALING_LOSS * math.log2(hardware.ranks / hardware.ranks_per_node), 1.0)
 

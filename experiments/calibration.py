@@ -150,7 +150,8 @@ def means(compared: Sequence[Compared]) -> Iterator[str]:
         name: "met" if mean(abs(one.error) for one in halves[name]) <= TARGET else "missed"
         for name in ("held out", "held out, compiled")
     }
-    yield f"\nTarget: {TARGET:.0%} in the mean. {'; '.join(f'{name}: {verdict}' for name, verdict in verdicts.items())}."
+    words = "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items())
+    yield f"\nTarget: {TARGET:.0%} in the mean; {words}."
     yield f"Error band of predictions: {ERROR_BAND:.0%}, the mean error of held-out rows."
 
 

@@ -32,7 +32,7 @@ ModelFile = Annotated[
 
 ClusterName = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="8xH100, 32x8xH200 or a TOML file, instead of --hardware."),
+    typer.Option("--cluster", metavar="NAME", help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware."),
 ]
 NumClasses = Annotated[
     int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")
@@ -149,12 +149,10 @@ def profiled_costs(hardware_file: Path | None, model_file: Path | None, recipe: 
 
 
 def estimated_costs(cluster: str, ranks: int | None, recipe: Recipe, num_classes: int) -> LayerCosts:
-    """The costs of the recipe's model on `ranks` devices of a cluster (all, if None), by arithmetic."""
-    if recipe.train.compile:
-        raise PlannerError(
-            "the recipe compiles blocks, but with --cluster times are estimated for blocks that are not compiled: add "
-            "--set train.compile=false, or profile the model where it is to be trained"
-        )
+    """The costs of the recipe's model on `ranks` devices of a cluster (all, if None), by arithmetic.
+
+    Blocks are compiled unless the recipe says no, as a run on GPUs compiles them.
+    """
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.profile.cluster import find_cluster
     from vitpar.planner.profile.estimate import estimate_model, tensors
@@ -163,7 +161,8 @@ def estimated_costs(cluster: str, ranks: int | None, recipe: Recipe, num_classes
     hardware, config = find_cluster(cluster).hardware(ranks), recipe.config(num_classes)
     native = "bf16" if any(rate.dtype == "bfloat16" for rate in hardware.matmuls) else None
     precision = planned_precision(recipe, native, hardware.device).train.precision
-    profile = estimate_model(config, precision, hardware, tensors(config, hardware.ranks))
+    compiled = recipe.train.compile is not False
+    profile = estimate_model(config, precision, hardware, tensors(config, hardware.ranks), compiled=compiled)
     if recipe.train.precision == "auto":
         profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})
     return LayerCosts(config, hardware, profile)

@@ -182,7 +182,7 @@ def test_a_run_keeps_its_precision(
 def test_estimates_are_in_the_precision_of_a_training_there_and_say_so(tmp_path: Path) -> None:
     from vitpar_cli.search import search
 
-    shipped = (files("vitpar.planner.profile") / "clusters" / "A100.toml").read_text()
+    shipped = (files("vitpar") / "clusters" / "A100-80GB.toml").read_text()
     place = "nodes = 1\ndevices_per_node = 2\n"
     (tmp_path / "old.toml").write_text(place + shipped.replace("bfloat16 = 312e12\n", ""))
     words = ("--model", "vit_tiny_patch4_32", "--batch-size", "64", "--seconds", "1")

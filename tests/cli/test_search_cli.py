@@ -114,7 +114,7 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
         (("--hardware", "x.json"), "--cluster is given beside a profile"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
-        (("--set", "train.compile=true"), "the recipe compiles blocks"),
+        (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of products in float8: plan for bf16"),
         (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: name a file in a folder"),
     ],
 )

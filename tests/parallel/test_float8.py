@@ -102,10 +102,10 @@ def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         parallelize(CONFIG, validate(parse("dp1"), CONFIG, 4), Execution(4, precision="fp8"), CPU)
 
 
-def test_a_cpu_is_told_to_be_slow_and_a_data_sheet_to_have_no_rates() -> None:
+def test_a_cpu_is_told_to_be_slow_and_an_older_gpu_to_have_no_rates() -> None:
     assert slow_here("fp8", CPU) == "this CPU has no instructions for fp8, so that steps take far longer than in fp32"
-    with pytest.raises(PlannerError, match="no rates of products in float8: profile the model, or plan for bf16"):
-        estimate_model(CONFIG, "fp8", find_cluster("8xH100").hardware(), ("tp1",))
+    with pytest.raises(PlannerError, match="8xA100 has no rate of products in float8: plan for bf16"):
+        estimate_model(CONFIG, "fp8", find_cluster("8xA100").hardware(), ("tp1",))
 
 
 def test_reduction_is_bf16_s() -> None:

@@ -1,19 +1,51 @@
 """Clusters from data sheets: names, files, and what their links take."""
 
+from importlib.resources import files
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
+import calibration
+from helpers.paths import ROOT
 from vitpar.errors import PlannerError
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Group, Links
+from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import ERROR_BAND, estimate_model
+from vitpar.strategy import parse, validate
+from vitpar.training.metrics import peak_flops
+from vitpar_cli.profiled import estimated_costs, planned_recipe
+
+SHIPPED = sorted(file.name.removesuffix(".toml") for file in (files("vitpar") / "clusters").iterdir())
+MODELS = ("vit_small_patch16_224", "vit_base_patch16_224", "vit_giant_patch14_224")
 
 
 def test_names_say_nodes_and_devices() -> None:
     one, many = find_cluster("8xH100"), find_cluster("32x8xh200")
     assert (one.nodes, one.devices_per_node, many.nodes, many.devices_per_node) == (1, 8, 32, 8)
     assert many.hardware().ranks == 256 and many.hardware(64).ranks == 64
-    assert all(cluster.sources for cluster in (one, many, find_cluster("8xA100")))
+    assert find_cluster("4x8xa100").device_name == find_cluster("2xA100-80GB").device_name == "NVIDIA A100-SXM4-80GB"
+    assert find_cluster("4x8xA100-40GB").hardware().memory_bytes == 40 * 2**30
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_clusters_have_sources_and_cost_overlap(name: str) -> None:
+    cluster = find_cluster(f"2x8x{name}")
+    assert len(cluster.sources) > 3 and cluster.host and cluster.inter
+    assert cluster.overlap and min(cluster.overlap.compute, cluster.overlap.communication) > 1
+    assert cluster.hardware().peaks["bfloat16"] == cluster.matmul["bfloat16"] > cluster.matmul["float32"]
+
+
+def test_a_training_takes_peaks_from_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(("NVIDIA H100 80GB HBM3",) * 3 + ("NVIDIA L4",))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
+    device = torch.device("cuda")
+    assert [peak_flops(device, name) for name in ("bf16", "fp8", "fp32", "bf16")] == [989.4e12, 989.4e12, 66.9e12, None]
+    assert peak_flops(torch.device("cpu"), "bf16") is None
 
 
 @pytest.mark.parametrize(
@@ -63,3 +95,59 @@ def test_links_between_nodes_are_slower_and_shared() -> None:
     assert strided > 4 * links.seconds("all_reduce", Group(4, 1, 1), size)  # one wire
     for operation in ("all_gather", "reduce_scatter", "all_to_all"):
         assert links.seconds(operation, Group(8, 1, 1), size) < within
+
+
+def mfu(cluster: str, model: str, precision: str = "bf16", compiled: bool = True, batch: int = 64) -> float:
+    config, hardware = model_config(model), find_cluster(cluster).hardware()
+    costs = LayerCosts(config, hardware, estimate_model(config, precision, hardware, ("tp1",), compiled=compiled))
+    found = price(validate(parse(f"dp{hardware.ranks}"), config, batch * hardware.ranks), costs, batch * hardware.ranks)
+    used = found.mfu(costs)
+    assert used is not None
+    return used
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_utilisation_stays_below_the_roofline(name: str) -> None:
+    most = find_cluster(f"1x{name}").sustained
+    for model, nodes in product(MODELS, (1, 2)):
+        eager, compiled = (mfu(f"{nodes}x2x{name}", model, compiled=way) for way in (False, True))
+        assert 0.1 < eager < compiled < most, model
+
+
+def test_narrow_models_small_batches_and_many_nodes_use_less() -> None:
+    small, base, giant = (mfu("1xH100", model) for model in MODELS)
+    assert small < base < giant
+    assert mfu("1xH100", MODELS[0], batch=1, compiled=False) < 0.1 * small
+    assert mfu("16x8xH100", MODELS[2]) < mfu("8xH100", MODELS[2]) < giant
+
+
+def test_fp8_helps_wide_compiled_blocks_only() -> None:
+    bf16, fp8 = (mfu("1xH200", MODELS[2], precision) for precision in ("bf16", "fp8"))
+    assert 1.05 * bf16 < fp8 < 1.5 * bf16
+    assert mfu("1xH200", MODELS[0], "fp8", compiled=False) < mfu("1xH200", MODELS[0], compiled=False)
+
+
+def test_blocks_are_compiled_unless_the_recipe_says_no() -> None:
+    for wanted, compiled in ((None, True), (True, True), (False, False)):
+        asked = planned_recipe(None, {"model.name": MODELS[0], "train.compile": wanted}, None)
+        model = estimated_costs("1xH100", None, asked, 10).model
+        assert model.compiled is compiled and model.error_band == ERROR_BAND
+
+
+def test_a_file_without_a_rate_of_links_uses_that_of_products() -> None:
+    cluster = find_cluster("1xH100")
+    half = cluster.model_copy(update={"sustained": 0.5, "sustained_bandwidth": None}).hardware()
+    assert half.copy_ and half.copy_.rate == pytest.approx(cluster.memory_bandwidth / 2)
+    whole = cluster.model_copy(update={"sustained": 0.5, "sustained_bandwidth": 1.0}).hardware()
+    assert whole.copy_ and whole.copy_.rate == pytest.approx(cluster.memory_bandwidth)
+
+
+def test_published_runs_are_predicted_as_the_table_says() -> None:
+    compared = calibration.compare()
+    page = (ROOT / "experiments/results/calibration_2026-11-23.md").read_text()
+    for lines in (calibration.runs(compared), calibration.means(compared), calibration.ratios(compared)):
+        assert "\n".join(lines) in page, "write it by experiments/calibration.py"
+    assert round(calibration.held_out_error(compared), 2) == ERROR_BAND <= calibration.TARGET
+    assert all(abs(one.error) < 0.06 for one in compared if one.fitted and one.counts)
+    low, high = calibration.WEAK_SCALING
+    assert low <= calibration.weak_scaling() <= high

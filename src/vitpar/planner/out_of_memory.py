@@ -58,8 +58,7 @@ def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: s
     """
     nodes = -(-plan.world_size // 8)
     hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)  # its rates matter to times only
-    known = "bf16" if precision == "fp8" else precision
-    profile = estimate_model(config, known, hardware, tensors(config, plan.stage_size))
+    profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
     return price(plan, LayerCosts(config, hardware, profile), batch_size, moments).memory
 
 

@@ -6,28 +6,25 @@ import math
 import resource
 import sys
 import time
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import ParallelModel
+from vitpar.parallel.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from vitpar.data import Batch
     from vitpar.training.recipe import Recipe
     from vitpar.training.step import Stepped
 
-# Dense matrix rate of one device in FLOP/s by name and precision, from the makers' data sheets. That of fp8 is bf16's,
-# in which it computes the rest, so that the two compare.
-PEAK_FLOPS = {
-    (chip, precision): rate
-    for chip, rate in {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}.items()
-    for precision in ("bf16", "fp16", "fp8")
-}
 WARM_UP_STEPS = 1
 """Steps left out of the mean rate: the first allocates, connects and compiles."""
 
@@ -154,11 +151,19 @@ def _shown(number: float, step: _Step) -> float | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s of `device` at its peak, None where that is not in `PEAK_FLOPS`."""
+    """Dense FLOP/s of `device` in the type that `precision` computes in (bf16 for fp8, so that the two compare); None
+    where no shipped cluster file names the device."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((rate for (chip, kind), rate in PEAK_FLOPS.items() if chip in name and kind == precision), None)
+    dtype = str(PRECISIONS[precision].compute).removeprefix("torch.")
+    return _data_sheets().get(torch.cuda.get_device_name(device), {}).get(dtype)
+
+
+@cache
+def _data_sheets() -> dict[str, dict[str, float]]:
+    """Dense FLOP/s by device name and dtype, of the clusters that vitpar ships."""
+    sheets = (parse_toml(file.read_text(encoding="utf-8")) for file in (files("vitpar") / "clusters").iterdir())
+    return {sheet["device_name"]: sheet["matmul"] for sheet in sheets}
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """Clusters of which only the data sheet is known: nodes, devices, links; made into a hardware profile.
 
-Rates are the published ones times what is reached in practice (`sustained`), so a plan for a cluster can be made
-before there is one. A measured profile is better: ``vitpar profile hardware`` there.
+Rates are the published ones times what is reached in practice (`sustained`, `sustained_bandwidth`), so a plan for a
+cluster can be made before there is one. A measured profile is better: ``vitpar profile hardware`` there.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Cluster(Record):
     """nodes × devices_per_node of one device.
 
     memory_bytes: of a device. matmul: FLOPs a second, dense, by dtype. memory_bandwidth: bytes a second. sustained: the
-    part of published rates that is reached. intra, inter: within a node, and between nodes for each device. overlap:
-    slow-down of computing and of communication that go on together. host: for +offload, None for none. sources: where
-    the figures stand.
+    part of `matmul` that large products reach. sustained_bandwidth: the part of memory's and links' rates that is
+    reached, as `sustained` if None. intra, inter: within a node, and between nodes for each device. overlap: slow-down
+    of computing and of communication that go on together. host: for +offload, None for none. sources: where the figures
+    stand.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Cluster(Record):
     matmul: dict[str, Rate] = Field(min_length=1)
     memory_bandwidth: Rate
     sustained: float = Field(ge=MIN_SUSTAINED, le=1)
+    sustained_bandwidth: float | None = Field(default=None, ge=MIN_SUSTAINED, le=1)
     intra: Wire
     inter: Wire | None = None
     overlap: Overlap | None = None
@@ -99,8 +101,8 @@ class Cluster(Record):
         ]
         host = None
         if self.host is not None:
-            update = OPTIMIZER_BYTES / (self.host.memory_bandwidth * self.sustained)
-            host = Host(timings=_line(0.0, self.host.bandwidth * self.sustained, SIZES), update=update)
+            update = OPTIMIZER_BYTES / (self.host.memory_bandwidth * self._moving)
+            host = Host(timings=_line(0.0, self.host.bandwidth * self._moving, SIZES), update=update)
         return Hardware(
             name=self.name,
             device="cuda",
@@ -114,13 +116,17 @@ class Cluster(Record):
                 Matmul(dtype=dtype, timings=_line(0.0, rate * self.sustained, (10**6, 10**15)))
                 for dtype, rate in self.matmul.items()
             ),
-            copy=Curve(timings=_line(0.0, self.memory_bandwidth * self.sustained, SIZES)),
+            copy=Curve(timings=_line(0.0, self.memory_bandwidth * self._moving, SIZES)),
             links=tuple(links),
             overlap=self.overlap,
             host=host,
             peaks=self.matmul,
             measured={"estimated": "from published figures", "sources": "; ".join(self.sources)},
         )
+
+    @property
+    def _moving(self) -> float:
+        return self.sustained_bandwidth or self.sustained
 
     def _link(self, operation: Operation, ranks: int, stride: int) -> Link:
         members = [rank * stride // self.devices_per_node for rank in range(ranks)]
@@ -133,7 +139,7 @@ class Cluster(Record):
             wire = self.inter
             # The ranks of a node that are in one group send through as many wires.
             bandwidth = min(self.intra.bandwidth, here * self.inter.bandwidth)
-        rate = bandwidth * self.sustained / share
+        rate = bandwidth * self._moving / share
         # Trees and hierarchies keep the number of messages that follow each other small.
         latency = wire.latency * min(messages, 2 * max(1, ranks.bit_length() - 1))
         return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=_line(latency, rate, SIZES))
@@ -157,8 +163,9 @@ def find_cluster(name: str) -> Cluster:
     if name.endswith(".toml") or os.path.isfile(name):
         return _read(Path(name))
     match = re.fullmatch(r"(?:([0-9]{1,5})x)?([0-9]{1,2})x([A-Za-z0-9-]+)", name)
-    folder = files("vitpar.planner.profile") / "clusters"
+    folder = files("vitpar") / "clusters"
     shipped = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    shipped["A100"] = shipped["A100-80GB"]
     kind = match[3] if match else name
     found = next((entry for known, entry in shipped.items() if known.lower() == kind.lower()), None)
     if match is None or found is None:

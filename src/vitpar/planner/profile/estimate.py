@@ -1,15 +1,17 @@
-"""A model's profile by arithmetic, where there is no device to measure on: memory counted exactly to a few tensors,
-time from the rates of a hardware profile.
+"""A model's profile by arithmetic, for a machine of which only rates are known.
 
-A layer's time is that of its matrix products, and of reading and writing what the other operations touch, but no less
-than launching them takes. Eager kernels are assumed; attention computes at half the rate of a product.
+Memory is counted exactly to a few tensors. Time is a roofline: matrix products at the rate of large ones, attention at
+a part of that, and at the rate of memory what the other operations and the edges of products read and write. The
+constants below are the whole model; `experiments/calibration.py` compares it with published runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.models.config import ViTConfig
@@ -33,23 +35,53 @@ from vitpar.strategy import Strategy, parse, validate
 from vitpar.strategy.layout import row_parts
 from vitpar.text import divisors
 
-LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
-"""Seconds to start an operation."""
+LAUNCH = 5e-6
+"""Seconds of the host to start an eager operation: a layer takes no less than to start its operations."""
+GAP = 2e-6
+"""Seconds of the device between two kernels, the last tiles of a product included."""
 LAUNCHES: dict[LayerKind, int] = {"stem": 8, "block": 24, "head": 10}
-"""Operations of a forward; backward has twice as many."""
-ATTENTION = 0.5
+"""Eager operations of a forward; backward has twice as many. Compiled blocks have half."""
+ATTENTION = 0.55
+"""Rate of attention where tokens fill its tiles, over that of a large product: 220 TFLOP/s with 197 tokens and 170 with
+257 on an H200, which are assumed, not measured."""
+ATTENTION_TILE = 128
+"""Tokens of a tile: 197 tokens take as long as 256."""
+EAGER = 1.75
+"""What eager operations outside products read and write, over compiled ones (54 times tokens × width a block). Fitted
+to B/16 and H/14 on an RTX 3090."""
+QUANTISING = {True: 2.0, False: 14.0}
+"""How often fp8 reads or writes a product's inputs to scale them, if compiled or not. Counted in `parallel.float8`."""
+UPDATE_BYTES = OPTIMIZER_BYTES + 12
+"""Read and written for a float32 parameter in a step: AdamW, the norm (4), clipping (8)."""
+COPY_BYTES = 12
+"""The same for its copy in 16 bits and for the gradient of that."""
+SCALING_LOSS = 0.012
+"""Part of computing that is lost to late ranks with every doubling of the nodes: 94 to 96 % is published for weak
+scaling from 8 to 128 GPUs."""
+ERROR_BAND = 0.16
+"""Mean relative error of images a second on published runs that nothing here was fitted to
+(experiments/results/calibration_2026-11-23.md)."""
+FLOAT8 = "float8_e4m3fn"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class _Product(NamedTuple):
+    """A product with a weight, for one row. taken, given: elements of its input and of its output."""
+
+    flops: float
+    taken: float
+    given: float
 
 
 @dataclass(frozen=True)
 class _Counts:
     """Of one row (an image that a tensor-parallel group works on), on one of its ranks.
 
-    products: FLOPs of matrix products. attention: FLOPs. touched: elements that the other operations read and write.
+    products: with weights. attention: FLOPs. touched: elements that the other operations read and write, if compiled.
     saved: elements kept for backward. workspace: elements on top of that.
     """
 
-    products: tuple[float, ...]
+    products: tuple[_Product, ...]
     attention: float
     touched: float
     saved: float
@@ -68,10 +100,13 @@ def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...]) -> ModelProfile:
+def estimate_model(
+    config: ViTConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...], *, compiled: bool = False
+) -> ModelProfile:
     """The profile of `config` in `precision` on a machine with the rates of `hardware`.
 
-    tensors: the tensor-parallel parts of strategies, such as tp4+2d; those that fit the model.
+    tensors: the tensor-parallel parts of strategies, such as tp4+2d; those that fit the model. compiled: whether blocks
+    are. Raises PlannerError where the machine has no such rates.
     """
     copy = hardware.copy_
     if copy is None or not hardware.matmuls:
@@ -79,17 +114,21 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
             f"{hardware.name} has no rates to estimate a model from: profile the model, or use --cluster"
         )
     numbers = PRECISIONS[precision]
-    if numbers.float8:
-        raise PlannerError(f"{hardware.name} has no rates of products in float8: profile the model, or plan for bf16")
-    dtype, launch = str(numbers.compute).removeprefix("torch."), LAUNCH[hardware.device]
-    matmul = next((m for m in hardware.matmuls if m.dtype == dtype), hardware.matmuls[0])
+    rates = {matmul.dtype: matmul for matmul in hardware.matmuls}
+    matmul = rates.get(str(numbers.compute).removeprefix("torch."), hardware.matmuls[0])
+    if numbers.float8 and FLOAT8 not in rates:
+        raise PlannerError(
+            f"{hardware.name} has no rate of products in float8: plan for bf16, or use GPUs that have it"
+        )
     layers, weights = [], []
     for tensor in tensors:
         strategy = parse(tensor).strategy
         for kind in LAUNCHES:
             elements = computed_elements(config, kind, strategy)
             plain = _counts(config, kind, strategy, "none")
-            time = _Time(matmul, copy, plain, numbers.compute.itemsize, launch * LAUNCHES[kind])
+            float8 = rates[FLOAT8] if numbers.float8 and kind == "block" else None
+            operations = LAUNCHES[kind] / (2 if compiled and kind == "block" else 1)
+            time = _Time(matmul, float8, copy, plain, numbers.compute.itemsize, operations, compiled)
             for policy in CHECKPOINTS:
                 counts = _counts(config, kind, strategy, policy)
                 forward, backward = time.curves(row_parts(strategy), policy)
@@ -112,21 +151,25 @@ def estimate_model(config: ViTConfig, precision: str, hardware: Hardware, tensor
             moved = copy.seconds(4 * elements * numbers.parameters.itemsize)
             (gather,) = exact([(elements, moved)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=gather, reduce=moved))
-    return ModelProfile(
+    blocks = "blocks compiled" if compiled else "blocks not compiled"
+    update = UPDATE_BYTES + (COPY_BYTES if numbers.compute is not numbers.parameters else 0)
+    profile = ModelProfile(
         model=asdict(config),
         device=hardware.device,
         device_name=hardware.device_name,
         precision=precision,
-        compiled=False,
+        compiled=compiled,
         processes=1,
         threads=hardware.threads,
         cores=1 if hardware.device == "cuda" else hardware.threads * hardware.ranks,
         layers=tuple(layers),
         weights=tuple(weights),
-        optimizer=Curve(timings=exact((n, copy.seconds(OPTIMIZER_BYTES * n)) for n in (2**20, 2**30))),
-        microbatch=40 * launch,
-        measured={"estimated": f"by arithmetic, from the rates of {hardware.name}"},
+        optimizer=Curve(timings=exact((n, copy.seconds(update * n)) for n in (2**20, 2**30))),
+        microbatch=40 * LAUNCH,
+        error_band=ERROR_BAND,
+        measured={"estimated": f"by arithmetic, from the rates of {hardware.name}, {blocks}"},
     )
+    return profile.slower(1 + SCALING_LOSS * math.log2(hardware.ranks / hardware.ranks_per_node), 1.0)
 
 
 def computed_elements(config: ViTConfig, kind: LayerKind, strategy: Strategy) -> int:
@@ -136,49 +179,75 @@ def computed_elements(config: ViTConfig, kind: LayerKind, strategy: Strategy) ->
 
 @dataclass(frozen=True)
 class _Time:
-    """How long a layer takes. counts: without a checkpoint. start: seconds to launch a forward."""
+    """How long a layer takes. float8: the products forward and of inputs' gradients, None if as the others. counts:
+    without a checkpoint. operations: of a forward."""
 
     matmul: Matmul
+    float8: Matmul | None
     copy: Curve
     counts: _Counts
     itemsize: int
-    start: float
+    operations: float
+    compiled: bool
 
     def curves(self, parts: int, policy: str) -> tuple[Curve, Curve]:
         """Forward and backward, over rows in multiples of `parts`."""
         again = {"none": 0.0, "full": 1.0, "selective": 0.3}[policy]
         sizes = [rows * parts for rows in ROWS]
-        once = {rows: self._seconds(rows, 1) for rows in sizes}
-        backward = exact((rows, self._seconds(rows, 2) + again * once[rows]) for rows in sizes)
+        once = {rows: self._seconds(rows, forward=True) for rows in sizes}
+        backward = exact((rows, self._seconds(rows, forward=False) + again * once[rows]) for rows in sizes)
         return Curve(timings=exact(once.items())), Curve(timings=backward)
 
-    def _seconds(self, rows: int, times: float) -> float:
-        """Seconds of as much computing as `times` forwards."""
-        counts, matmul = self.counts, self.matmul
-        products = sum(matmul.seconds(times * rows * flops) for flops in counts.products)
-        attention = matmul.seconds(times * rows * counts.attention) / ATTENTION if counts.attention else 0.0
-        touched = self.copy.seconds(times * rows * counts.touched * self.itemsize)
-        return max(products + attention + touched, times * self.start)
+    def _seconds(self, rows: int, forward: bool) -> float:
+        """Backward has two products and twice the work of everything else for one of forward."""
+        counts, times = self.counts, 1 if forward else 2
+        rates = [self.float8 or self.matmul] + [self.matmul] * (not forward)
+        computed = sum(rate.seconds(rows * product.flops) for rate in rates for product in counts.products)
+        if counts.attention:
+            computed += times * self.matmul.seconds(rows * counts.attention) / ATTENTION
+        # A product that has begun reads, and one that ends writes, while little is computed: as long as it takes to
+        # move the larger of its two sides. So narrow products are slower.
+        touched = times * (counts.touched * (1 if self.compiled else EAGER) + sum(max(p[1:]) for p in counts.products))
+        if self.float8:
+            scaled = sum(product.taken if forward else product.given for product in counts.products)
+            touched += QUANTISING[self.compiled] * scaled
+        computed += self.copy.seconds(rows * touched * self.itemsize)
+        operations = times * self.operations
+        return max(computed + operations * GAP, operations * LAUNCH)
 
 
 def _counts(config: ViTConfig, kind: LayerKind, strategy: Strategy, policy: str) -> _Counts:
     d, h, s, t = config.width, config.hidden, config.tokens, strategy.degree("tp")
     parts = 1 if strategy.tensor_mode == "1d" and not strategy.sequence_parallel else t  # of what is between products
+    side = dict(strategy.tensor_shape)["j"]  # a rank's part of input and output, where a product splits features
+    sides = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
     if kind == "stem":
-        patches = config.patches * config.channels * config.patch_size**2
-        saved = (s * d + (0 if policy == "full" else patches)) / parts
-        return _Counts((2 * patches * d / parts,), 0.0, 4 * s * d / parts, saved, s * d / parts)
+        pixels = config.patches * config.channels * config.patch_size**2
+        saved = (s * d + (0 if policy == "full" else pixels)) / parts
+        product = _Product(2 * pixels * d / parts, pixels / parts, config.patches * d / parts)
+        return _Counts((product,), 0.0, 4 * s * d / parts, saved, s * d / parts)
     if kind == "head":
         pooled = s if config.pool == "avg" else 1
-        return _Counts((2 * d * config.num_classes / t,), 0.0, 3 * s * d / parts, 2 * pooled * d / parts, s * d / parts)
-    products = tuple(2 * s * n / t for n in (3 * d * d, d * d, d * h, d * h))
+        product = _Product(2 * d * config.num_classes / t, d, config.num_classes / t)
+        return _Counts((product,), 0.0, 3 * s * d / parts, 2 * pooled * d / parts, s * d / parts)
+    products = tuple(
+        _Product(2 * s * taken * given / t, s * taken / inner, s * given / outer)
+        for taken, given, inner, outer in (
+            (d, 3 * d, *sides),
+            (d, d, *sides[::-1]),
+            (d, h, *sides),
+            (h, d, *sides[::-1]),
+        )
+    )
     kept, space = sum(_kept(d, h, strategy, "none")), _space(config, strategy)
     if policy != "none":
         less = sum(_kept(d, h, strategy, policy))
         space = max(space, kept + space - less + (d / parts if policy == "selective" else 0))
         kept = less
-    touched = 10 * d / parts + (2 * d + 2 * h) / t
-    return _Counts(products, 4 * s * s * d / t, s * touched, s * kept, s * space)
+    touched = 8 * d / parts + (2 * d + 2 * h) / t
+    tile = min(ATTENTION_TILE, max(16, 1 << (s - 1).bit_length()))
+    padded = -(-s // tile) * tile
+    return _Counts(products, 4 * padded**2 * d / t, s * touched, s * kept, s * space)
 
 
 def _kept(d: int, h: int, strategy: Strategy, policy: str) -> Iterator[float]:

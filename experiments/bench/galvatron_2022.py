@@ -3,10 +3,13 @@ in Galvatron's files, and vitpar's search under that model.
 
 The figures are predictions of that model, not measurements. Sources: Miao et al., "Galvatron: Efficient Transformer
 Training over Multiple GPUs Using Automatic Parallelism", VLDB 2023, and its published code of 2022. Times in ms, sizes
-in MB of 2**20 bytes. A pipeline takes as long as its longest stage, times their number.
+in MB of 2**20 bytes. A pipeline takes as long as its longest stage, times their number. Its search counts memory in
+whole MB, each layer's rounded up, so that fewer layers fit than their sum says. Plans are compared under that rounding:
+without it the best plan for 8 GB is 0.5 % faster.
 """
 
 import json
+import math
 from pathlib import Path
 
 from vitpar.models import ViTConfig, model_config
@@ -86,17 +89,17 @@ def _overlapped(message: float, rate: float, backward: float) -> float:
     return sends + backward - sends / OVERLAP
 
 
-def layer_mb(strategy: Strategy, batch_size: int) -> float:
-    """Memory of a layer."""
+def layer_mb(strategy: Strategy, batch_size: int) -> int:
+    """Memory of a layer, rounded up."""
     tp, data = strategy.degree("tp"), strategy.degree("dp") * strategy.degree("fsdp")
     part = 1 / data + 0.025 if strategy.has("fsdp") else 1.0
-    return 4 * PARAMETERS / tp * part + SAVED[tp] * batch_size / data
+    return math.ceil(4 * PARAMETERS / tp * part + SAVED[tp] * batch_size / data)
 
 
-def other_mb(strategy: Strategy, batch_size: int) -> float:
-    """Memory besides the layers; `strategy` is the first layer's."""
+def other_mb(strategy: Strategy, batch_size: int) -> int:
+    """Memory besides the layers, rounded up; `strategy` is the first layer's."""
     images = batch_size / strategy.degree("dp") / strategy.degree("fsdp")
-    return 45.56 + 13 * images / strategy.degree("tp") + CONTEXT
+    return math.ceil(45.56 + 13 * images / strategy.degree("tp") + CONTEXT)
 
 
 def its_space(config: ViTConfig) -> Space:

@@ -32,10 +32,13 @@ def origin() -> Origin:
 
 
 class ProgressLines:
-    """Prints lines of progress on stderr: all of them on a terminal, elsewhere the first and one in `CADENCE`."""
+    """Prints lines of progress on stderr: all of them on a terminal, elsewhere one in `CADENCE`.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._printed = clock, float("-inf")
+    eager: whether the first line appears at once.
+    """
+
+    def __init__(self, eager: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._printed = clock, float("-inf") if eager else clock()
 
     def __call__(self, line: str) -> None:
         now = self._clock()

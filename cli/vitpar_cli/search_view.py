@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 
 from vitpar.text import count, size
+from vitpar_cli.outputs import ProgressLines
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -19,11 +20,12 @@ SHOWN = 5
 
 
 class SearchProgress:
-    """A line on stderr that says how far the search is."""
+    """A line on stderr that says how far the search is; without a terminal a line now and then."""
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
         self._status = console.status("searching …") if shown and console.is_terminal else None
+        self._lines = None if console.is_terminal else ProgressLines(eager=False)
 
     def __enter__(self) -> Self:
         if self._status:
@@ -35,9 +37,12 @@ class SearchProgress:
             self._status.stop()
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
+        found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
+        line = f"{done} of {total} kinds of plans{found}"
         if self._status:
-            found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
-            self._status.update(f"{done} of {total} kinds of plans{found}")
+            self._status.update(line)
+        elif self._lines:
+            self._lines(line)
 
 
 def show(found: "Findings", out: Path | None, report: Path | None = None, trace: Path | None = None) -> None:
@@ -132,4 +137,4 @@ def model_words(costs: "LayerCosts", ranks: str) -> str:
 
 def print_origin(console: Console, origin: "Origin") -> None:
     """Print which version of vitpar made the output, by which command."""
-    console.print(f"vitpar {origin.version}: {origin.command}", style="dim", markup=False, soft_wrap=True)
+    console.print(str(origin), style="dim", markup=False, soft_wrap=True)

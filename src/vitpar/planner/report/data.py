@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
-from vitpar.planner.report.timeline import timeline
+from vitpar.planner.report.timeline import rows_of, timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Result, Search
 from vitpar.planner.search.reasons import Reason, reasons
@@ -93,6 +93,9 @@ class Origin:
     """Of vitpar."""
     command: str
     """As it was typed."""
+
+    def __str__(self) -> str:
+        return f"vitpar {self.version}: {self.command}"
 
 
 def origin_to_json(origin: Origin, costs: LayerCosts) -> dict[str, object]:
@@ -232,7 +235,7 @@ def trace(price: Price, costs: LayerCosts, origin: Origin) -> dict[str, object]:
     Source: "Trace Event Format", Google, complete events (ph X).
     """
     spans = timeline(price, costs)
-    rows = {row: number for number, row in enumerate(sorted({span.row for span in spans}))}
+    rows = {row: number for number, row in enumerate(rows_of(spans))}
     named = [{"name": "process_name", "ph": "M", "pid": n, "tid": 0, "args": {"name": row}} for row, n in rows.items()]
     events = [
         {

@@ -48,7 +48,7 @@ svg text { font-size: 12px; fill: currentColor; } svg .small { font-size: 11px; 
 svg text.number { font-size: 10px; } svg text.number[fill="#fff"] { fill: #fff; }
 svg text.number[fill="#000"] { fill: #000; }
 svg .grid { stroke: var(--faint); } svg .limit { stroke: #d33; stroke-dasharray: 4 3; }
-svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; } svg .dot { fill: var(--accent); }
+svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; } svg .dot, svg .mark { fill: var(--accent); }
 svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .3rem 0 1rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border: 1px solid #8888; }
@@ -58,7 +58,8 @@ td.n, th.n { text-align: right; white-space: nowrap; }
 .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
 .ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
 .ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
-pre { background: var(--faint); padding: .6rem; overflow-x: auto; border-radius: 4px; }
+td:has(code) { min-width: 9rem; }
+pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
 details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
 """
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from vitpar.planner.report.timeline import ACTIONS, Span
+from vitpar.planner.report.timeline import ACTIONS, Span, rows_of
 
 COLOURS = {
     "forward": "#0072b2",
@@ -78,9 +78,8 @@ def lines(series: Mapping[str, Sequence[float]], ticks: Sequence[str], unit: str
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{drawn}" class="line" stroke-dasharray="{DASHES[number % len(DASHES)]}"/>')
         for (x, y), value in zip(places, values, strict=True):
-            title = escape(f"{name}: {value:,.0f} {unit}")
-            mark = MARKS[number % len(MARKS)]
-            parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{mark}<title>{title}</title></text>')
+            mark = f"{MARKS[number % len(MARKS)]}<title>{escape(f'{name}: {value:,.0f} {unit}')}</title>"
+            parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" class="mark">{mark}</text>')
     said = "; ".join(
         f"{name}: {', '.join(f'{v:,.0f} at {t}' for v, t in zip(values, ticks, strict=True))}"
         for name, values in series.items()
@@ -121,7 +120,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: fl
 
 def timeline(spans: Sequence[Span], seconds: float) -> str:
     """What every row of `spans` does over a step, above an axis of time."""
-    rows, each = sorted({span.row for span in spans}), 30
+    rows, each = rows_of(spans), 30
     scale, bottom = (WIDTH - LEFT - RIGHT) / seconds, 30 * len(rows) + 4
     factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     drawn = []
@@ -132,9 +131,9 @@ def timeline(spans: Sequence[Span], seconds: float) -> str:
             f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" class="small">{value:,.10g} {unit}</text>'
         )
     for row, name in enumerate(rows):
-        y, width = row * each + 4, WIDTH - LEFT - RIGHT
+        y, whole = row * each + 4, WIDTH - LEFT - RIGHT
         drawn.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
-        drawn.append(f'<rect x="{LEFT}" y="{y}" width="{width}" height="{each - 6}" class="idle"/>')
+        drawn.append(f'<rect x="{LEFT}" y="{y}" width="{whole}" height="{each - 6}" class="idle"/>')
         for span in (span for span in spans if span.row == name):
             x, width = LEFT + span.start * scale, max(0.4, (span.end - span.start) * scale)
             number = "" if span.microbatch is None else f" of micro-batch {span.microbatch}, stage {span.stage}"

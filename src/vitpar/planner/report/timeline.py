@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -76,6 +77,13 @@ def _joined(spans: list[Span]) -> tuple[Span, ...]:
                 begun, end = mine[first], mine[after - 1]
                 found.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
     return tuple(sorted(found, key=lambda span: (span.start, span.row)))
+
+
+def rows_of(spans: Sequence[Span]) -> list[str]:
+    """The lines of a timeline from the top: places of the pp axis by number."""
+    return sorted(
+        {span.row for span in spans}, key=lambda row: (int(row.removeprefix("pp ")) if "pp" in row else 0, row)
+    )
 
 
 class _Recorder(Streams):

@@ -90,7 +90,9 @@ def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
 
 def _profiles(price: Price, costs: LayerCosts) -> Iterator[tuple[LayerProfile, int]]:
     """Every layer's profile, and how many parts of the batch its ranks work on."""
-    known = {(layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers}
+    known: dict[tuple[str, str, str], LayerProfile] = {
+        (layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers
+    }
     for name, strategy in price.plan.strategies(costs.config.layer_names).items():
         profile = known.get((kind_of(name), tensor_name(strategy), strategy.checkpoint or "none"))
         if profile is not None:

@@ -9,7 +9,7 @@ from itertools import groupby
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.pipeline import stage_layers
 from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
-from vitpar.strategy.layout import place
+from vitpar.strategy.layout import mesh_axes, place
 from vitpar.text import ranks
 
 MOST_RANKS = 64
@@ -45,8 +45,7 @@ def rank_grid(plan: Plan) -> str:
 
 def _grid(plan: Plan, strategy: Strategy) -> str:
     """A row for each place on the pp axis, a cell for each rank in it."""
-    first = place(strategy, 0)
-    names = [axis for axis in first if any(place(strategy, r)[axis] for r in range(plan.stage_size))]
+    names = [axis for axis, size in mesh_axes(strategy) if size > 1]
     if plan.world_size > MOST_RANKS:
         return "<p>" + "; ".join(_groups(plan, strategy, axis) for axis in names) + "</p>"
     rows = []

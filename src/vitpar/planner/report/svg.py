@@ -19,18 +19,18 @@ COLOURS = {
     "gradients": "#d55e00",
     "redistribution": "#cc79a7",
     "optimizer": "#009e73",
-    "waiting": "#c4c4c4",
-    "uneven": "#8c8c8c",
-    "other": "#5a4a3f",
+    "waiting": "#d9d9d9",
+    "uneven": "#5b6770",
+    "other": "#3b3b3b",
     "parameters": "#7570b3",
-    "activations": "#aa4499",
-    "workspace": "#a6761d",
-    "buffers": "#5b6770",
-    "reserved": "#c4c4c4",
+    "activations": "#882255",
+    "workspace": "#ddcc77",
+    "buffers": "#e8c4e8",
+    "reserved": "#4d2e10",
 }
 """One colour for each meaning in all charts: Okabe and Ito's for the parts of a step's time, others for the parts of
 memory, told apart by people with red-green colour blindness too (a test simulates it)."""
-DARK = ("forward", "gradients", "optimizer", "other", "activations")
+DARK = ("forward", "gradients", "optimizer", "other", "uneven", "activations")
 """Colours that white words stand on."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 5")
 MARKS = "●■▲◆▼"

@@ -71,11 +71,11 @@ def show(found: "Findings", out: Path | None, report: Path | None = None, trace:
         console.print(f"{name:<10} {words}", soft_wrap=True)
     _print_prices(console, "next best", result.plans[1 : 1 + SHOWN], found)
     _print_prices(console, "with less memory", found.frontier[1:], found)
-    if doubt and any(doubt.covers(price, best) for price in (*result.plans[1 : 1 + SHOWN], *found.frontier[1:])):
-        console.print(noise_words(doubt), soft_wrap=True)
     console.print("\nwhy not")
     for reason in found.reasons:
-        console.print(f"  {reason.plan:<14} {reason.why}", soft_wrap=True)
+        console.print(f"  {reason.plan:<14} {found.why(reason)}", soft_wrap=True)
+    if doubt:
+        console.print(f"\n{noise_words(doubt)}", soft_wrap=True)
     console.print(f"\ntrain      {found.train}", markup=False, soft_wrap=True)
     for path in (out, report, trace):
         if path is not None:

@@ -18,6 +18,7 @@ from bench.galvatron_2022 import (
     vit_huge_32,
     write_profiles,
 )
+from vitpar import __version__
 from vitpar.errors import PlannerError
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
@@ -161,6 +162,8 @@ def test_the_command_makes_profiles_that_a_search_reads(folder: Path, tmp_path: 
     outs = ("--hardware-out", files[0], "--model-out", files[1])
     said = invoke(app, ["galvatron", "profiles", str(folder), str(folder), "--memory", "24GB", *model, *outs])
     assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "taken as nothing: optimizer" in said.stdout
+    assert "in fp32" in said.stdout and "blocks profiled with batches of 8" in said.stdout
+    assert f"vitpar {__version__}: vitpar" in said.stdout
     reads = ("--hardware", files[0], "--model-profile", files[1])
     found = invoke(app, ["search", *model, *reads, "--batch-size", "64", "--memory", "20GB", "--roles", "dp,fsdp"])
     assert found.exit_code == 0 and "imported from Galvatron" in found.stdout

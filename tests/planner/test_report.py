@@ -183,6 +183,15 @@ def test_a_page_says_where_its_figures_come_from(found: Findings) -> None:
         assert f'"{key}"' in json_words
 
 
+def test_reasons_within_the_noise_are_marked(found: Findings) -> None:
+    (reason, *_) = [r for r in found.reasons if r.price and r.price.memory_bytes <= found.budget and "fewer" in r.why]
+    best = found.result.plans[0].images_per_second
+    assert reason.price is not None
+    apart = 1 - reason.price.images_per_second / best
+    assert found.why(reason).endswith("≈") == (apart < 0.25)
+    assert not replace(found, budget=1.0).why(reason).endswith("≈"), "what does not fit is not nearly as good"
+
+
 def test_a_frontier_of_one_plan_is_a_sentence(found: Findings) -> None:
     lone = replace(found, frontier=found.frontier[:1])
     assert "No plan that takes less memory than" in page(lone, 2)

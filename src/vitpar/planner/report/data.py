@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
@@ -40,13 +41,16 @@ def speed_words(price: Price, costs: LayerCosts) -> str:
 
 def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tuple[str, ...]:
     """A plan's figures in the order of `COLUMNS`. doubt: of the best plan; marks plans that it covers by `≈`."""
-    difference = f"{price.images_per_second / best.images_per_second - 1:+.1%}"
     return (
         str(price.plan.microbatches or 1),
         f"{price.images_per_second:,.1f}",
-        difference + " ≈" * (doubt is not None and price is not best and doubt.covers(price, best)),
+        f"{price.images_per_second / best.images_per_second - 1:+.1%}{_mark(price, best, doubt)}",
         size(price.memory_bytes),
     )
+
+
+def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
+    return " ≈" if doubt is not None and price is not best and doubt.covers(price, best) else ""
 
 
 def noise_words(doubt: Uncertainty | None) -> str:
@@ -133,10 +137,15 @@ class Findings:
         """Where the figures come from."""
         return provenance(self.costs.hardware, self.costs.model)
 
-    @property
+    @cached_property
     def doubt(self) -> Uncertainty | None:
         """The uncertainty of the best plan."""
         return uncertainty(self.result.plans[0], self.costs)
+
+    def why(self, reason: Reason) -> str:
+        """The sentence of a reason, marked as `figures` marks plans where its plan fits."""
+        fits = reason.price is not None and reason.price.memory_bytes <= self.budget
+        return reason.why + (_mark(reason.price, self.result.plans[0], self.doubt) if reason.price and fits else "")
 
     def to_json(self) -> dict[str, object]:
         """Seconds, bytes; plans as plan.json has them."""

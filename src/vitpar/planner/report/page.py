@@ -55,10 +55,10 @@ svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; 
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--faint); }
 td.n, th.n { text-align: right; white-space: nowrap; }
-.facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
+.facts td { min-width: 0; } .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
 .ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
 .ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
-td:has(code) { min-width: 9rem; }
+td:has(code) { min-width: 13rem; }
 pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
 details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
 """
@@ -98,7 +98,7 @@ def page(found: Findings, moments: float) -> str:
         '<p class="note">The same plans, were every link so many times as fast.</p>',
         "<h2>Why not</h2>",
         '<div class="scroll"><table>',
-        *(f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(r.why)}</td></tr>" for r in found.reasons),
+        *(f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(found.why(r))}</td></tr>" for r in found.reasons),
         "</table></div>",
         f'<p class="note">{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines '
         f"with micro-batches; {escape(certainty(result))}.</p>",

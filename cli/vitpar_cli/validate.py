@@ -51,7 +51,8 @@ def validate(
     """Run plans for a few steps and print what was predicted beside what was measured.
 
     The plans need as many ranks as the hardware was profiled with. Each runs in processes of its own, on random images:
-    all plans once, all again, a third time those whose two runs disagree, and at the end the fastest in turns.
+    all plans once, all again, a third time those whose two runs disagree, and at the end the fastest in turns. It says
+    how much of the cores other programs used meanwhile: above a tenth figures are not reliable.
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """

@@ -19,7 +19,7 @@ from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, LayerProfile
 from vitpar.planner.report import svg
 from vitpar.planner.report.data import Findings, Origin, duration, figures, findings, noise_words, trace
-from vitpar.planner.report.layout import layer_map, rank_grid
+from vitpar.planner.report.maps import layer_map, rank_grid
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty

@@ -24,7 +24,7 @@ from vitpar.planner.report.data import (
     schedule_words,
     speed_words,
 )
-from vitpar.planner.report.layout import layer_map, rank_grid
+from vitpar.planner.report.maps import layer_map, rank_grid
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.search.expand import form
 from vitpar.planner.search.scaling import Point

@@ -26,6 +26,7 @@ from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar.strategy import parse, validate
+from vitpar.text import size
 
 CONFIG = model_config("vit_small_patch16_224")
 ORIGIN = Origin("1.2.3", "vitpar search --cluster 8xH100")
@@ -128,6 +129,10 @@ def test_a_trace_names_its_plan_and_its_rows() -> None:
 
 def test_durations_have_few_digits_and_one_unit() -> None:
     assert [duration(s) for s in (1.36, 1360.0, 0.2627, 45e-6)] == ["1.36 s", "1,360.00 s", "262.7 ms", "45.0 µs"]
+
+
+def test_sizes_have_no_exponents() -> None:
+    assert [size(n) for n in (1.36e12, 999.7e6, 640e6, 0.12e6)] == ["1,360 GB", "1 GB", "640 MB", "0.12 MB"]
 
 
 def text_of(html: str) -> str:

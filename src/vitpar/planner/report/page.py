@@ -115,7 +115,7 @@ def document(title: str, parts: Sequence[str]) -> str:
 
 def _facts(found: Findings) -> str:
     best, costs, doubt = found.result.plans[0], found.costs, found.doubt
-    figures = [*(found.notes or ("measured on this machine",)), *([doubt.source] if doubt else [])]
+    figures = [*(found.notes or ("measured",)), *([doubt.source] if doubt else [])]
     return _about(
         {
             "speed": escape(speed_words(best, costs)),

@@ -151,6 +151,10 @@ def test_the_rank_grid_places_every_rank() -> None:
     assert words == (
         "pp 0 0 dp 0 tp 0 1 dp 0 tp 1 2 dp 1 tp 0 3 dp 1 tp 1 pp 1 4 dp 0 tp 0 5 dp 0 tp 1 6 dp 1 tp 0 7 dp 1 tp 1"
     )
+    alike = text_of(rank_grid(validate(parse("pp1: 0=dp8+ckpt, *=dp8"), CONFIG, 64)))
+    assert alike.count("dp 7") == 1, "one grid for strategies that place ranks alike"
+    mixed = text_of(rank_grid(validate(parse("pp1: 0=tp2xdp4, *=dp8"), CONFIG, 64)))
+    assert mixed.startswith("Layers under tp2xdp4 0 tp 0 dp 0") and "Layers under dp8 0 dp 0" in mixed
     large = text_of(rank_grid(validate(parse("dp64xtp2"), CONFIG, 128)))
     assert large.startswith("dp: 0, 2, 4 … 126 | 1, 3, 5 … 127; tp: 0 and 1 | 2 and 3 |")
 

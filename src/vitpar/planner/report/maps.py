@@ -34,13 +34,13 @@ def layer_map(config: ViTConfig, plan: Plan) -> str:
 
 
 def rank_grid(plan: Plan) -> str:
-    """For every strategy the ranks by their place on each of its axes."""
-    found = []
+    """The ranks by their place on each axis; a grid for every way in which strategies place them."""
+    grids: dict[str, list[str]] = {}
     for strategy in plan.kinds:
-        if not plan.is_uniform:
-            found.append(f"<p>Layers under <code>{escape(str(strategy))}</code></p>")
-        found.append(_grid(plan, strategy))
-    return "".join(found)
+        grids.setdefault(_grid(plan, strategy), []).append(f"<code>{escape(str(strategy))}</code>")
+    if len(grids) == 1:
+        return next(iter(grids))
+    return "".join(f"<p>Layers under {', '.join(names)}</p>{grid}" for grid, names in grids.items())
 
 
 def _grid(plan: Plan, strategy: Strategy) -> str:

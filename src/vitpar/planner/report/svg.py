@@ -106,6 +106,8 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: fl
                 f"<title>{title}</title></rect>"
             )
             x += width
+        line = LEFT + limit * scale if limit is not None and limit <= most else 0.0
+        x = line if x <= line < x + 60 else x  # the words stand beside the line, not on it
         drawn.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{unit(totals[row])}</text>')
         said.append(f"{name} {unit(totals[row])}: {', '.join(f'{part} {unit(v)}' for part, v in parts.items())}")
     height = len(rows) * each + 4

@@ -7,7 +7,7 @@
 - search: ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, one process; for a batch of 128 images a device and for
   a sweep over five batch sizes, all pipeline degrees, schedules and numbers of micro-batches.
 - galvatron: ViT-Huge-32 on 8 GPUs in four memory budgets: the plan that Galvatron's first planner found, and vitpar's,
-  under that planner's model and under vitpar's with the same profile.
+  under that planner's model (memory rounded up as it does) and under vitpar's with the same profile.
 - accuracy: the model of planner.toml on so many CPU ranks: both profiles, then every example plan of `vitpar validate`.
   Time and memory, predicted and measured; what errors would be without regard to the pace of the cores, and the time
   that these took for the same work beside when they were profiled; the order of the plans; how much slower than the
@@ -124,7 +124,7 @@ def galvatron(_worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dic
                 "found_under_ours": (str(ours.plan), ours.batch_size, ours.images_per_second),
             }
         )
-        speeds = (f"{p.images_per_second:.1f}" for p in (theirs, same, found, ours))
+        speeds = (f"{p.images_per_second:.2f}" for p in (theirs, same, found, ours))
         its, here, mine, best = speeds
         table.add_row(
             str(gigabytes),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import refuse_unwritable
+from vitpar_cli.outputs import origin, refuse_unwritable
 from vitpar_cli.profiled import parse_size, planned_recipe
 
 app = typer.Typer(
@@ -41,10 +41,18 @@ def import_command(
     if out is not None:
         write_plan(out, read.plan)
     if as_json:
-        found = {"plan": plan_to_json(read.plan), "strategy": str(read.plan), "batch_size": read.batch_size}
+        said = origin()
+        found = {
+            "vitpar": said.version,
+            "command": said.command,
+            "plan": plan_to_json(read.plan),
+            "strategy": str(read.plan),
+            "batch_size": read.batch_size,
+        }
         typer.echo(json.dumps({**found, "blocks": read.num_blocks, "notes": list(read.notes)}))
         return
     typer.echo(f"{read.plan}")
+    typer.echo(origin())
     parts = count(read.plan.microbatches or 1, "micro-batch")
     typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} a step")
     for note in read.notes:
@@ -122,6 +130,13 @@ def profiles_command(
     found = import_model(profiled, merged.config(num_classes), precision)
     machine.save(hardware_out)
     found.save(model_out)
+    typer.echo(origin())
+    sizes = [
+        str(timing.size) for timing in next(layer for layer in found.layers if layer.layer == "block").forward.timings
+    ]
+    batches = f"blocks profiled with batches of {', '.join(sizes)}"
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")
-    typer.echo(f"{found.model['name']} in {found.precision}, {', '.join(found.tensors)}, written to {model_out}")
+    typer.echo(
+        f"{found.model['name']} in {found.precision}, {', '.join(found.tensors)}, {batches}, written to {model_out}"
+    )
     typer.echo(f"note: {UNMEASURED}")

@@ -1,12 +1,50 @@
-"""Warnings and files that commands write. A file that cannot be written is refused before anything runs."""
+"""Warnings, progress and files that commands write, and which command it was. A file that cannot be written is refused
+before anything runs."""
+
+from __future__ import annotations
 
 import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from vitpar.errors import PlannerError
 from vitpar.io import write_text
+
+if TYPE_CHECKING:
+    from vitpar.planner.report.data import Origin
+
+CADENCE = 10.0
+"""Seconds between two lines of progress at least, where stderr is no terminal."""
+
+
+def origin() -> Origin:
+    """The version of vitpar and the command that was typed."""
+    from vitpar import __version__
+    from vitpar.planner.report.data import Origin
+
+    return Origin(__version__, shlex.join(["vitpar", *sys.argv[1:]]))
+
+
+class ProgressLines:
+    """Prints lines of progress on stderr: all of them on a terminal, elsewhere one in `CADENCE`.
+
+    eager: whether the first line appears at once.
+    """
+
+    def __init__(self, eager: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._printed = clock, float("-inf") if eager else clock()
+
+    def __call__(self, line: str) -> None:
+        now = self._clock()
+        if sys.stderr.isatty() or now - self._printed >= CADENCE:
+            self._printed = now
+            typer.echo(line, err=True)
 
 
 def warn(*sentences: str | None) -> None:

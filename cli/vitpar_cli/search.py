@@ -1,8 +1,9 @@
 """`vitpar search`: the plan with the most images a second that fits into memory."""
 
 import json
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +12,11 @@ from vitpar.limits import MAX_BATCH_SIZE
 from vitpar.text import count, size
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import refuse_unwritable, write
+from vitpar_cli.outputs import origin, refuse_unwritable, write
+
+if TYPE_CHECKING:
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.cost.price import Price
 
 
 def search(
@@ -101,22 +106,38 @@ def search(
                 f"no plan fits into {size(limit)} a rank: allow more --memory, more --ranks, "
                 "a smaller --batch-size, or fewer things in --without"
             )
-        found = findings(searching, result, limit)
+        found = findings(searching, result, limit, origin(), _train_command(result.plans[0], costs, out, recipe, model))
     best = result.plans[0]
     chosen = validate(best.plan, costs.config, best.batch_size)
     if out is not None:
         write_plan(out, chosen)
     if report is not None:
-        write(report, page(found, costs, moments(merged)))
+        write(report, page(found, moments(merged)))
     if trace_file is not None:
-        write(trace_file, json.dumps(trace(best)) + "\n")
+        write(trace_file, json.dumps(trace(best, costs, found.origin)) + "\n")
     if as_json:
         typer.echo(json.dumps(found.to_json()))
     else:
-        show(found, costs, out, report, trace_file)
+        show(found, out, report, trace_file)
         useful = (name for name in sorted(unprofiled) if "tp" in space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not left_out & {*name.split("+")}]:
             typer.echo(f"not looked at, since the profiles lack it: {', '.join(missing)}", err=True)
+
+
+def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe: Path | None, model: str | None) -> str:
+    """The command that trains the best plan: with the file `out`, or with all that a strategy does not say."""
+    plan = best.plan
+    words = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
+    if out is None:
+        words += ["--microbatches", str(plan.microbatches or 1)]
+        if plan.pipeline_degree > 1:
+            words += ["--schedule", plan.schedule]
+            words += ["--virtual-stages", str(plan.virtual_stages)] if plan.virtual_stages > 1 else []
+            words += ["--split", plan.split if isinstance(plan.split, str) else ",".join(map(str, plan.split))]
+    words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
+    words += ["--recipe", str(recipe)] if recipe else []
+    words += ["--model", model] if model else []
+    return shlex.join(words) + (" --data DIR" if model and not recipe else "")
 
 
 def _roles(text: str) -> tuple[str, ...]:

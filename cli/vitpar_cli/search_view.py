@@ -1,31 +1,31 @@
-"""What `vitpar search` shows of what it found."""
+"""What `vitpar search` shows of what it found, and the table of plans that other commands share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vitpar.text import count, size
+from vitpar_cli.outputs import ProgressLines
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
-    from vitpar.planner.report.data import Findings
+    from vitpar.planner.report.data import Findings, Origin
 
 SHOWN = 5
 """Plans listed besides the best."""
 
 
 class SearchProgress:
-    """A line on stderr that says how far the search is."""
+    """A line on stderr that says how far the search is; without a terminal a line now and then."""
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
         self._status = console.status("searching …") if shown and console.is_terminal else None
+        self._lines = None if console.is_terminal else ProgressLines(eager=False)
 
     def __enter__(self) -> Self:
         if self._status:
@@ -37,45 +37,47 @@ class SearchProgress:
             self._status.stop()
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
+        found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
+        line = f"{done} of {total} kinds of plans{found}"
         if self._status:
-            found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
-            self._status.update(f"{done} of {total} kinds of plans{found}")
+            self._status.update(line)
+        elif self._lines:
+            self._lines(line)
 
 
-def show(
-    found: "Findings", costs: "LayerCosts", out: Path | None, report: Path | None = None, trace: Path | None = None
-) -> None:
+def show(found: "Findings", out: Path | None, report: Path | None = None, trace: Path | None = None) -> None:
     """Print the best plan, what it costs, the next best, why not the obvious ones, and what was written."""
+    from vitpar.planner.report.data import noise_words, speed_words
+
     console = Console(highlight=False)
-    result, best = found.result, found.result.plans[0]
+    result, best, costs, doubt = found.result, found.result.plans[0], found.costs, found.doubt
     console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
-    console.print(f"{costs.config.name} on {count(best.plan.world_size, 'rank')} of {costs.hardware.device_name}")
-    for note in found.notes:
+    console.print(model_words(costs, count(best.plan.world_size, "rank")), soft_wrap=True)
+    print_origin(console, found.origin)
+    for note in (*found.notes, *([doubt.source] if doubt else [])):
         console.print(note, style="yellow", soft_wrap=True)
     pipeline = ""
     if best.plan.pipeline_degree > 1:
         blocks = "" if isinstance(best.plan.split, str) else f", blocks {','.join(map(str, best.plan.split))} of stages"
         pipeline = f", {best.plan.schedule}{blocks}"
     rows = [
-        ("speed", f"{best.images_per_second:,.1f} images/s, {best.seconds * 1e3:,.1f} ms a step of {best.batch_size}"),
+        ("speed", speed_words(best, costs)),
         ("plan", f"{count(best.plan.microbatches or 1, 'micro-batch')}{pipeline}"),
         ("time", _parts(best.time, best.seconds)),
         ("memory", f"{size(best.memory_bytes)} of {size(found.budget)}: {_memory(best)}"),
-        ("precision", costs.model.precision),
         ("searched", _searched(found)),
     ]
     for name, words in rows:
         console.print(f"{name:<10} {words}", soft_wrap=True)
-    if len(result.plans) > 1:
-        console.print(_plans("next best", result.plans[1 : 1 + SHOWN], best))
-    if len(found.frontier) > 1:
-        console.print(_plans("with less memory", found.frontier[1:], best))
+    _print_prices(console, "next best", result.plans[1 : 1 + SHOWN], found)
+    _print_prices(console, "with less memory", found.frontier[1:], found)
     console.print("\nwhy not")
     for reason in found.reasons:
-        console.print(f"  {reason.plan:<14} {reason.why}", soft_wrap=True)
-    if out is not None:
-        console.print(f"\nwritten    {out}   (vitpar train --mesh {out})", soft_wrap=True)
-    for path in (report, trace):
+        console.print(f"  {reason.plan:<14} {found.why(reason)}", soft_wrap=True)
+    if doubt:
+        console.print(f"\n{noise_words(doubt)}", soft_wrap=True)
+    console.print(f"\ntrain      {found.train}", markup=False, soft_wrap=True)
+    for path in (out, report, trace):
         if path is not None:
             console.print(f"written    {path}", soft_wrap=True)
 
@@ -102,12 +104,37 @@ def _searched(found: "Findings") -> str:
     return f"{looked}: {certainty(result)}"
 
 
-def _plans(title: str, prices: "tuple[Price, ...]", best: "Price") -> Table:
+def _print_prices(console: Console, title: str, prices: "Sequence[Price]", found: "Findings") -> None:
     from vitpar.planner.report.data import COLUMNS, figures, schedule_words
 
-    table = Table("plan", box=box.SIMPLE, title=title, title_justify="left")
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for price in prices:
-        table.add_row(f"{price.plan}{schedule_words(price.plan)}", *figures(price, best))
-    return table
+    best, doubt = found.result.plans[0], found.doubt
+    rows = [(*figures(price, best, doubt), f"{price.plan}{schedule_words(price.plan)}") for price in prices]
+    print_plans(console, title, COLUMNS, rows)
+
+
+def print_plans(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table whose last column is a plan: a plan that is too long for its line gets one below, so that it can
+    be copied. Prints nothing without rows."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(headings, *(row[:-1] for row in rows), strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    console.print(f"\n{title}\n  [dim]{line(headings)}  plan[/dim]", soft_wrap=True)
+    for *cells, plan in rows:
+        start = f"  {line(cells)}"
+        below = len(start) + 2 + len(plan) > console.width
+        console.print(f"{start}\n      {plan}" if below else f"{start}  {plan}", soft_wrap=True)
+
+
+def model_words(costs: "LayerCosts", ranks: str) -> str:
+    """`vit_huge_patch14_224 in bf16 on 8 ranks of NVIDIA H100 SXM 80GB`. ranks: in words."""
+    compiled = ", compiled" if costs.model.compiled else ""
+    return f"{costs.config.name} in {costs.model.precision}{compiled} on {ranks} of {costs.hardware.device_name}"
+
+
+def print_origin(console: Console, origin: "Origin") -> None:
+    """Print which version of vitpar made the output, by which command."""
+    console.print(str(origin), style="dim", markup=False, soft_wrap=True)

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vitpar.errors import PlannerError
-from vitpar.text import count, shown
+from vitpar.text import count, shown, size
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import refuse_unwritable, write
+from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
+from vitpar_cli.search_view import model_words, print_origin, print_plans
 from vitpar_cli.world import choose_device, end, enter, resolve
 
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
+    from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.report.accuracy import Row
     from vitpar.strategy import Plan
 
@@ -51,7 +51,8 @@ def validate(
     """Run plans for a few steps and print what was predicted beside what was measured.
 
     The plans need as many ranks as the hardware was profiled with. Each runs in processes of its own, on random images:
-    all plans once, all again, a third time those whose two runs disagree, and at the end the fastest in turns.
+    all plans once, all again, a third time those whose two runs disagree, and at the end the fastest in turns. It says
+    how much of the cores other programs used meanwhile: above a tenth figures are not reliable.
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
@@ -69,38 +70,39 @@ def validate(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
     # --microbatches is for the plans that are named, not for the recipe's.
     merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
-    kind, costs, size = choose_device(device), profiled_costs(hardware, model_profile, merged), merged.train.batch_size
+    kind, costs = choose_device(device), profiled_costs(hardware, model_profile, merged)
+    images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
-        chosen = [_plan(text, costs.config, size, machine.ranks, microbatches) for text in plans]
+        chosen = [_plan(text, costs.config, images, machine.ranks, microbatches) for text in plans]
         for plan in chosen:
             refuse_clashes(plan, profile.precision, profile.compiled)
     else:
-        chosen = list(example_plans(costs.config, machine.ranks, size, profile.precision, profile.compiled))
+        chosen = list(example_plans(costs.config, machine.ranks, images, profile.precision, profile.compiled))
     if not chosen:
         raise PlannerError(
-            f"no example plan fits a batch of {size} on {count(machine.ranks, 'rank')}: name plans, or another "
-            "--batch-size"
+            f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: name plans, or another "
+            "--batch-images"
         )
-    prices = [price(plan, costs, size, moments(merged)) for plan in chosen]
+    prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
     resolve(chosen[0], kind)  # refuses ranks that a launcher or the GPUs do not give
     world = enter(machine.ranks, kind)
 
+    from vitpar.planner.measure.clock import load_share
     from vitpar.planner.measure.steps import Runner, Training
 
     runner = Runner(world, kind, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.config)
-    console = Console(highlight=False)
+    load, progress = load_share(), ProgressLines()  # before our own processes compute
     rows: list[Row] = []
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite), start=1):
         rows[index : index + 1] = [Row(prices[index], measured, profile.pace)]  # the first run of a plan appends
         if world.rank == 0:
             if out is not None:
-                write(out, json.dumps(_to_json(rows), indent=1) + "\n")
-            if not as_json and sys.stderr.isatty():
-                print(f"run {run} of {2 * len(chosen)} and some more: {chosen[index]}", file=sys.stderr)
+                write(out, json.dumps(_to_json(rows, costs, load), indent=1) + "\n")
+            progress(f"run {run} of {2 * len(chosen)} or more: {chosen[index]}")
     if world.rank == 0:
         if corrected is not None:
             found = correction([row.evidence for row in rows])
@@ -108,7 +110,7 @@ def validate(
             better[0].save(corrected[0])
             better[1].save(corrected[1])
             print(f"corrected profiles written to {correct}: {found}", file=sys.stderr)
-        print(json.dumps(_to_json(rows))) if as_json else _show(console, rows)
+        print(json.dumps(_to_json(rows, costs, load))) if as_json else _show(rows, costs, load)
     end(world)
 
 
@@ -140,45 +142,59 @@ def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatc
     return validated(plan, config, batch_size)
 
 
-def _to_json(rows: "list[Row]") -> dict:
-    from vitpar.planner.report.accuracy import accuracy
+def _to_json(rows: "list[Row]", costs: "LayerCosts", load: float | None) -> dict:
+    from vitpar.planner.report.accuracy import accuracy, others_used
+    from vitpar.planner.report.data import origin_to_json
 
     found = accuracy(rows)
+    others = others_used(rows)
     return {
+        **origin_to_json(origin(), costs),
+        "batch_size": rows[0].price.batch_size,
         "time_error": {"mean": found.time[0], "largest": found.time[1]},
         "clocked_time_error": {"mean": found.clocked[0], "largest": found.clocked[1]},
         "slowdown": found.slowdown,
+        "others_share": load if others is None else others,
         "repeat": found.repeat and {"mean": found.repeat[0], "largest": found.repeat[1]},
         "memory_error": found.memory and {"mean": found.memory[0], "largest": found.memory[1]},
         "rank_correlation": found.rank,
         "chosen_slower_than_best": found.chosen,
-        "rows": [row.to_json() for row in rows],
+        "rows": [row.to_json() | {"mfu": row.price.mfu(costs)} for row in rows],
     }
 
 
-def _show(console: Console, rows: "list[Row]") -> None:
-    from vitpar.planner.report.accuracy import accuracy
-    from vitpar.planner.report.data import schedule_words
+COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
 
-    table = Table("plan", box=box.SIMPLE)
-    for heading in ("predicted ms", "measured ms", "error", "predicted MB", "measured MB", "error"):
-        table.add_column(heading, justify="right")
-    for row in sorted(rows, key=lambda row: row.seconds):
-        plan = row.price.plan
-        words = f"{plan}{schedule_words(plan)}" + f" {plan.microbatches}" * ((plan.microbatches or 1) > 1)
-        memory = "" if row.memory is None else f"{row.memory / 1e6:,.1f}"
-        table.add_row(
-            words,
-            f"{row.price.seconds * 1e3:,.1f}",
-            f"{row.seconds * 1e3:,.1f}",
+
+def _show(rows: "list[Row]", costs: "LayerCosts", load: float | None) -> None:
+    from vitpar.planner.report.accuracy import BUSY, accuracy, others_used
+    from vitpar.planner.report.data import duration, plan_title
+    from vitpar.planner.report.uncertainty import uncertainty
+
+    console = Console(highlight=False)
+    best = min((row.price for row in rows), key=lambda price: price.seconds)
+    ranks = count(best.plan.world_size, "rank")
+    console.print(f"[bold]{model_words(costs, ranks)}, batch {best.batch_size:,}[/bold]", soft_wrap=True)
+    print_origin(console, origin())
+    lines = [
+        (
+            duration(row.price.seconds),
+            duration(row.seconds),
             f"{row.time_error:+.1%}",
-            f"{row.price.memory_bytes / 1e6:,.1f}",
-            memory,
+            size(row.price.memory_bytes),
+            "" if row.memory is None else size(row.memory),
             "" if row.memory_error is None else f"{row.memory_error:+.1%}",
+            plan_title(row.price.plan),
         )
-    console.print(table)
-    found = accuracy(rows)
-    console.print(f"time       {found.time[0]:.1%} off in the mean, {found.time[1]:.1%} at most")
+        for row in sorted(rows, key=lambda row: row.seconds)
+    ]
+    print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
+    found, doubt, mfu = accuracy(rows), uncertainty(best, costs), best.mfu(costs)
+    console.print(f"\ntime       {found.time[0]:.1%} off in the mean, {found.time[1]:.1%} at most")
+    if doubt:
+        console.print(f"expected   {doubt.source}", soft_wrap=True)
+    if mfu is not None:
+        console.print(f"MFU        {mfu * 100:.1f} % predicted for the fastest")
     if found.memory:
         console.print(f"memory     {found.memory[0]:.1%} off in the mean, {found.memory[1]:.1%} at most")
     console.print(f"order      rank correlation {found.rank:.3f}; predicted to be the fastest and {found.chosen:.1%}")
@@ -192,3 +208,13 @@ def _show(console: Console, rows: "list[Row]") -> None:
     if found.repeat:
         console.print(f"repeat     measured again, plans took {found.repeat[0]:.1%} more or less in the mean,")
         console.print(f"           {found.repeat[1]:.1%} at most: no prediction can be known to be nearer than that")
+    others = others_used(rows)
+    if others is not None:
+        verdict = ": figures are not reliable" if others >= BUSY else ""
+        words = f"other programs used {others:.0%} of the cores while plans were measured{verdict}"
+    elif load is not None and load >= BUSY:
+        words = f"programs used {load:.0%} of the cores in the minute before plans were measured (load average): "
+        words += "figures are not reliable if they went on"
+    else:
+        return
+    console.print(f"others     {words}", soft_wrap=True)

@@ -51,9 +51,10 @@ def count(number: int, noun: str) -> str:
 
 
 def size(number: float) -> str:
-    """`31.2 GB`, `640 MB`, `0.12 MB`: bytes."""
-    unit, scale = ("GB", 1e9) if number >= 1e9 else ("MB", 1e6)
-    return f"{number / scale:.3g} {unit}"
+    """`1,360 GB`, `31.2 GB`, `640 MB`, `0.12 MB`: bytes."""
+    unit, scale = ("GB", 1e9) if number >= 999.5e6 else ("MB", 1e6)
+    value = number / scale
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"  # without an exponent
 
 
 def either(options: Iterable[object]) -> str:

@@ -11,16 +11,26 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from vitpar import __version__
 from vitpar.errors import PlannerError, UserError
+from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
 from vitpar.planner.measure.steps import Run as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import Row, accuracy, spearman
+from vitpar.strategy import parse
+from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar_cli.outputs import CADENCE, ProgressLines
 from vitpar_cli.profiled import parse_size, profiled_costs
 from vitpar_cli.search import search
+from vitpar_cli.search_view import SHOWN
+from vitpar_cli.validate import _show as show_accuracy
+from vitpar_cli.validate import _to_json as accuracy_json
 from vitpar_cli.validate import validate
 
 Run = Callable[..., str]
@@ -90,6 +100,76 @@ def test_json_says_it_all(run: Run) -> None:
     speeds = [point["images_per_second"] for point in found["frontier"]]
     assert speeds == sorted(speeds, reverse=True)
     assert {row["strategy"] for row in found["why_not"]} >= {"tp8", "pp8"}
+
+
+def test_outputs_say_how_they_came_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
+    words = run("search", *H100, "--memory", "20GB")
+    assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
+    assert "in bf16 on 8 ranks of NVIDIA H100" in words and "a step of 256 images, MFU" in words
+    found = json.loads(run("search", *H100, "--memory", "20GB", "--json"))
+    assert (found["vitpar"], found["precision"], found["model"]) == (__version__, "bf16", "vit_small_patch16_224")
+    assert found["command"].endswith("'20 GB'") and 0 < found["plans"][0]["mfu"] < 1
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_plans_are_whole_at_any_width(run: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    arguments = (*H100, "--memory", "1GB", "--without", "1f1b,gpipe")
+    words = run("search", *arguments)
+    found = json.loads(run("search", *arguments, "--json"))
+    listed = found["plans"][: 1 + SHOWN] + found["frontier"][1:]
+    assert len(listed) > 3
+    for plan in listed:
+        assert plan["strategy"] in words and "…" not in words
+
+
+def test_the_command_that_trains_says_what_a_strategy_does_not(run: Run, tmp_path: Path) -> None:
+    given = ("--roles", "pp", "--without", "gpipe", "--memory", "20GB")
+    plan = json.loads(run("search", *H100, *given, "--json"))
+    assert f"--schedule {plan['plans'][0]['plan']['schedule']}" in plan["train"] and "--batch-size 256" in plan["train"]
+    assert "--model vit_small_patch16_224" in plan["train"] and "--precision bf16" in plan["train"]
+    out = tmp_path / "plan.json"
+    assert f"--mesh {out} --batch-size 256" in json.loads(run("search", *H100, "--out", str(out), "--json"))["train"]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    now = iter([0.0, 1.0, CADENCE - 1, CADENCE, CADENCE + 1])
+    lines = ProgressLines(clock=lambda: next(now))
+    for number in range(5):
+        lines(f"run {number}")
+    assert capsys.readouterr().err.split("\n") == ["run 0", "run 3", ""]
+    later = iter([0.0, 1.0, CADENCE])
+    patient = ProgressLines(eager=False, clock=lambda: next(later))
+    patient("soon")
+    patient("later")
+    assert capsys.readouterr().err == "later\n"
+
+
+@pytest.mark.parametrize(
+    ("others", "load", "sentence"),
+    [
+        (0.37, 0.0, "other programs used 37% of the cores while plans were measured: figures are not reliable"),
+        (0.02, 0.9, "other programs used 2% of the cores while plans were measured\n"),
+        (None, 0.9, "programs used 90% of the cores in the minute before plans were measured (load average)"),
+        (None, 0.05, None),
+    ],
+)
+def test_contention_is_reported(
+    capsys: pytest.CaptureFixture[str], others: float | None, load: float, sentence: str | None
+) -> None:
+    hardware = find_cluster("8xH100").hardware()
+    config = model_config("vit_small_patch16_224")
+    costs = LayerCosts(config, hardware, estimate_model(config, "bf16", hardware, ("tp1",)))
+    predicted = price(validated(parse("dp8"), config, 64), costs, 64)
+    measured = Measured((Steps((1.0,), (), others), Steps((1.1,), (), others)), (None,) * 8)
+    show_accuracy([Row(predicted, measured)], costs, load)
+    words = capsys.readouterr().out
+    assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
+    assert sentence in words if sentence else "cores" not in words
+    assert accuracy_json([Row(predicted, measured)], costs, load)["others_share"] == (
+        load if others is None else others
+    )
 
 
 def test_the_best_batch_is_chosen(run: Run) -> None:

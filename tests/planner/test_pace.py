@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain, count, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure import clock as clocks
-from vitpar.planner.measure.clock import PACES, Clock, Neighbours, Pace
+from vitpar.planner.measure.clock import PACES, Clock, CoreUse, Neighbours, Pace, load_share, others_share
 from vitpar.planner.measure.steps import TURNS, Measured, Run, Runner
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
@@ -72,6 +73,41 @@ def test_steps_are_compared_at_the_profiled_pace() -> None:
     assert found.clocked[0] == pytest.approx(2 / 3) and found.time[0] < 1e-9
     unknown = Row(predicted, measured)
     assert unknown.slowdown == 1.0 and unknown.seconds == unknown.clocked == pytest.approx(3 * s)
+
+
+def stat(tmp_path: Path, *busy: int) -> Path:
+    """A /proc/stat whose every core worked as many ticks: for users, then stolen by other virtual machines."""
+    user, steal = busy
+    path = tmp_path / "stat"
+    lines = [f"cpu{number} {user} 0 0 5000 7 0 0 {steal} 0 0" for number in range(4096)]
+    path.write_text("\n".join(["cpu  1 2 3", *lines, "intr 5"]))
+    return path
+
+
+def test_other_programs_are_what_ranks_did_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores, ten seconds: they work 14 s in all, of which two ranks use 9 s."""
+    monkeypatch.setattr(clocks.os, "sched_getaffinity", lambda _: {3, 5})
+    ticks = clocks.os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(clocks.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(clocks.time, "process_time", lambda: 1.0)
+    before = CoreUse.read(stat(tmp_path, 10 * ticks, 0))
+    monkeypatch.setattr(clocks.time, "monotonic", lambda: 110.0)
+    monkeypatch.setattr(clocks.time, "process_time", lambda: 5.5)
+    after = CoreUse.read(stat(tmp_path, 15 * ticks, 2 * ticks))
+    assert before is not None and after is not None
+    used = after.since(before)
+    assert used == pytest.approx((14.0, 4.5, 20.0))
+    assert others_share([("here", *used)] * 2) == pytest.approx(5 / 20)
+    assert others_share([("here", *used), ("there", *used)]) == pytest.approx(9.5 / 20), "each machine by itself"
+    assert others_share([("here", 8.0, 4.5, 20.0)] * 2) == 0.0, "ticks are rounded"
+    assert others_share([("here", 0.01, 0.0, 0.02)]) is None, "too short to tell"
+
+
+def test_systems_without_counters_are_not_read(tmp_path: Path) -> None:
+    assert CoreUse.read(tmp_path / "none") is None
+    assert CoreUse.read(stat(tmp_path, 0, 0)) is None
+    load = load_share()
+    assert load is None or 0 <= load <= 1
 
 
 class Unsteady(Runner):

@@ -8,10 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.paths import EXPERIMENTS
+from helpers.ranks import RankPool
 from vitpar.errors import StrategyError
-from vitpar.planner.measure.steps import run_in_subprocess
+from vitpar.models import model_config
+from vitpar.planner.measure.clock import STAT
+from vitpar.planner.measure.steps import Training, _steps, run_in_subprocess
+from vitpar.strategy import parse, validate
+from vitpar.training.recipe import Recipe
 
 RECIPE = """
 [model]
@@ -53,6 +59,20 @@ def vitpar(tmp_path: Path) -> Command:
         return done.stdout
 
     return run
+
+
+def others_beside(device: torch.device) -> float | None:
+    """The share of the cores that others use while a tiny model trains. Runs on every rank."""
+    config = model_config("vit_custom", width=16, depth=2, heads=2, patch_size=8, image_size=16, num_classes=2)
+    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "compile": False}})
+    plan = validate(parse("dp2"), config, 8)
+    return _steps(Training(recipe, config), plan, device, seconds=0.5).others
+
+
+@pytest.mark.skipif(not STAT.exists(), reason="the system does not count what cores do")
+def test_measured_steps_know_what_other_programs_use(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2).run(others_beside)
+    assert first == second and first is not None and 0 <= first <= 1
 
 
 @pytest.mark.slow

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from vitpar.launch.resources import cpu_cores
 from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.planner.profile.profiles import Timing
 
@@ -43,6 +49,66 @@ class Pace:
         begun = time.thread_time()
         torch.autograd.grad(self._mlp(self._x).sum(), self._parameters)
         return time.thread_time() - begun
+
+
+STAT = Path("/proc/stat")
+BUSY = (0, 1, 2, 5, 6, 7)
+"""Columns of a core in `STAT` in which it worked for somebody: user, nice, system, interrupts, and steal, which other
+virtual machines took. Source: proc_stat(5)."""
+
+
+@dataclass(frozen=True)
+class CoreUse:
+    """CPU seconds so far, on the cores that this process may run on."""
+
+    busy: float
+    """Of all programs, other virtual machines included."""
+    own: float
+    """Of this process."""
+    capacity: float
+    """Of the cores together, from any start."""
+
+    @classmethod
+    def read(cls, stat: Path = STAT) -> Self | None:
+        """The use by now; None where the system does not tell."""
+        try:
+            lines = [line.split() for line in stat.read_text().splitlines()]
+            cores = [f"cpu{number}" for number in os.sched_getaffinity(0)]
+            ticks = [int(line[1 + column]) for line in lines if line and line[0] in cores for column in BUSY]
+        except (OSError, AttributeError, ValueError, IndexError):
+            return None
+        if not any(ticks):  # sandboxes show zeros
+            return None
+        return cls(sum(ticks) / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic() * len(cores))
+
+    def since(self, before: Self) -> tuple[float, float, float]:
+        """Seconds after `before`: of all programs, of this process, and of the cores together."""
+        return self.busy - before.busy, self.own - before.own, self.capacity - before.capacity
+
+
+def others_share(ranks: Iterable[tuple[str, float, float, float]]) -> float | None:
+    """The share of the cores, 0 to 1, that programs other than the ranks used, on the machine where it was most.
+
+    ranks: the machine of each rank and what `CoreUse.since` returned there. None where they took less than a few ticks
+    of the system's clock.
+    """
+    machines: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for machine, *times in ranks:
+        machines[machine].append((times[0], times[1], times[2]))
+    shares = []
+    for each in machines.values():
+        busy, capacity = max(times[0] for times in each), max(times[2] for times in each)
+        if capacity > 0.2:
+            shares.append(min(1.0, max(0.0, (busy - sum(times[1] for times in each)) / capacity)))
+    return max(shares, default=None)
+
+
+def load_share() -> float | None:
+    """The share of the cores that programs used in the last minute, by the load average; for systems without `STAT`."""
+    try:
+        return min(1.0, os.getloadavg()[0] / cpu_cores())
+    except (OSError, AttributeError):
+        return None
 
 
 class Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import statistics
 import time
 import traceback
@@ -23,7 +24,7 @@ from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.models.config import ViTConfig
-from vitpar.planner.measure.clock import Group, Pace
+from vitpar.planner.measure.clock import CoreUse, Group, Pace, others_share
 from vitpar.planner.measure.device import Peak
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import refuse_clashes
@@ -60,11 +61,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of a plan, one after the other. seconds: of each, for the slowest rank. paces: of the cores around each, in
-    the mean (`Pace`); none on GPUs."""
+    """Steps of a plan, one after the other."""
 
     seconds: tuple[float, ...]
+    """Of each step, for the slowest rank."""
     paces: tuple[float, ...] = ()
+    """Of the cores around each step, in the mean (`Pace`); none on GPUs."""
+    others: float | None = None
+    """The share of the cores, 0 to 1, that other programs used meanwhile; None on GPUs and where it is not known."""
 
     def middle(self, pace: float) -> float:
         """The median, had the cores been at `pace`; the clock's where that or theirs is not known."""
@@ -174,7 +178,7 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
         return statistics.fmean(work.read() for _ in range(PACES)) if work is not None else 0.0
 
     taken: list[float] = []
-    paces = [paced()]
+    before, paces = CoreUse.read(), [paced()]
     while len(taken) < 3 or sum(taken) < seconds:
         barrier()
         begun = time.perf_counter()
@@ -185,7 +189,10 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
         paces.append(paced())
     if work is None:
         return Run(tuple(taken))
-    return Run(tuple(taken), tuple((before + after) / 2 for before, after in pairwise(group.mean(paces))))
+    now = CoreUse.read()
+    used = all_gather_json((platform.node(), *now.since(before)) if now and before else None)
+    others = None if None in used else others_share(used)
+    return Run(tuple(taken), tuple((one + two) / 2 for one, two in pairwise(group.mean(paces))), others)
 
 
 def run_in_subprocess(work: Callable[[], T]) -> T:

@@ -1,8 +1,11 @@
 """Galvatron's profiles as vitpar's records, from the JSON files of its profilers.
 
-Their figures are taken as Galvatron takes them: GB/s are 2**20 bytes in a thousandth of a millisecond, a forward takes
-as long for an image in any batch and on any rank its share of that, a backward twice as long. What it does not measure
-(the optimizer, the cost of sharding besides sending, working space) is taken as nothing, and `measured` says so.
+Their figures are taken as Galvatron takes them: GB/s are 2**20 bytes in a thousandth of a millisecond, a forward's
+milliseconds are for one image of a batch, a backward takes twice as long. Every profiled batch size is a point of the
+curve. What batches take even without images, by the line through these points, is not split by tensor parallelism.
+Below the smallest profiled batch a forward takes as long as that one: Galvatron's own line through zero would make
+micro-batches of one image free. What it does not measure (the optimizer, the cost of sharding besides sending, working
+space) is taken as nothing, and `measured` says so.
 Source: https://github.com/PKU-DAIR/Hetu-Galvatron, its hardware and model profilers.
 """
 
@@ -33,6 +36,7 @@ from vitpar.planner.profile.profiles import (
     Overlap,
     WeightProfile,
     exact,
+    fit,
 )
 from vitpar.strategy import parse, validate
 from vitpar.strategy.layer import refuse_many_ranks
@@ -44,6 +48,8 @@ LARGEST = math.sqrt(MAX_MEASURE)
 """Number in a file, so that what follows from it is a measure."""
 NOTHING = 1e-12
 """Seconds of what was not measured."""
+Forwards = tuple[tuple[int, float], ...]
+"""(images, seconds), by rising images."""
 UNMEASURED = "taken as nothing: optimizer, gathering and reducing besides sending, working space"
 
 
@@ -117,7 +123,8 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     missing, ambiguous, or of another number of tokens."""
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
-    block, ends = (_seconds(computed, name, config.tokens, folder) for name in ("0", "other"))
+    block, others = (_forwards(computed, name, config.tokens, folder) for name in ("0", "other"))
+    ends = tuple((images, seconds / 2) for images, seconds in others)  # of stem and head each
     block_memory = _section(memory, "layertype_0", config.tokens, folder)
     saved = _activations(block_memory.get("tp_activation_per_bsz_dict"), folder)
     recomputed = _numbers(block_memory["tp_activation_per_bsz_dict"], folder).get("checkpoint")
@@ -132,20 +139,20 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
         for policy, times, size in (("none", 2, kept), ("full", 3, recomputed)):
             if size is None:
                 continue
-            kinds: dict[LayerKind, tuple[float, float]] = {
-                "stem": (ends / 2 / tp, first.get(tp, first.get(1, 0.0) / tp)),
-                "block": (block / tp, size),
-                "head": (ends / 2 / tp, last.get(tp, last.get(1, 0.0) / tp)),
+            kinds: dict[LayerKind, tuple[Forwards, float]] = {
+                "stem": (ends, first.get(tp, first.get(1, 0.0) / tp)),
+                "block": (block, size),
+                "head": (ends, last.get(tp, last.get(1, 0.0) / tp)),
             }
-            for kind, (seconds, megabytes) in kinds.items():
-                forward = max(seconds, NOTHING)  # of one image
+            for kind, (forwards, megabytes) in kinds.items():
+                split = _split(forwards, tp)
                 layer = LayerProfile(
                     layer=kind,
                     tensor=tensor,
                     checkpoint=policy,
                     wrapped=False,
-                    forward=Curve(timings=exact((n, n * forward) for n in (1, 1024))),
-                    backward=Curve(timings=exact((n, n * (times * forward)) for n in (1, 1024))),
+                    forward=Curve(timings=exact(split)),
+                    backward=Curve(timings=exact((images, times * seconds) for images, seconds in split)),
                     input_share=0.0 if kind == "stem" else 0.5,
                     saved=Bytes(fixed=0, per_row=megabytes * MB),
                     workspace=Bytes(fixed=0, per_row=0),
@@ -184,17 +191,28 @@ def _rate(bandwidth: float) -> float:
     return bandwidth * MB * 1e3
 
 
-def _seconds(computed: Mapping[str, float], name: str, tokens: int, folder: Path) -> float:
-    """Of a forward of one image."""
-    of = [key for key in computed if re.fullmatch(rf"layertype_{name}_bsz[0-9]+_seq[0-9]+", key)]
-    found = [key for key in of if key.endswith(f"_seq{tokens}")]
+def _forwards(computed: Mapping[str, float], name: str, tokens: int, folder: Path) -> Forwards:
+    """(images, seconds of their forward) for every profiled batch size."""
+    pattern = re.compile(rf"layertype_{name}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}})")
+    matches = [(match, each) for key, each in computed.items() if (match := pattern.fullmatch(key))]
+    found = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if int(match[2]) == tokens}
     if not found:
-        known = shown(", ".join(sorted({key.rpartition("_seq")[2] for key in of}))) or "none"
+        known = shown(", ".join(sorted({match[2] for match, _ in matches}))) or "none"
         raise PlannerError(
             f"the computation profile in {folder} has no layertype_{name} of {tokens} tokens (it has {known}): name "
             "the model that was profiled by --model or --set model.…"
         )
-    return computed[found[0]] / 1e3
+    return tuple(sorted(found.items()))
+
+
+def _split(forwards: Forwards, tp: int) -> Forwards:
+    """The same on each of `tp` ranks, which share what grows with the images, and nothing else."""
+    least = [max(seconds, NOTHING) for _, seconds in forwards]
+    fixed = fit([images for images, _ in forwards], least)[0] if len(forwards) > 1 else 0.0
+    return tuple(
+        (images, max(NOTHING, fixed + (seconds - fixed) / tp))
+        for (images, _), seconds in zip(forwards, least, strict=True)
+    )
 
 
 def _section(memory: Mapping[str, Any], name: str, tokens: int, folder: Path) -> Mapping[str, Any]:

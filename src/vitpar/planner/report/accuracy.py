@@ -17,6 +17,8 @@ from vitpar.planner.profile.profiles import Hardware, ModelProfile
 COMPUTING = ("forward", "backward", "optimizer", "uneven", "other")
 SENDING = ("tensor", "gather", "gradients", "redistribution")
 """Parts of a step."""
+BUSY = 0.1
+"""Share of the cores that other programs may use before measured steps are not to be relied on."""
 LEAST, MOST = 0.2, 5.0
 """Factors beyond these mean that something else is wrong."""
 
@@ -104,7 +106,10 @@ class Row:
             "predicted_seconds": self.price.seconds,
             "measured_seconds": self.seconds,
             "clocked_seconds": self.clocked,
-            "runs": [{"seconds": list(run.seconds), "paces": list(run.paces)} for run in self.measured.runs],
+            "runs": [
+                {"seconds": list(run.seconds), "paces": list(run.paces), "others": run.others}
+                for run in self.measured.runs
+            ],
             "predicted_memory_bytes": self.price.memory_bytes,
             "measured_memory_bytes": list(self.measured.memory),
             "predicted_breakdown_seconds": dict(self.price.time),
@@ -126,6 +131,13 @@ class Accuracy:
     memory: tuple[float, float] | None
     rank: float
     chosen: float
+
+
+def others_used(rows: Sequence[Row]) -> float | None:
+    """The share of the cores that other programs used while plans were measured, in the mean of all runs; None where
+    it is not known."""
+    known = [run.others for row in rows for run in row.measured.runs if run.others is not None]
+    return statistics.fmean(known) if known else None
 
 
 def accuracy(rows: Sequence[Row]) -> Accuracy:

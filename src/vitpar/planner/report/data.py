@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.planner.report.timeline import rows_of, timeline
+from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Result, Search
 from vitpar.planner.search.reasons import Reason, reasons
 from vitpar.planner.search.scaling import Point, efficiency
@@ -14,20 +18,45 @@ from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.text import count, size
 
-ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-"""Of a pipeline, by `Event.kind`."""
 COLUMNS = ("micro-batches", "images/s", "beside the best", "a rank")
 """Headings of `figures`."""
+SCALING_COLUMNS = ("ranks", "batch", "images/s", "a rank", "MFU", "efficiency", "gap")
+"""Headings of `scaling_rows`, but for the plan."""
 
 
-def figures(price: Price, best: Price) -> tuple[str, ...]:
-    """What is to be known of a plan at a glance."""
+def duration(seconds: float) -> str:
+    """`1.36 s`, `262.7 ms`, `45.0 µs`."""
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
+
+
+def speed_words(price: Price, costs: LayerCosts) -> str:
+    """`3,898.5 images/s ± 4.0 %, 262.7 ms a step of 1,024 images, MFU 49.4 %`, as far as it is known."""
+    doubt, mfu = uncertainty(price, costs), price.mfu(costs)
+    words = f"{price.images_per_second:,.1f} images/s{f' {doubt}' if doubt else ''}"
+    words += f", {duration(price.seconds)} a step of {price.batch_size:,} images"
+    return words + ("" if mfu is None else f", MFU {mfu * 100:.1f} %")
+
+
+def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tuple[str, ...]:
+    """A plan's figures in the order of `COLUMNS`. doubt: of the best plan; marks plans that it covers by `≈`."""
     return (
-        str(price.plan.microbatches),
+        str(price.plan.microbatches or 1),
         f"{price.images_per_second:,.1f}",
-        f"{price.images_per_second / best.images_per_second - 1:+.1%}",
+        f"{price.images_per_second / best.images_per_second - 1:+.1%}{_mark(price, best, doubt)}",
         size(price.memory_bytes),
     )
+
+
+def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
+    return " ≈" if doubt is not None and price is not best and doubt.covers(price, best) else ""
+
+
+def noise_words(doubt: Uncertainty | None) -> str:
+    """What `≈` means in a table of `figures`; nothing where no uncertainty is known."""
+    within = "within the error of estimates" if doubt and doubt.estimated else "within the noise"
+    return f"≈ {within} ({doubt}) of the best: measure both to tell them apart" if doubt else ""
 
 
 def certainty(result: Result) -> str:
@@ -61,53 +90,103 @@ def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The program that made an output."""
+
+    version: str
+    """Of vitpar."""
+    command: str
+    """As it was typed."""
+
+    def __str__(self) -> str:
+        return f"vitpar {self.version}: {self.command}"
+
+
+def origin_to_json(origin: Origin, costs: LayerCosts) -> dict[str, object]:
+    """What was predicted, by what, from what."""
+    return {
+        "vitpar": origin.version,
+        "command": origin.command,
+        "model": costs.config.name,
+        "precision": costs.model.precision,
+        "compiled": costs.model.compiled,
+        "hardware": costs.hardware.name,
+        "device": costs.hardware.device_name,
+        "notes": list(provenance(costs.hardware, costs.model)),
+    }
+
+
+@dataclass(frozen=True)
 class Findings:
-    """result: the plans. budget: bytes a rank may take. frontier: the best plans for less and less memory. reasons: why
-    the obvious plans were not chosen. notes: where the figures come from."""
+    """Everything that a search found."""
 
     result: Result
     budget: float
+    """Bytes that a rank may take."""
     frontier: tuple[Price, ...]
+    """The best plans for less and less memory."""
     reasons: tuple[Reason, ...]
-    notes: tuple[str, ...] = ()
+    """Why the obvious plans were not chosen."""
+    costs: LayerCosts
+    origin: Origin
+    train: str = ""
+    """The command that trains the best plan."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where the figures come from."""
+        return provenance(self.costs.hardware, self.costs.model)
+
+    @cached_property
+    def doubt(self) -> Uncertainty | None:
+        """The uncertainty of the best plan."""
+        return uncertainty(self.result.plans[0], self.costs)
+
+    def why(self, reason: Reason) -> str:
+        """The sentence of a reason, marked as `figures` marks plans where its plan fits."""
+        fits = reason.price is not None and reason.price.memory_bytes <= self.budget
+        return reason.why + (_mark(reason.price, self.result.plans[0], self.doubt) if reason.price and fits else "")
 
     def to_json(self) -> dict[str, object]:
         """Seconds, bytes; plans as plan.json has them."""
         result = self.result
         return {
-            "notes": list(self.notes),
+            **origin_to_json(self.origin, self.costs),
+            "train": self.train,
             "search_seconds": result.seconds,
             "memory_budget_bytes": self.budget,
             "exact": result.exact,
             "images_per_second_bound": result.bound,
             "looked_at": {"strategies": result.strategies, "kinds": result.kinds, "priced": result.priced},
-            "plans": [price_to_json(price) for price in result.plans],
-            "frontier": [price_to_json(price) for price in self.frontier],
+            "plans": [price_to_json(price, self.costs) for price in result.plans],
+            "frontier": [price_to_json(price, self.costs) for price in self.frontier],
             "why_not": [
                 {
                     "strategy": reason.plan,
                     "why": reason.why,
-                    **({} if reason.price is None else price_to_json(reason.price)),
+                    **({} if reason.price is None else price_to_json(reason.price, self.costs)),
                 }
                 for reason in self.reasons
             ],
         }
 
 
-def findings(search: Search, result: Result, budget: float) -> Findings:
-    """What there is to say of a search that found something."""
+def findings(search: Search, result: Result, budget: float, origin: Origin, train: str = "") -> Findings:
+    """Collect what there is to say of a search that found a plan."""
     best = result.plans[0]
-    notes = provenance(search.costs.hardware, search.costs.model)
-    return Findings(result, budget, search.frontier(best), reasons(search, best, budget), notes)
+    return Findings(result, budget, search.frontier(best), reasons(search, best, budget), search.costs, origin, train)
 
 
-def price_to_json(price: Price) -> dict[str, object]:
+def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
     """A plan with its predicted time and memory, broken down; memory is of the fullest rank at each place of the pp
     axis."""
+    doubt = uncertainty(price, costs)
     return {
         "strategy": str(price.plan),
         "batch_size": price.batch_size,
         "images_per_second": price.images_per_second,
+        "mfu": price.mfu(costs),
+        "uncertainty": doubt and {"share": doubt.share, "of": "estimates" if doubt.estimated else "timings"},
         "step_seconds": price.seconds,
         "step_breakdown_seconds": dict(price.time),
         "memory_bytes": price.memory_bytes,
@@ -116,43 +195,69 @@ def price_to_json(price: Price) -> dict[str, object]:
     }
 
 
-def scaling_to_json(found: Mapping[str, Sequence[Point]], notes: Sequence[str]) -> dict[str, object]:
-    """By kind of scaling, a point for each number of ranks; no plan where nothing fits. notes: where figures come
-    from."""
+def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Origin) -> dict[str, object]:
+    """By kind of scaling, a point for each number of ranks; no plan where nothing fits."""
     points = {
         kind: [
             {
                 "ranks": point.ranks,
                 "batch_size": point.batch_size,
                 "efficiency": part,
-                **({} if point.price is None else {"at_most_better_by": point.gap, **price_to_json(point.price)}),
+                **(
+                    {} if point.price is None else {"at_most_better_by": point.gap, **price_to_json(point.price, costs)}
+                ),
             }
             for point, part in zip(points, efficiency(points), strict=True)
         ]
         for kind, points in found.items()
     }
-    return {"notes": list(notes), **points}
+    return {**origin_to_json(origin, costs), **points}
 
 
-def trace(price: Price) -> dict[str, object]:
-    """The events of one step in the Trace Event Format, which chrome://tracing and Perfetto show.
+def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, ...]]:
+    """`SCALING_COLUMNS` and the plan for each point. gap: by how much any plan could be better at most."""
+    rows = []
+    for point, part in zip(points, efficiency(points), strict=True):
+        where, price = (str(point.ranks), f"{point.batch_size:,}"), point.price
+        if price is None or part is None:
+            rows.append((*where, *("",) * (len(SCALING_COLUMNS) - 2), "no plan fits"))
+            continue
+        doubt, mfu = uncertainty(price, costs), price.mfu(costs)
+        rows.append(
+            (
+                *where,
+                f"{price.images_per_second:,.0f}{f' {doubt}' if doubt else ''}",
+                f"{point.per_rank:,.1f}",
+                "" if mfu is None else f"{mfu:.1%}",
+                f"{part:.1%}",
+                f"{point.gap:.1%}",
+                plan_title(price.plan),
+            )
+        )
+    return rows
 
-    Times are in microseconds. A process is a place of the pp axis.
+
+def trace(price: Price, costs: LayerCosts, origin: Origin) -> dict[str, object]:
+    """The spans of one step in the Trace Event Format, which chrome://tracing and Perfetto show.
+
+    Times are in microseconds. A process is a line of the timeline.
     Source: "Trace Event Format", Google, complete events (ph X).
     """
-    places = sorted({event.pp for event in price.events})
-    named = [{"name": "process_name", "ph": "M", "pid": pp, "tid": 0, "args": {"name": f"pp {pp}"}} for pp in places]
+    spans = timeline(price, costs)
+    rows = {row: number for number, row in enumerate(rows_of(spans))}
+    named = [{"name": "process_name", "ph": "M", "pid": n, "tid": 0, "args": {"name": row}} for row, n in rows.items()]
     events = [
         {
-            "name": f"{ACTIONS[event.kind]} {event.microbatch}",
-            "cat": event.kind,
+            "name": span.what if span.microbatch is None else f"{span.what} {span.microbatch}",
+            "cat": span.what,
             "ph": "X",
-            "pid": event.pp,
+            "pid": rows[span.row],
             "tid": 0,
-            "ts": event.start * 1e6,
-            "dur": (event.end - event.start) * 1e6,
-            "args": {"stage": event.stage, "microbatch": event.microbatch},
+            "ts": span.start * 1e6,
+            "dur": (span.end - span.start) * 1e6,
+            "args": {"stage": span.stage, "microbatch": span.microbatch},
         }
-        for event in price.events
+        for span in spans
     ]
-    return {"traceEvents": [*named, *events], "displayTimeUnit": "ms", "otherData": {"plan": str(price.plan)}}
+    about = {"plan": plan_title(price.plan), "batch_size": price.batch_size, **origin_to_json(origin, costs)}
+    return {"traceEvents": [*named, *events], "displayTimeUnit": "ms", "otherData": about}

@@ -9,10 +9,26 @@ from html import escape
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.report import svg
-from vitpar.planner.report.data import COLUMNS, Findings, certainty, figures, plan_title, schedule_words
+from vitpar.planner.report.data import (
+    COLUMNS,
+    SCALING_COLUMNS,
+    Findings,
+    Origin,
+    certainty,
+    duration,
+    figures,
+    noise_words,
+    plan_title,
+    provenance,
+    scaling_rows,
+    schedule_words,
+    speed_words,
+)
+from vitpar.planner.report.maps import layer_map, rank_grid
+from vitpar.planner.report.timeline import timeline
 from vitpar.planner.search.expand import form
-from vitpar.planner.search.scaling import Point, efficiency
-from vitpar.text import count, size
+from vitpar.planner.search.scaling import Point
+from vitpar.text import size
 
 SIMULATED = "Simulated, with the best plan for every number of devices"
 WORDS = {"weak": "as many images for each device", "strong": "as many images in all"}
@@ -23,79 +39,125 @@ SHOWN = 5
 MOST_EVENTS = 4000
 """In a timeline: with more, a page is slow."""
 STYLE = """
-:root { color-scheme: light dark; --line: #8888; --faint: #8882; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; } code { font-size: .95em; }
-svg { width: 100%; display: block; overflow: visible; } svg text { font-size: 12px; fill: currentColor; }
-svg .small { font-size: 11px; opacity: .75; } svg .number { font-size: 10px; fill: #fff; }
+:root { color-scheme: light dark; --faint: #8883; --accent: light-dark(#14507f, #8cc8f5); }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.35rem; line-height: 1.3; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+code { font-size: .95em; overflow-wrap: anywhere; } h1 small { font-weight: normal; }
+.scroll { overflow-x: auto; } svg { width: 100%; min-width: 600px; display: block; }
+svg text { font-size: 12px; fill: currentColor; } svg .small { font-size: 11px; opacity: .8; }
+svg text.number { font-size: 10px; } svg text.number[fill="#fff"] { fill: #fff; }
+svg text.number[fill="#000"] { fill: #000; }
 svg .grid { stroke: var(--faint); } svg .limit { stroke: #d33; stroke-dasharray: 4 3; }
-svg .line { fill: none; stroke: #4269d0; stroke-width: 2; }
+svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; } svg .dot, svg .mark { fill: var(--accent); }
 svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .4rem 0 1rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .3rem 0 1rem; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border: 1px solid #8888; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--faint); }
-td.n, th.n { text-align: right; } .facts td:first-child { white-space: nowrap; opacity: .75; }
-details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .75; font-size: 13px; }
+td.n, th.n { text-align: right; white-space: nowrap; }
+.facts td { min-width: 0; } .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
+.ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
+.ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
+td:has(code) { min-width: 13rem; }
+pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
+details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
 """
 
 
-def page(found: Findings, costs: LayerCosts, moments: float) -> str:
-    """The page of what `costs` says. moments: as `price` takes them."""
-    best, result = found.result.plans[0], found.result
-    unit, scale = ("GB", 1e9) if best.memory_bytes >= 1e9 else ("MB", 1e6)
+def page(found: Findings, moments: float) -> str:
+    """Write the page of a search. moments: as `price` takes them."""
+    best, result, costs, doubt = found.result.plans[0], found.result, found.costs, found.doubt
+    title = f"{plan_title(best.plan)}, batch {best.batch_size:,}"
+    noise = f'<p class="note">{escape(noise_words(doubt))}</p>' if doubt else ""
     parts = [
-        f"<h1>{escape(costs.config.name)}: <code>{escape(str(best.plan))}</code></h1>",
-        _facts(found, costs),
-        "<h2>Memory against speed</h2>",
-        svg.frontier(
-            [(p.memory_bytes / scale, p.images_per_second, str(p.plan)) for p in found.frontier],
-            found.budget / scale,
-            unit,
-        ),
-        '<p class="note">The fastest plan for each amount of memory. Point at a dot to see its plan.</p>',
+        f"<h1>{escape(costs.config.name)}: <code>{escape(str(best.plan))}</code>"
+        f"<small>{escape(title.removeprefix(str(best.plan)))}</small></h1>",
+        _facts(found),
+        f"<h2>Train it</h2><pre>{escape(found.train)}</pre>" if found.train else "",
+        "<h2>Which layers run where</h2>",
+        layer_map(costs.config, best.plan),
+        "<h2>Which rank is where</h2>",
+        rank_grid(best.plan),
         "<h2>Plans</h2>",
-        _table(result.plans, best),
+        _table(found),
+        noise,
+        "<h2>Memory against speed</h2>",
+        _frontier(found),
+        "<h2>What a step is made of</h2>",
     ]
     for number, shown in enumerate(_unlike(found)[:SHOWN]):
-        parts.append(_plan(shown, found.budget, unit, scale, opened=number == 0))
+        parts.append(_plan(shown, found, opened=number == 0))
     parts += [
         "<h2>If links were slower or faster</h2>",
-        svg.lines(_sensitivity(_unlike(found)[:SHOWN], costs, moments), [f"× {f:g}" for f in FACTORS], "images/s"),
+        svg.lines(
+            _sensitivity(_unlike(found)[:SHOWN], costs, moments),
+            [f"× {f:g}" for f in FACTORS],
+            "images/s",
+            "Speed of the same plans, were every link so many times as fast",
+        ),
         '<p class="note">The same plans, were every link so many times as fast.</p>',
         "<h2>Why not</h2>",
-        "<table>",
-        *(f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(r.why)}</td></tr>" for r in found.reasons),
-        "</table>",
+        '<div class="scroll"><table>',
+        *(f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(found.why(r))}</td></tr>" for r in found.reasons),
+        "</table></div>",
+        f'<p class="note">{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines '
+        f"with micro-batches; {escape(certainty(result))}.</p>",
     ]
-    return document(f"vitpar search: {best.plan}", parts)
+    return document(f"vitpar search: {title}", parts)
 
 
 def document(title: str, parts: Sequence[str]) -> str:
-    """A whole page."""
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    """A complete page."""
+    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<meta charset="utf-8">{view}<title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _facts(found: Findings, costs: LayerCosts) -> str:
-    result, best = found.result, found.result.plans[0]
-    rows = {
-        "hardware": f"{best.plan.world_size} ranks of {costs.hardware.device_name} ({costs.hardware.name})",
-        "precision": costs.model.precision,
-        "figures": "; ".join(found.notes) or "measured on this machine",
-        "speed": f"{best.images_per_second:,.1f} images/s, {best.seconds * 1e3:,.1f} ms a step of {best.batch_size}",
-        "memory": f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed",
-        "search": f"{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines with "
-        f"micro-batches; {certainty(result)}",
+def _facts(found: Findings) -> str:
+    best, costs, doubt = found.result.plans[0], found.costs, found.doubt
+    figures = [*(found.notes or ("measured",)), *([doubt.source] if doubt else [])]
+    return _about(
+        {
+            "speed": escape(speed_words(best, costs)),
+            "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed"),
+            **_source(costs, found.origin, best.plan.world_size),
+            "figures": "<br>".join(map(escape, figures)),
+        }
+    )
+
+
+def _source(costs: LayerCosts, origin: Origin, ranks: int) -> dict[str, str]:
+    """Rows of `_about`: what was predicted by which command."""
+    compiled = ", compiled" if costs.model.compiled else ""
+    return {
+        "hardware": escape(f"{ranks} ranks of {costs.hardware.device_name} ({costs.hardware.name})"),
+        "precision": escape(f"{costs.model.precision}{compiled}"),
+        "made by": f"vitpar {escape(origin.version)}: <code>{escape(origin.command)}</code>",
     }
-    cells = "".join(f"<tr><td>{name}</td><td>{escape(words)}</td></tr>" for name, words in rows.items())
+
+
+def _about(rows: Mapping[str, str]) -> str:
+    """A table of names and HTML."""
+    cells = "".join(f"<tr><td>{name}</td><td>{words}</td></tr>" for name, words in rows.items())
     return f'<table class="facts">{cells}</table>'
 
 
-def _table(prices: Sequence[Price], best: Price) -> str:
+def _frontier(found: Findings) -> str:
+    """Memory against speed, where there is more than one point."""
+    best = found.result.plans[0]
+    if len(found.frontier) < 2:
+        return f"<p>No plan that takes less memory than {size(best.memory_bytes)} a rank was found.</p>"
+    unit, scale = ("GB", 1e9) if best.memory_bytes >= 1e9 else ("MB", 1e6)
+    points = [(p.memory_bytes / scale, p.images_per_second, plan_title(p.plan)) for p in found.frontier]
+    words = "The fastest plan for each amount of memory. Point at a dot to see its plan."
+    return f'{svg.frontier(points, found.budget / scale, unit)}<p class="note">{words}</p>'
+
+
+def _table(found: Findings) -> str:
+    best, doubt = found.result.plans[0], found.doubt
     rows = [
-        [f"<code>{escape(str(found.plan))}</code>{schedule_words(found.plan)}", *figures(found, best)]
-        for found in prices
+        [f"<code>{escape(str(p.plan))}</code>{schedule_words(p.plan)}", *figures(p, best, doubt)]
+        for p in found.result.plans
     ]
     return table(["plan", *COLUMNS], rows, numbers=slice(1, None))
 
@@ -108,23 +170,29 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice
         opened = (f'{tag} class="n"' if index in right else tag for index in range(len(cells)))
         return f"<tr>{''.join(f'<{t}>{cell}</{tag}>' for t, cell in zip(opened, cells, strict=True))}</tr>"
 
-    return f"<table>{row('th', headings)}{''.join(row('td', cells) for cells in rows)}</table>"
+    body = "".join(row("td", cells) for cells in rows)
+    return f'<div class="scroll"><table>{row("th", headings)}{body}</table></div>'
 
 
-def _plan(found: Price, budget: float, unit: str, scale: float, opened: bool) -> str:
+def _plan(price: Price, found: Findings, opened: bool) -> str:
     """One plan's memory, time and timeline."""
     memory = [
-        (f"pp {place}", {n: v / scale for n, v in asdict(m).items() if n != "host" and v})
-        for place, m in enumerate(found.memory)
+        (
+            f"pp {place}" if len(price.memory) > 1 else "memory",
+            {n: v for n, v in asdict(m).items() if n != "host" and v},
+        )
+        for place, m in enumerate(price.memory)
     ]
-    time = {name: seconds * 1e3 for name, seconds in found.time.items() if seconds > 1e-3 * found.seconds}
-    shown = found.events[:MOST_EVENTS]
-    cut = f", the first {MOST_EVENTS} of {len(found.events)} actions" if len(found.events) > MOST_EVENTS else ""
+    time = {name: seconds for name, seconds in price.time.items() if seconds > 1e-3 * price.seconds}
+    spans = timeline(price, found.costs)
+    cut = f", the first {MOST_EVENTS} of {len(spans)} spans" if len(spans) > MOST_EVENTS else ""
+    each = "the fullest rank of every place on the pp axis" if len(price.memory) > 1 else "the fullest rank"
     return (
-        f"<details{' open' * opened}><summary>{escape(plan_title(found.plan))}</summary>"
-        f"<p>Memory of the fullest rank of every place on the pp axis</p>{svg.bars(memory, unit, budget / scale)}"
-        f"<p>Time of a step, for the rank that waits least</p>{svg.bars([('step', time)], 'ms')}"
-        f"<p>Timeline of a step{cut}</p>{svg.timeline(shown, found.seconds)}</details>"
+        f"<details{' open' * opened}><summary>{escape(plan_title(price.plan))}: "
+        f"{escape(speed_words(price, found.costs))}</summary>"
+        f"<p>Memory of {each}</p>{svg.bars(memory, size, found.budget)}"
+        f"<p>Time of a step, for the rank that waits least</p>{svg.bars([('step', time)], duration)}"
+        f"<p>Timeline of a step{cut}</p>{svg.timeline(spans[:MOST_EVENTS], price.seconds)}</details>"
     )
 
 
@@ -147,29 +215,21 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
     return found
 
 
-def scaling_page(title: str, found: Mapping[str, Sequence[Point]], notes: Sequence[str]) -> str:
-    """Images a second of a device over the number of devices, and the plans."""
-    ticks = [str(point.ranks) for point in next(iter(found.values()))]
+def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Origin) -> str:
+    """Write images a second of a device over the number of devices, and the plans."""
+    points = next(iter(found.values()))
+    ticks = [str(point.ranks) for point in points]
     series = {f"{kind}: {WORDS[kind]}": [point.per_rank for point in points] for kind, points in found.items()}
+    notes = "; ".join((SIMULATED, *provenance(costs.hardware, costs.model)))
     parts = [
         f"<h1>{escape(title)}</h1>",
+        _about({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
         "<h2>Images a second of a device, over the number of devices</h2>",
-        svg.lines(series, ticks, "images/s"),
-        f'<p class="note">{escape("; ".join((SIMULATED, *notes)))}.</p>',
+        svg.lines(series, ticks, "images/s", "Images a second of a device over the number of devices"),
     ]
     for kind, points in found.items():
-        parts += [f"<h2>{kind.capitalize()} scaling: {WORDS[kind]}</h2>", _scaling_table(points)]
+        rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
+        parts.append(f"<h2>{kind.capitalize()} scaling: {WORDS[kind]}</h2>")
+        parts.append(table([*SCALING_COLUMNS, "plan"], rows, numbers=slice(-1)))
+    parts.append('<p class="note">gap: by how much any plan could be faster at most.</p>')
     return document(title, parts)
-
-
-def _scaling_table(points: Sequence[Point]) -> str:
-    rows = []
-    for point, part in zip(points, efficiency(points), strict=True):
-        speed = f"{point.price.images_per_second:,.0f}" if point.price else ""
-        share, gap = ("", "") if part is None else (f"{part:.1%}", f"{point.gap:.1%}")
-        plan = "no plan fits"
-        if point.price is not None:
-            plan = f"{point.price.plan}, {count(point.price.plan.microbatches or 1, 'micro-batch')}"
-        rows.append([str(point.ranks), str(point.batch_size), speed, share, gap, escape(plan)])
-    headings = ["devices", "batch", "images/s", "efficiency", "at most better by", "plan"]
-    return table(headings, rows, numbers=slice(-1))

@@ -1,148 +1,186 @@
-"""Charts as SVG text: lines and points, stacked bars, a pipeline's timeline."""
+"""Charts as SVG text: lines and points, stacked bars, a step's timeline. Each says in words what it shows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from vitpar.planner.cost.pipeline import Event
-from vitpar.planner.report.data import ACTIONS
+from vitpar.planner.report.timeline import ACTIONS, Span, rows_of
 
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
-WIDTH = 860
+COLOURS = {
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    ACTIONS["I"]: "#56b4e9",  # the first part of backward
+    ACTIONS["W"]: "#b5e0fb",
+    "tensor": "#e69f00",
+    "gather": "#f0e442",
+    "gathered": "#f0e442",
+    "gradients": "#d55e00",
+    "redistribution": "#cc79a7",
+    "optimizer": "#009e73",
+    "waiting": "#d9d9d9",
+    "uneven": "#5b6770",
+    "other": "#3b3b3b",
+    "parameters": "#7570b3",
+    "activations": "#882255",
+    "workspace": "#ddcc77",
+    "buffers": "#e8c4e8",
+    "reserved": "#4d2e10",
+}
+"""One colour for each meaning in all charts: Okabe and Ito's for the parts of a step's time, others for the parts of
+memory, told apart by people with red-green colour blindness too (a test simulates it)."""
+DARK = ("forward", "gradients", "optimizer", "other", "uneven", "activations")
+"""Colours that white words stand on."""
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 5")
+MARKS = "●■▲◆▼"
+"""Plans are told apart by dashes and marks: colours have other meanings."""
+WIDTH, LEFT, RIGHT = 760, 74, 24
+Words = Callable[[float], str]
+"""A figure with its unit."""
 
 
 def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str) -> str:
     """Points (memory of a rank in `unit`, images/s, words), joined, with a line at `limit`."""
-    height, left, bottom = 300, 70, 40
+    height, bottom = 300, 50
     most_x = 1.1 * max(*(x for x, _, _ in points), min(limit, 2 * max(x for x, _, _ in points)))
     most_y = 1.1 * max(y for _, y, _ in points)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + x / most_x * (WIDTH - left - 20), (height - bottom) * (1 - y / most_y) + 10
+        return LEFT + x / most_x * (WIDTH - LEFT - RIGHT), (height - bottom - 16) * (1 - y / most_y) + 16
 
-    parts = [_axes(left, height - bottom + 10, most_x, most_y, f"{unit} a rank", "images/s")]
+    parts = [_axes(height - bottom, most_x, most_y, f"{unit} of memory a rank", "images/s")]
     if limit <= most_x:
         x, _ = at(limit, 0)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="10" y2="{height - bottom + 10}" class="limit"/>')
-        parts.append(f'<text x="{x - 4:.1f}" y="22" text-anchor="end" class="small">budget</text>')
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{height - bottom}" class="limit"/>')
+        parts.append(f'<text x="{x - 4:.1f}" y="28" text-anchor="end" class="small">budget</text>')
     places = [at(x, y) for x, y, _ in points]
     parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" class="line"/>')
-    for (x, y), (memory, speed, words) in zip(places, points, strict=True):
-        title = escape(f"{words}: {speed:,.0f} images/s, {memory:.3g} {unit}")
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLOURS[0]}"><title>{title}</title></circle>')
-    return _svg(height, parts)
+    titles = [f"{words}: {speed:,.0f} images/s, {memory:,.1f} {unit}" for memory, speed, words in points]
+    for (x, y), title in zip(places, titles, strict=True):
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="dot"><title>{escape(title)}</title></circle>')
+    return _svg(height, parts, f"Speed over memory. {'; '.join(titles)}")
 
 
-def lines(series: Mapping[str, Sequence[float]], ticks: Sequence[str], unit: str) -> str:
-    """A line for each of `series` over equally distant `ticks`."""
-    height, left, bottom = 300, 70, 40
+def lines(series: Mapping[str, Sequence[float]], ticks: Sequence[str], unit: str, words: str) -> str:
+    """A line for each of `series` over equally distant `ticks`. words: what the chart shows."""
+    height, bottom = 290, 34
     most = 1.1 * max(value for values in series.values() for value in values)
-    step = (WIDTH - left - 60) / max(1, len(ticks) - 1)
-    parts = [_axes(left, height - bottom + 10, 0.0, most, "", unit)]
+    step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(ticks) - 1)
+    parts = [_axes(height - bottom, 0.0, most, "", unit)]
     for number, tick in enumerate(ticks):
-        x = left + 20 + number * step
-        parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle" class="small">{escape(tick)}</text>')
+        x = LEFT + 20 + number * step
+        parts.append(f'<text x="{x:.1f}" y="{height - 12}" text-anchor="middle" class="small">{escape(tick)}</text>')
     for number, (name, values) in enumerate(series.items()):
-        places = [(left + 20 + n * step, (height - bottom) * (1 - value / most) + 10) for n, value in enumerate(values)]
-        colour = COLOURS[number % len(COLOURS)]
+        places = [
+            (LEFT + 20 + n * step, (height - bottom - 16) * (1 - value / most) + 16) for n, value in enumerate(values)
+        ]
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{drawn}" class="line" stroke-dasharray="{DASHES[number % len(DASHES)]}"/>')
         for (x, y), value in zip(places, values, strict=True):
-            title = escape(f"{name}: {value:,.0f} {unit}")
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{title}</title></circle>')
-    return _svg(height, parts) + legend(list(series))
+            mark = f"{MARKS[number % len(MARKS)]}<title>{escape(f'{name}: {value:,.0f} {unit}')}</title>"
+            parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" class="mark">{mark}</text>')
+    said = "; ".join(
+        f"{name}: {', '.join(f'{v:,.0f} at {t}' for v, t in zip(values, ticks, strict=True))}"
+        for name, values in series.items()
+    )
+    keys = (f"<span>{MARKS[n % len(MARKS)]} {escape(name)}</span>" for n, name in enumerate(series))
+    return _svg(height, parts, f"{words}, {unit}. {said}") + f'<div class="legend">{"".join(keys)}</div>'
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, limit: float | None = None) -> str:
-    """A stacked horizontal bar for each (name, parts), with a line at `limit`."""
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: float | None = None) -> str:
+    """A stacked horizontal bar for each (name, parts), with a line at `limit`. unit: writes a figure."""
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
     totals = [sum(parts.values()) for _, parts in rows]
-    most = 1.05 * max(*totals, limit if limit is not None and limit < 3 * max(totals) else 0.0)
-    left, right, each = 110, 90, 26
-    scale = (WIDTH - left - right) / most
-    drawn = []
+    most = 1.02 * max(*totals, limit if limit is not None and limit < 3 * max(totals) else 0.0)
+    right, each = 84, 26
+    scale = (WIDTH - LEFT - right) / most
+    drawn, said = [], []
     for row, (name, parts) in enumerate(rows):
-        x, y = float(left), row * each + 4
-        drawn.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+        x, y = float(LEFT), row * each + 4
+        drawn.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
         for part, value in parts.items():
-            colour = COLOURS[names.index(part) % len(COLOURS)]
-            title = escape(f"{part}: {value:.4g} {unit}")
-            width = value * scale
+            width, title = value * scale, escape(f"{part}: {unit(value)}")
             drawn.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{each - 6}" fill="{colour}">'
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{each - 6}" fill="{COLOURS[part]}">'
                 f"<title>{title}</title></rect>"
             )
             x += width
-        drawn.append(f'<text x="{x + 6:.1f}" y="{y + 15}" class="small">{totals[row]:.3g} {unit}</text>')
-    height = len(rows) * each + 8
+        line = LEFT + limit * scale if limit is not None and limit <= most else 0.0
+        x = line if x <= line < x + 60 else x  # the words stand beside the line, not on it
+        drawn.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{unit(totals[row])}</text>')
+        said.append(f"{name} {unit(totals[row])}: {', '.join(f'{part} {unit(v)}' for part, v in parts.items())}")
+    height = len(rows) * each + 4
     if limit is not None and limit <= most:
-        x = left + limit * scale
+        x = LEFT + limit * scale
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" class="limit"/>')
-    return _svg(height, drawn) + legend(names)
+        drawn.append(f'<text x="{x:.1f}" y="{height + 12}" text-anchor="middle" class="small">{unit(limit)}</text>')
+        said.append(f"budget {unit(limit)}")
+        height += 16
+    return _svg(height, drawn, "; ".join(said)) + legend(names)
 
 
-def timeline(events: Sequence[Event], seconds: float) -> str:
-    """What every place of the pp axis computes over a step."""
-    places = sorted({event.pp for event in events})
-    left, each = 60, 30
-    scale = (WIDTH - left - 10) / seconds
-    colours = {"F": COLOURS[0], "B": COLOURS[4], "I": COLOURS[3], "W": COLOURS[1]}
+def timeline(spans: Sequence[Span], seconds: float) -> str:
+    """What every row of `spans` does over a step, above an axis of time."""
+    rows, each = rows_of(spans), 30
+    scale, bottom = (WIDTH - LEFT - RIGHT) / seconds, 30 * len(rows) + 4
+    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     drawn = []
-    for row, pp in enumerate(places):
-        drawn.append(f'<text x="{left - 8}" y="{row * each + 21}" text-anchor="end">pp {pp}</text>')
+    for value in _ticks(seconds * factor):
+        x = LEFT + value / factor * scale
+        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}" class="grid"/>')
         drawn.append(
-            f'<rect x="{left}" y="{row * each + 4}" width="{WIDTH - left - 10}" height="{each - 6}" class="idle"/>'
+            f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" class="small">{value:,.10g} {unit}</text>'
         )
-        for event in events:
-            if event.pp != pp:
-                continue
-            x, width = left + event.start * scale, max(0.4, (event.end - event.start) * scale)
-            words = f"{event.kind} of micro-batch {event.microbatch}, stage {event.stage}: "
-            title = escape(f"{words}{event.start * 1e3:.2f} to {event.end * 1e3:.2f} ms")
+    for row, name in enumerate(rows):
+        y, whole = row * each + 4, WIDTH - LEFT - RIGHT
+        drawn.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
+        drawn.append(f'<rect x="{LEFT}" y="{y}" width="{whole}" height="{each - 6}" class="idle"/>')
+        for span in (span for span in spans if span.row == name):
+            x, width = LEFT + span.start * scale, max(0.4, (span.end - span.start) * scale)
+            number = "" if span.microbatch is None else f" of micro-batch {span.microbatch}, stage {span.stage}"
+            title = f"{span.what}{number}: {span.start * factor:,.2f} to {span.end * factor:,.2f} {unit}"
             drawn.append(
-                f'<rect x="{x:.1f}" y="{row * each + 4}" width="{width:.1f}" height="{each - 6}" '
-                f'fill="{colours[event.kind]}" class="event"><title>{title}</title></rect>'
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{each - 6}" '
+                f'fill="{COLOURS[span.what]}" class="event"><title>{escape(title)}</title></rect>'
             )
-            if width > 14:
+            if width > 16 and span.microbatch is not None:
+                shade = "#fff" if span.what in DARK else "#000"
                 drawn.append(
-                    f'<text x="{x + width / 2:.1f}" y="{row * each + 20}" text-anchor="middle" class="number">'
-                    f"{event.microbatch}</text>"
+                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle" class="number" fill="{shade}">'
+                    f"{span.microbatch}</text>"
                 )
-    shown = [kind for kind in ACTIONS if any(event.kind == kind for event in events)]
-    keys = "".join(_key(colours[kind], ACTIONS[kind]) for kind in shown)
-    return _svg(len(places) * each + 4, drawn) + f'<div class="legend">{keys}</div>'
+    done = {what: sum(s.end - s.start for s in spans if s.what == what) for what in COLOURS}
+    said = ", ".join(f"{what} {total * factor:,.1f} {unit}" for what, total in done.items() if total)
+    words = f"Timeline of {seconds * factor:,.1f} {unit} with the rows {', '.join(rows)}; in sum over them {said}"
+    return _svg(bottom + 20, drawn, words) + legend([what for what, total in done.items() if total])
 
 
 def legend(names: Sequence[str]) -> str:
     """Colours and what they stand for."""
-    keys = "".join(_key(COLOURS[n % len(COLOURS)], name) for n, name in enumerate(names))
-    return f'<div class="legend">{keys}</div>'
+    keys = (f'<span><i style="background:{COLOURS[name]}"></i>{escape(name)}</span>' for name in names)
+    return f'<div class="legend">{"".join(keys)}</div>'
 
 
-def _key(colour: str, name: str) -> str:
-    return f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
+def _svg(height: float, parts: Sequence[str], words: str) -> str:
+    """A chart in a box that scrolls where the page is narrow. words: says what it shows, for those who cannot see."""
+    drawn = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(words)}">{"".join(parts)}</svg>'
+    return f'<div class="scroll">{drawn}</div>'
 
 
-def _svg(height: float, parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img">{"".join(parts)}</svg>'
-
-
-def _axes(left: float, bottom: float, most_x: float, most_y: float, x_words: str, y_words: str) -> str:
+def _axes(bottom: float, most_x: float, most_y: float, x_words: str, y_words: str) -> str:
     """Lines and ticks."""
-    found = [f'<text x="{left}" y="8" class="small">{escape(y_words)}</text>']
+    found = [f'<text x="{LEFT}" y="8" class="small">{escape(y_words)}</text>']
     for value in _ticks(most_y):
-        y = (bottom - 10) * (1 - value / most_y) + 10
-        found.append(f'<line x1="{left}" x2="{WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        found.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" class="small">{value:,.4g}</text>')
+        y = (bottom - 16) * (1 - value / most_y) + 16
+        found.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        found.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" class="small">{value:,.10g}</text>')
     for value in _ticks(most_x) if most_x else ():
-        x = left + value / most_x * (WIDTH - left - 20)
-        found.append(f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle" class="small">{value:,.4g}</text>')
+        x = LEFT + value / most_x * (WIDTH - LEFT - RIGHT)
+        found.append(f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle" class="small">{value:,.10g}</text>')
     if x_words:
-        found.append(
-            f'<text x="{WIDTH - 20}" y="{bottom + 28:.1f}" text-anchor="end" class="small">{escape(x_words)}</text>'
-        )
+        x = (LEFT + WIDTH - RIGHT) / 2
+        found.append(f'<text x="{x}" y="{bottom + 36:.1f}" text-anchor="middle" class="small">{escape(x_words)}</text>')
     return "".join(found)
 
 
@@ -150,4 +188,4 @@ def _ticks(most: float) -> list[float]:
     """Round numbers from 0 to `most`, about five."""
     step = 10 ** math.floor(math.log10(most / 4))
     step *= next(times for times in (1, 2, 5, 10) if most / (step * times) <= 6)
-    return [n * step for n in range(int(most / step) + 1)]
+    return [round(n * step, 12) for n in range(int(most / step) + 1)]

@@ -1,0 +1,96 @@
+"""Where a plan puts layers and ranks: the layer map and the rank grid of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+
+from vitpar.models.config import ViTConfig
+from vitpar.parallel.pipeline import stage_layers
+from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
+from vitpar.strategy.layout import mesh_axes, place
+from vitpar.text import ranks
+
+MOST_RANKS = 64
+"""In a grid: more are listed by groups."""
+AXES = {"j": "tp", "i": "tp i", "k": "tp k", "d": "tp d"}
+"""Names of tensor axes, as a reader knows them."""
+
+
+def layer_map(config: ViTConfig, plan: Plan) -> str:
+    """A table of the layers of every stage, their strategies, and the ranks that hold them."""
+    strategies, places = plan.strategies(config.layer_names), range(plan.pipeline_degree)
+    held = {stage: pp for pp in places for stage in stages_of_rank(pp, plan)}
+    rows = []
+    for stage, names in enumerate(stage_layers(config, plan)):
+        members = [r for r in range(plan.world_size) if place_of_rank(plan, r)[0] == held[stage]]
+        for strategy, run in groupby(names, key=lambda name: strategies[name]):
+            layers = list(run)
+            where = [str(stage), _listed(members)] if plan.pipeline_degree > 1 else [_listed(members)]
+            rows.append([*where, _layers(layers), f"<code>{escape(str(strategy))}</code>"])
+    heads = ["stage", "ranks", "layers", "strategy"][plan.pipeline_degree == 1 :]
+    return _table(heads, rows)
+
+
+def rank_grid(plan: Plan) -> str:
+    """The ranks by their place on each axis; a grid for every way in which strategies place them."""
+    grids: dict[str, list[str]] = {}
+    for strategy in plan.kinds:
+        grids.setdefault(_grid(plan, strategy), []).append(f"<code>{escape(str(strategy))}</code>")
+    if len(grids) == 1:
+        return next(iter(grids))
+    return "".join(f"<p>Layers under {', '.join(names)}</p>{grid}" for grid, names in grids.items())
+
+
+def _grid(plan: Plan, strategy: Strategy) -> str:
+    """A row for each place on the pp axis, a cell for each rank in it."""
+    names = [axis for axis, size in mesh_axes(strategy) if size > 1]
+    if plan.world_size > MOST_RANKS:
+        return "<p>" + "; ".join(_groups(plan, strategy, axis) for axis in names) + "</p>"
+    rows = []
+    for pp in range(plan.pipeline_degree):
+        cells = []
+        for rank in range(plan.world_size):
+            at, stage_rank = place_of_rank(plan, rank)
+            if at == pp:
+                index = place(strategy, stage_rank)
+                label = " ".join(f"{AXES.get(axis, axis)} {index[axis]}" for axis in names)
+                cells.append(f"<td><b>{rank}</b><br><small>{label}</small></td>")
+        head = f"<th>pp {pp}</th>" if plan.pipeline_degree > 1 else ""
+        step = 16  # cells of a line
+        for start in range(0, len(cells), step):
+            rows.append(f"<tr>{head}{''.join(cells[start : start + step])}</tr>")
+    return f'<div class="scroll"><table class="ranks">{"".join(rows)}</table></div>'
+
+
+def _groups(plan: Plan, strategy: Strategy, axis: str) -> str:
+    """`tp: ranks 0-3, 4-7, …`: the first groups along an axis."""
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank in range(plan.world_size):
+        pp, stage_rank = place_of_rank(plan, rank)
+        at = place(strategy, stage_rank)
+        groups.setdefault((("pp", pp), *((n, i) for n, i in at.items() if n != axis)), []).append(rank)
+    shown = " | ".join(_listed(group) for group in list(groups.values())[:4])
+    return f"{AXES.get(axis, axis)}: {shown}{' | …' * (len(groups) > 4)}"
+
+
+def _listed(members: Sequence[int]) -> str:
+    """`0-3`, `0, 2, 4 … 14`."""
+    if len(members) > 8 and members[-1] - members[0] >= len(members):
+        return f"{', '.join(map(str, members[:3]))} … {members[-1]}"
+    return ranks(members).partition(" ")[2]
+
+
+def _layers(names: Sequence[str]) -> str:
+    """`stem, blocks 0-9`."""
+    blocks = [name.removeprefix("blocks.") for name in names if name.startswith("blocks.")]
+    middle = [] if not blocks else [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
+    return ", ".join([*(["stem"] if "stem" in names else []), *middle, *(["head"] if "head" in names else [])])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def row(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
+
+    return f'<div class="scroll"><table>{row("th", heads)}{"".join(row("td", cells) for cells in rows)}</table></div>'

@@ -1,0 +1,135 @@
+"""Timeline of a step: what each place of the pp axis computes, and without a pipeline also what is sent and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vitpar.planner.cost.layer import LayerCosts, Placement
+from vitpar.planner.cost.links import placed
+from vitpar.planner.cost.price import Price, kind_of
+from vitpar.planner.cost.stage import build_stage
+from vitpar.planner.cost.streams import Job, Streams
+from vitpar.planner.profile.profiles import Overlap
+from vitpar.strategy import batch_arithmetic
+
+ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+"""Of a pipeline, by `Event.kind`."""
+COMPUTES, SENDS = "computes", "sends"
+LOCAL = ("uneven", "other", "optimizer")
+"""Parts of a step's time that are neither layers nor sent."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank does from `start` to `end`, in seconds of the step."""
+
+    row: str
+    """The line of the timeline: a place of the pp axis, or `COMPUTES` and `SENDS` where there is only one."""
+    what: str
+    """The part of the step, as in `Price.time`, or an action of a pipeline."""
+    start: float
+    end: float
+    microbatch: int | None = None
+    stage: int = 0
+
+
+def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
+    """The spans of one step, in the order of their starts."""
+    if price.plan.pipeline_degree > 1:
+        found = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in price.events]
+        return tuple(sorted(found, key=lambda span: (span.start, span.row)))
+    plan = price.plan
+    batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)
+    layers = [(kind_of(name), strategies[name]) for name in costs.config.layer_names]
+    stage = build_stage(costs, layers, batch.microbatch_rows, Placement(*placed(plan), plan.splits_backward))
+    turns = costs.crowd(plan.stage_size)
+    streams = _Recorder(costs.hardware.overlap, turns)
+    for number in range(batch.microbatches):
+        streams.microbatch = number
+        stage.forward(streams, number == 0)
+        stage.backward(streams, number == batch.microbatches - 1)
+        streams.block(costs.model.microbatch * turns, "other")
+    streams.meet()
+    streams.microbatch = None
+    streams.block(streams.left, "gradients")
+    optimizer = price.seconds - price.time.get("optimizer", 0.0)
+    tail = [
+        Span(SENDS, "gradients", streams.at, optimizer),  # sums over tensor axes
+        Span(COMPUTES, "optimizer", optimizer, price.seconds),
+    ]
+    return _joined([*streams.spans(), *(span for span in tail if span.end - span.start > 1e-9 * price.seconds)])
+
+
+def _joined(spans: list[Span]) -> tuple[Span, ...]:
+    """The same with neighbours that do one thing as one span."""
+    found: list[Span] = []
+    for row in (COMPUTES, SENDS):
+        mine = sorted((span for span in spans if span.row == row), key=lambda span: span.start)
+        starts = [0] + [
+            number
+            for number, (one, two) in enumerate(pairwise(mine), start=1)
+            if (one.what, one.microbatch) != (two.what, two.microbatch) or two.start - one.end > 1e-9
+        ]
+        for first, after in pairwise([*starts, len(mine)]):
+            if first < after:
+                begun, end = mine[first], mine[after - 1]
+                found.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
+    return tuple(sorted(found, key=lambda span: (span.start, span.row)))
+
+
+def rows_of(spans: Sequence[Span]) -> list[str]:
+    """The lines of a timeline from the top: places of the pp axis by number."""
+    return sorted(
+        {span.row for span in spans}, key=lambda row: (int(row.removeprefix("pp ")) if "pp" in row else 0, row)
+    )
+
+
+class _Recorder(Streams):
+    """Streams that remember what they did when."""
+
+    def __init__(self, overlap: Overlap | None, share: float) -> None:
+        super().__init__(overlap, share)
+        self.microbatch: int | None = None
+        self._spans: list[Span] = []
+        self._jobs: list[tuple[Job, float, float, int | None]] = []
+        self._awaited: dict[Job, str] = {}
+
+    def spans(self) -> list[Span]:
+        """All spans. What was sent in the background and not waited for is gradients."""
+        sent = [Span(SENDS, self._awaited.get(job, "gradients"), a, b, number) for job, a, b, number in self._jobs]
+        return [*self._spans, *sent]
+
+    def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
+        at, queued = self.at, [(job, job.left) for job in self._queue]
+        begun = at
+        super().compute(seconds, what, skew)
+        self._note(COMPUTES, what, begun)
+        for job, left in queued:  # one after the other, slower than alone
+            took = (left - job.left) * self._communication
+            if took > 0:
+                self._jobs.append((job, at, at + took, self.microbatch))
+                at += took
+
+    def wait(self, job: Job, what: str) -> None:
+        self._awaited[job] = what
+        at, queued = self.at, [(other, other.left) for other in self._queue]
+        super().wait(job, what)
+        for other, left in queued:
+            if left > other.left:
+                self._jobs.append((other, at, at + left, self.microbatch))
+                at += left
+
+    def meet(self) -> None:
+        begun = self.at
+        super().meet()
+        self._note(COMPUTES, "uneven", begun)
+
+    def block(self, seconds: float, what: str) -> None:
+        super().block(seconds, what)
+        self._note(COMPUTES if what in LOCAL else SENDS, what, self.at - seconds)
+
+    def _note(self, row: str, what: str, begun: float) -> None:
+        if self.at > begun:
+            self._spans.append(Span(row, what, begun, self.at, self.microbatch))

@@ -200,7 +200,8 @@ def main() -> int:
             rows.append(row)
             broken = ", ".join(f"{name} is {by:.1%} faster" for name, by in row["broken"].items())
             print(
-                f"cluster {row['cluster']:3}: {row['devices']:2} devices, {row['plans']:4} plans, {row['share']:4.0%} fit: "
+                f"cluster {row['cluster']:3}: {row['devices']:2} devices, {row['plans']:4} plans, "
+                f"{row['share']:4.0%} fit: "
                 f"{row['found'] / row['fastest'] - 1:+6.1%}, gap {row['gap']:6.1%}, {row['seconds']:5.2f} s  {broken}",
                 flush=True,
             )

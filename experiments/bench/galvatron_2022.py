@@ -19,7 +19,7 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.search.best import ROUNDING, Search
 from vitpar.planner.search.bounds import Kind, Machine
-from vitpar.planner.search.options import KINDS, Load, Option
+from vitpar.planner.search.options import KINDS, Choices, Load, Option
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 

@@ -21,7 +21,6 @@ from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
 from vitpar.strategy.layout import Layout
 
-
 Travel = tuple[Layout | None, ...]
 """The layout of tokens in front of each stage and behind the last; None where none travel."""
 

@@ -165,12 +165,12 @@ class Load:
     action. late: of backward, what may come later. waits: seconds of a rank for every micro-batch. once: seconds once a
     step, the optimizer's among them; waits_once: of waiting for others. edge: seconds that nothing goes on beside:
     gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
-    every micro-batch, and once a step. sent_late: sent_early: of the latter, what the first forward waits for.
-    sent_late: what begins in the last micro-batch's backward. kept: bytes all the time. reduced: bytes of gradients when the optimizer steps.
-    gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for every micro-batch between
-    forward and backward. working: bytes on top of these while the layer's backward is computed or its gradients are
-    reduced, which do not add up over layers. fresh: bytes of its gradients then, in the step's first backward.
-    working_once: both, where that is the only backward.
+    every micro-batch, and once a step. sent_early: of sent_once, what the first forward waits for. sent_late: of
+    sent_once, what begins in the last micro-batch's backward. kept: bytes all the time. reduced: bytes of gradients
+    when the optimizer steps. gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for
+    every micro-batch between forward and backward. working: bytes on top of these while the layer's backward is
+    computed or its gradients are reduced, which do not add up over layers. fresh: bytes of its gradients then, in the
+    step's first backward. working_once: both, where that is the only backward.
     """
 
     forward: float = 0.0

@@ -18,17 +18,10 @@ import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
-from vitpar.planner.search.bounds import (
-    STEPS,
-    Kind,
-    Machine,
-    ideal_seconds,
-    least_seconds,
-    split_seconds,
-    uniform_bounds,
-)
+from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
 from vitpar.planner.search.expand import Best, Effort, Expansion
 from vitpar.planner.search.options import Choices, Options
+from vitpar.planner.search.relaxed import STEPS, least_seconds, split_seconds
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 

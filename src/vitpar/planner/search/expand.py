@@ -197,7 +197,8 @@ class Expansion:
             time = float(least[depth, one]) + limits.overhead
             if not time < self._limit:
                 break
-            split, left = [], depth
+            split: list[int] = []
+            left = depth
             for sizes in reversed(chosen):
                 split.insert(0, int(sizes[left, one]))
                 left -= split[0]

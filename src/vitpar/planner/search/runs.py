@@ -71,7 +71,7 @@ class Ways:
         """One option for all blocks."""
         totals = self._start + self._end + blocks * self._block
         least = totals[TIMES].max(0)
-        (fits,) = (totals[LIMITED] <= bounds[:, None]).all(0).nonzero()
+        (fits,) = np.nonzero((totals[LIMITED] <= bounds[:, None]).all(0))
         for one in fits[least[fits].argsort(kind="stable")].tolist():
             yield float(least[one]), one, one, blocks, blocks
 

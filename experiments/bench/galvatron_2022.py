@@ -140,7 +140,7 @@ class UnderItsModel(Search):
     def _ideal(self, kind: Kind) -> float:
         return 0.0
 
-    def price(self, plan: Plan, batch_size: int) -> Price:
+    def _price(self, plan: Plan, batch_size: int) -> Price:
         return its_price(plan, batch_size)
 
     def memory_bytes(self, plan: Plan, batch_size: int) -> float:

@@ -141,10 +141,11 @@ class LayerCosts:
             self._held[key] = self._weighed(kind, seat)
         return self._held[key]
 
-    def least_work(self, kind: LayerKind, seat: Seat) -> float:
-        """Seconds of computing that every image of a batch costs a rank at least."""
+    def computing(self, kind: LayerKind, seat: Seat, rows: int) -> float:
+        """Seconds of computing of a micro-batch of `rows` images over the stage, forward and backward."""
+        here = rows // seat.data / _squares(seat.strategy)
         profile = self._profile(kind, seat)
-        return (profile.forward.least + profile.backward.least) / seat.data / _squares(seat.strategy)
+        return profile.forward.seconds(here) + profile.backward.seconds(here)
 
     def crowd(self, ranks: int) -> float:
         """How many times longer than profiled a rank computes while `ranks` of a machine do so: GPUs are not shared,

@@ -26,6 +26,8 @@ from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 
 ROUNDING = 1e-9
+WORTH_MORE = 0.01
+"""The gap from which on a search that is not exact tries smaller budgets, too."""
 Progress = Callable[[int, int, Price | None], None]
 """Called with (kinds done, kinds in all, the best so far)."""
 
@@ -74,13 +76,13 @@ class Search:
         """The plans with the most images a second whose ranks need no more than `budget` bytes.
 
         Plans with one strategy come first, all that could be the best, whatever the effort. Then those of several
-        strategies or uneven stages, as far as the effort goes. If that is not far enough to rule out all others, what
-        short searches find for less memory counts, too.
+        strategies or uneven stages, as far as the effort goes. Where that is not far enough to rule out plans that are
+        faster by more than a hundredth, what short searches find for less memory counts, too.
         """
         effort = effort or self.effort
         begun = time.perf_counter()
         found = self._best(budget, progress, effort)
-        if not found.exact and effort.patient:
+        if not found.exact and found.gap > WORTH_MORE and effort.patient:
             for smaller in _smaller(budget):
                 self._best(smaller, effort=self._short)
             again = self._known(budget, effort)
@@ -224,8 +226,11 @@ class Search:
         """Of a validated plan, remembered."""
         key = plan, batch_size
         if key not in self._prices:
-            self._prices[key] = price(plan, self.costs, batch_size, self._moments)
+            self._prices[key] = self._price(plan, batch_size)
         return self._prices[key]
+
+    def _price(self, plan: Plan, batch_size: int) -> Price:
+        return price(plan, self.costs, batch_size, self._moments)
 
     def memory_bytes(self, plan: Plan, batch_size: int) -> float:
         """Bytes of the fullest rank of a validated plan."""
@@ -272,7 +277,10 @@ class Search:
     def _ideal(self, kind: Kind) -> float:
         """Seconds an image, were all layers computed at the highest rate and nothing sent."""
         machine = self.machine(kind, math.inf)
-        return ideal_seconds(kind, self._options.least_work(kind.pipeline), machine) / kind.batch_size
+        return (
+            ideal_seconds(kind, self._options.least_work(kind.pipeline, kind.rows), self.depth, machine)
+            / kind.batch_size
+        )
 
     def _bound(self, kind: Kind, budget: float, limit: float, quick: bool) -> float:
         """The same for the strategies there are. limit: a bound that high is enough."""

@@ -230,17 +230,21 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine
     return np.asarray(np.maximum(resting, busy_bytes).max(0))
 
 
-def ideal_seconds(kind: Kind, image_seconds: float, machine: Machine) -> float:
+def ideal_seconds(kind: Kind, work: float, depth: int, machine: Machine) -> float:
     """Return the seconds of a step, were nothing sent and no memory needed.
 
-    image_seconds: that an image costs a rank in all blocks, at least.
+    work: seconds that all blocks compute for a micro-batch, at least.
     """
-    pp, m, work = kind.pipeline.pipeline_degree, kind.microbatches, kind.rows * image_seconds
+    pp, m = kind.pipeline.pipeline_degree, kind.microbatches
     if pp == 1:
         return m * (work * machine.alone / machine.speed + machine.overhead) + machine.norm
-    alone = work * machine.alone
-    filled = alone / machine.speed / (1 - (1 - 1 / m) ** pp) if kind.pipeline.virtual_stages == 1 else 0.0
-    return max(m * alone / machine.speed / pp, m * alone / machine.lanes, filled) + machine.norm
+    alone = work * machine.alone / machine.speed
+    if kind.pipeline.virtual_stages == 1:
+        filled = alone / (1 - (1 - 1 / m) ** pp)
+    else:
+        stages, before = kind.pipeline.num_stages, 0.0 if kind.pipeline.splits_backward else pp - 1.0
+        filled = depth // stages / depth * (before + m * kind.pipeline.virtual_stages) * alone
+    return max(m * alone / pp, m * alone * machine.speed / machine.lanes, filled) + machine.norm
 
 
 def in_flight(pipeline: Plan, microbatches: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -117,7 +118,7 @@ class Options:
         self._work_numbers: dict[tuple[int, int], int] = {}
         self._weight_numbers: dict[tuple[int, bool], int] = {}
         self._light: dict[tuple[int, bool], list[_Candidate]] = {}
-        self._least: dict[tuple[int, bool], float] = {}
+        self._least: dict[tuple[int, bool, int], float] = {}
         self._found: dict[tuple[int, bool, int], Choices] = {}
         self.strategies = 0
 
@@ -139,12 +140,13 @@ class Options:
             )
         return self._found[key]
 
-    def least_work(self, pipeline: Plan) -> float:
-        """Seconds that every image of a batch costs a rank at least in all blocks, in any plan of `pipeline`."""
-        key = self._key(pipeline)
+    def least_work(self, pipeline: Plan, rows: int) -> float:
+        """Seconds that a rank of a stage computes at least, were all blocks in it, for micro-batches of `rows` images;
+        infinite where no strategy can cut them."""
+        key = *self._key(pipeline), rows
         if key not in self._least:
-            seats = {found.seat.computes: found.seat for found in self._lightest(pipeline)}.values()
-            each = min((self._costs.least_work("block", seat) for seat in seats), default=0.0)
+            seats = {found.seat.computes: found.seat for found in self._lightest(pipeline) if rows % found.unit == 0}
+            each = min((self._costs.computing("block", seat, rows) for seat in seats.values()), default=math.inf)
             self._least[key] = each * self._space.config.depth
         return self._least[key]
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,15 @@ from vitpar.strategy import Plan, Strategy
 
 ROUNDING = 1e-9
 WORTH_MORE = 0.01
-"""The gap from which on a search that is not exact tries smaller budgets, too."""
+"""The gap from which on a search that is not exact looks again."""
+FEWER: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"flags": ()},
+    {"flags": ("ckpt",)},
+    {"roles": ("pp", "dp")},
+    {"roles": ("pp", "dp", "fsdp")},
+    {"schedules": ("1f1b",)},
+)
+"""What of a space is searched by itself then: with fewer strategies the same effort goes farther."""
 Progress = Callable[[int, int, Price | None], None]
 """Called with (kinds done, kinds in all, the best so far)."""
 
@@ -77,18 +87,31 @@ class Search:
 
         Plans with one strategy come first, all that could be the best, whatever the effort. Then those of several
         strategies or uneven stages, as far as the effort goes. Where that is not far enough to rule out plans that are
-        faster by more than a hundredth, what short searches find for less memory counts, too.
+        faster by more than a hundredth, it looks again (`_again`).
         """
         effort = effort or self.effort
         begun = time.perf_counter()
         found = self._best(budget, progress, effort)
         if not found.exact and found.gap > WORTH_MORE and effort.patient:
-            for smaller in _smaller(budget):
-                self._best(smaller, effort=self._short)
-            again = self._known(budget, effort)
-            fastest = max((price.images_per_second for price in again.plans), default=0.0)
-            found = replace(found, plans=again.ranked, bound=max(found.bound, fastest))
+            found = self._again(found, budget, effort)
         return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
+
+    def _again(self, found: Result, budget: float, effort: Effort) -> Result:
+        """Return `found` with what other searches found that fits: with fewer strategies to choose from, and short ones
+        for less memory, those of the frontier among them."""
+        for fewer in FEWER:
+            part = copy(self)  # with the same prices
+            part.space = _part(self.space, fewer)
+            part._options = Options(part.space, self.costs, self._moments)
+            part._best(budget, effort=effort)
+        for smaller in _smaller(budget):
+            self._best(smaller, effort=self._short)
+        best = None
+        while (known := self._known(budget, effort)).plans and known.plans[0] is not best:
+            best = known.plans[0]
+            self.frontier(known.ranked[0])
+        fastest = max((price.images_per_second for price in known.plans), default=0.0)
+        return replace(found, plans=known.ranked, bound=max(found.bound, fastest))
 
     def _best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort = Effort()
@@ -304,3 +327,11 @@ def _smaller(budget: float) -> list[float]:
         return []
     last = math.ceil(2 * math.log2(budget)) - 1
     return [2 ** (step / 2) for step in range(last - 5, last + 1)]
+
+
+def _part(space: Space, fewer: Mapping[str, tuple[str, ...]]) -> Space:
+    """The part of a space that has nothing but `fewer`."""
+    kept: dict[str, Any] = {
+        name: tuple(one for one in getattr(space, name) if one in some) for name, some in fewer.items()
+    }
+    return replace(space, **kept)

@@ -12,7 +12,7 @@ INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/co
 RESULTS  ?= gpu-first-run
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-steady bench-gpu gpu-first-run clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-steady bench-gpu gpu-first-run clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -78,6 +78,9 @@ bench-checkpoint: $(READY)  ## Ways to save side by side, restarts beside cold s
 
 bench-planner: $(READY)  ## How long searches take, how far predictions are off on 2, 4 and 8 CPU ranks
 	$(BIN)/python experiments/bench_planner.py
+
+bench-search: $(READY)   ## Whether searches keep what they promise, on 200 drawn clusters
+	$(BIN)/python experiments/search_guarantees.py
 
 bench-peers: $(READY)  ## Beside timm, transformers, Lightning and PyTorch by hand, as far as they are installed
 	$(BIN)/python experiments/bench_peers.py

@@ -17,6 +17,7 @@ from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, LayerProfile, Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.expand import Effort
+from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
@@ -221,3 +222,23 @@ def test_the_breakdown_adds_up(mesh: str) -> None:
     found = step(costs_of(cluster(1, 4), 4, 64), mesh, 16)
     assert sum(found.time.values()) == pytest.approx(found.seconds)
     assert all(part >= 0 for part in found.time.values())
+
+
+def test_an_obvious_plan_outside_of_the_space_is_said_to_be() -> None:
+    costs = costs_of(cluster(1, 4), 4, 64)
+    search = Search(Space(costs.config, 4, (16,), roles=("tp",)), costs)
+    best = search.best(float("inf")).plans[0]
+    found = {reason.plan: reason.why for reason in reasons(search, best, float("inf"))}
+    assert "more images/s, but outside of what was searched" in found["dp4"]
+
+
+def test_what_is_listed_is_in_order_and_has_the_obvious_plans() -> None:
+    costs = costs_of(cluster(1, 4), 4, 64)
+    search = Search(Space(costs.config, 4, (16,)), costs)
+    result = search.best(float("inf"))
+    obvious = [reason.price for reason in reasons(search, result.plans[0], float("inf")) if reason.price]
+    listed = result.with_alternatives(obvious).plans
+    assert listed[0] == result.plans[0]
+    assert {price.plan for price in obvious} <= {price.plan for price in listed}
+    speeds = [price.images_per_second for price in listed[1:]]
+    assert speeds == sorted(speeds, reverse=True)

@@ -174,7 +174,10 @@ class Findings:
 def findings(search: Search, result: Result, budget: float, origin: Origin, train: str = "") -> Findings:
     """Collect what there is to say of a search that found a plan."""
     best = result.plans[0]
-    return Findings(result, budget, search.frontier(best), reasons(search, best, budget), search.costs, origin, train)
+    obvious = reasons(search, best, budget)
+    listed = [price for reason in obvious if (price := reason.price) and search.space.covers(price.plan)]
+    result = result.with_alternatives(price for price in listed if price.memory_bytes <= budget)
+    return Findings(result, budget, search.frontier(best), obvious, search.costs, origin, train)
 
 
 def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -66,6 +66,13 @@ class Result:
         if not (self.plans and self.bound):
             return 0.0
         return max(0.0, self.bound / self.plans[0].images_per_second - 1)
+
+    def with_alternatives(self, prices: Iterable[Price]) -> Self:
+        """The same with more plans among the next best."""
+        best, *others = self.plans
+        known = {(price.plan, price.batch_size) for price in self.plans}
+        others += [price for price in prices if (price.plan, price.batch_size) not in known]
+        return replace(self, plans=(best, *sorted(others, key=lambda price: -price.images_per_second)))
 
 
 class Search:

@@ -75,6 +75,8 @@ def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:
         return Reason(str(plan), least, f"needs {_needs(least)}")
     quickest = min(fitting, key=lambda price: price.seconds)
     slower = 1 - quickest.images_per_second / best.images_per_second
+    if slower < -0.001:
+        return Reason(str(plan), quickest, f"{-slower:.1%} more images/s, but outside of what was searched")
     if slower < 0.001:
         return Reason(str(plan), quickest, "is as fast")
     what, most = _more(quickest, best)

@@ -79,6 +79,12 @@ class Space:
         found = _strategies(self.config, size, self.roles, self.flags)
         return found if self.tensors is None else tuple(s for s in found if tensor_name(s) in self.tensors)
 
+    def covers(self, plan: Plan) -> bool:
+        """Whether a plan with one strategy is one that is looked at, with some number of micro-batches."""
+        pp = plan.pipeline_degree
+        pipelined = pp == 1 or ("pp" in self.roles and plan.schedule in self.schedules)
+        return pipelined and plan.strategy in self.strategies(self.ranks // pp)
+
     def allows(self, pipeline: Plan, strategy: Strategy) -> bool:
         """Whether they go together (the support matrix)."""
         try:

@@ -234,7 +234,7 @@ def _pipelined(
     for pp, end in enumerate(done):
         computed = max(event.end for event in events if event.pp == pp)
         spent[pp]["gradients"] += end - computed
-        spent[pp]["waiting"] += computed - sum(s for what, s in spent[pp].items() if what != "gradients")
+        spent[pp]["waiting"] += max(0.0, end - sum(spent[pp].values()))
     return _Times(done, spent, events)
 
 

@@ -9,10 +9,11 @@ micro-batches. The search gets a budget that few of them fit, one that a quarter
 
 - It must not be slower than the fastest of these plans that fits, nor find nothing where one fits.
 - The plans that it lists besides, for less memory, and as obvious ones must not be faster than the one it chose.
-- With more memory it must not be slower, nor with more roles and flags.
+- With more memory it should not be slower, nor with more roles and flags. Searches that are cut short do not guarantee
+  that, so exceptions are counted.
 - Shown besides: by how much a plan could be faster at most ("gap"), and how long the search takes.
 
-Ends with 1 where one of them does not hold for a plan by more than a thousandth, the tolerance of the search.
+Ends with 1 where one of the first two does not hold by more than a thousandth, the tolerance of the search.
 """
 
 import argparse
@@ -44,6 +45,7 @@ SHARES = (0.03, 0.25, 1.0)
 TOLERANCE = 1e-3
 MOST_PLANS = 1500
 """Of a cluster: others are drawn again, so that all can be priced one by one."""
+PROMISED = ("no plan", "a plan with one strategy", "the next best", "the frontier", "why not")
 FEWER: tuple[dict[str, Any], ...] = ({"flags": ()}, {"roles": ("pp", "dp")}, {"schedules": ("1f1b",)})
 
 
@@ -209,7 +211,7 @@ def main() -> int:
             options.json.write_text(json.dumps({"header": facts, "summary": summary(rows), "rows": rows}, indent=1))
     for name, value in summary(rows).items():
         print(f"{name}: {f'{value:.3g}' if isinstance(value, float) else value}")
-    return int(any(row["broken"] for row in rows))
+    return int(any(name in PROMISED for row in rows for name in row["broken"]))
 
 
 if __name__ == "__main__":

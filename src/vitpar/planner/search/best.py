@@ -98,21 +98,26 @@ class Search:
         """
         effort = effort or self.effort
         begun = time.perf_counter()
-        found = self._best(budget, progress, effort)
+        until = begun + effort.seconds
+        found = self._best(budget, effort, until, progress)
         if not found.exact and found.gap > WORTH_MORE and effort.patient:
-            found = self._again(found, budget, effort)
+            found = self._again(found, budget, effort, until)
         return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
 
-    def _again(self, found: Result, budget: float, effort: Effort) -> Result:
+    def _again(self, found: Result, budget: float, effort: Effort, until: float) -> Result:
         """Return `found` with what other searches found that fits: with fewer strategies to choose from, and short ones
         for less memory, those of the frontier among them."""
         for fewer in FEWER:
+            if time.perf_counter() > until:
+                break
             part = copy(self)  # with the same prices
             part.space = _part(self.space, fewer)
             part._options = Options(part.space, self.costs, self._moments)
-            part._best(budget, effort=effort)
+            part._best(budget, effort, until)
         for smaller in _smaller(budget):
-            self._best(smaller, effort=self._short)
+            if time.perf_counter() > until:
+                break
+            self._best(smaller, self._short, until)
         best = None
         while (known := self._known(budget, effort)).plans and known.plans[0] is not best:
             best = known.plans[0]
@@ -121,14 +126,19 @@ class Search:
         return replace(found, plans=known.ranked, bound=max(found.bound, fastest))
 
     def _best(
-        self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort = Effort()
+        self,
+        budget: float,
+        effort: Effort,
+        until: float,
+        progress: Progress = lambda done, total, best: None,
     ) -> Result:
+        """One search. until: when it ends, by `time.perf_counter`, once a plan is found."""
         begun, found = time.perf_counter(), self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
         self._uniform(kinds, budget, found, progress)
         # With several stages a rank the space has nothing but plans with one strategy.
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
-        least, exact = self._mixed(open_kinds, budget, found, progress, effort, begun)
+        least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
         fastest = max((price.images_per_second for price in found.plans), default=0.0)
         return Result(
             plans=found.ranked,
@@ -197,7 +207,7 @@ class Search:
         found: Best,
         progress: Progress,
         effort: Effort,
-        begun: float,
+        until: float,
     ) -> tuple[float, bool]:
         """Offer plans of several strategies and of uneven stages. Returns the seconds an image that nothing is faster
         than, and whether everything was looked at that could be."""
@@ -207,7 +217,7 @@ class Search:
         exact, least, looked = True, math.inf, 0
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
-            late = time.perf_counter() - begun > effort.seconds and (found.plans or not effort.patient)
+            late = time.perf_counter() > until and (found.plans or not effort.patient)
             if bound >= found.limit or late:
                 least, exact = min(least, bound), exact and not late
                 break
@@ -239,7 +249,8 @@ class Search:
         needs. They are searched with less effort, seconds for each, among all plans that were ever priced."""
         budget = best.memory_bytes
         for _ in range(points - 1):
-            plans = self._best(step * budget, effort=self._short).plans
+            short = self._short
+            plans = self._best(step * budget, short, time.perf_counter() + short.seconds).plans
             if not plans:
                 break
             budget = plans[0].memory_bytes

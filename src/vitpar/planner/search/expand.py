@@ -175,22 +175,26 @@ class Expansion:
         stages, limits = self._kind.pipeline.num_stages, self._limits
         least = np.full((depth + 1, len(options)), math.inf)
         least[0] = 0.0
-        chosen: list[Array] = []
+        stem, chosen = np.zeros(len(options)), list[Array]()
         for number in range(stages):
             block, start, end = stage_sums(self._kind, self._choices, self._machine, number)
-            stem = start[EACH] * (number > 0)
+            stem = start[EACH] if number == 0 else stem
             dealt = np.full_like(least, math.inf)
             sizes = np.zeros(least.shape, int)
             for blocks in range(1, depth - stages + 2):
                 sums = start + end + blocks * block
                 fits = (sums[BYTES] <= limits.memory).all(0)
-                for used in range(number, depth - blocks - (stages - 1 - number) + 1):
-                    before = used * block[EACH] + stem + number * self._hop
-                    time = np.maximum(sums[TIMES].max(0), sums[0] + before * (not self._kind.pipeline.splits_backward))
-                    time = np.where(fits, np.maximum(least[used], time), math.inf)
-                    better = time < dealt[used + blocks]
-                    dealt[used + blocks] = np.where(better, time, dealt[used + blocks])
-                    sizes[used + blocks] = np.where(better, blocks, sizes[used + blocks])
+                # Blocks in the stages before: one each at least, and one is left for each behind.
+                used = slice(number, depth - blocks - (stages - 1 - number) + 1)
+                after = slice(used.start + blocks, used.stop + blocks)
+                before = np.arange(used.start, used.stop)[:, None] * block[EACH] + (stem + number * self._hop) * (
+                    number > 0
+                )
+                through = sums[0] + before * (not self._kind.pipeline.splits_backward)
+                time = np.maximum(least[used], np.maximum(sums[TIMES].max(0), through))
+                better = fits & (time < dealt[after])
+                dealt[after] = np.where(better, time, dealt[after])
+                sizes[after] = np.where(better, blocks, sizes[after])
             least = dealt
             chosen.append(sizes)
         for one in np.argsort(least[depth], kind="stable"):

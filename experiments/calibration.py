@@ -2,7 +2,7 @@
 
     python experiments/calibration.py > calibration.md
 
-Some seconds, no GPU. calibration.toml has the runs. Rows of odd number are what the constants of
+Some seconds, no GPU. bench/published_runs.toml has the runs. Rows of odd number are what the constants of
 `vitpar.planner.profile.estimate` and the clusters' `sustained` are fitted to; the mean error of the others is the
 error band that every prediction for a cluster carries.
 """
@@ -22,7 +22,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import ERROR_BAND, estimate_model
 from vitpar.strategy import parse, validate
 
-ROWS = Path(__file__).with_suffix(".toml")
+ROWS = Path(__file__).with_name("bench") / "published_runs.toml"
 TARGET = 0.2
 """Mean relative error of runs that neither input nor eager kernels limit."""
 WEAK_SCALING = (0.94, 0.96)
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def compare() -> list[Compared]:
-    """Predict every row of calibration.toml."""
+    """Predict every row of bench/published_runs.toml."""
     return [_compared(row) for row in read_toml(ROWS)["rows"]]
 
 

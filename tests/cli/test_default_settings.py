@@ -194,5 +194,5 @@ def test_estimates_are_in_the_precision_of_a_training_there_and_say_so(tmp_path:
     assert "vit_tiny_patch4_32 in fp32" in named and "assumed" not in named
     page = tmp_path / "report.html"
     told = json.loads(printed(search, "--cluster", "2xH100", *words, "--json", "--report", str(page)))
-    assert "<td>precision</td><td>bf16</td>" in page.read_text()
+    assert "<td>precision</td><td>bf16, compiled</td>" in page.read_text()
     assert "precision bf16 is assumed: name another with --precision" in told["notes"]

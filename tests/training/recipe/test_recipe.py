@@ -9,7 +9,7 @@ from helpers.paths import ROOT
 from vitpar.errors import ModelError, RecipeError, StrategyError
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
-EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.toml"))
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*.toml"))
 SMALL = """
 [model]
 name = "vit_custom"

@@ -5,7 +5,8 @@
     python experiments/bench_planner.py --only accuracy --ranks 4 --json rows.json
 
 - search: ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, one process; for a batch of 128 images a device and for
-  a sweep over five batch sizes, all pipeline degrees, schedules and numbers of micro-batches.
+  a sweep over five batch sizes, all pipeline degrees, schedules and numbers of micro-batches. And a model of the shape
+  of ViT-22B (arXiv 2302.05442, table 1) on 256 H100, 16 images a device.
 - galvatron: ViT-Huge-32 on 8 GPUs in four memory budgets: the plan that Galvatron's first planner found, and vitpar's,
   under that planner's model (memory rounded up as it does) and under vitpar's with the same profile.
 - accuracy: the model of planner.toml on so many CPU ranks: both profiles, then every example plan of `vitpar validate`.
@@ -30,19 +31,28 @@ from rich.table import Table
 from bench.galvatron_2022 import CONTEXT, MB, TABLE, UnderItsModel, imported, its_price, its_space, write_profiles
 from bench.header import header
 from vitpar.models import model_config
-from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.automatic import make_search
 from vitpar.planner.cost.price import price
-from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.search.best import Search
-from vitpar.planner.search.space import Space
+from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, validate
 
 RECIPE = Path(__file__).parent / "planner.toml"
-CLUSTERS = ("8xH100", "8x8xH100", "128x8xH100")
 SWEEP = (32, 64, 128, 256, 512)
 """Images a device."""
-MEMORY = 40e9
+LARGE = model_config(
+    "vit_custom", patch_size=14, image_size=224, width=6144, depth=48, heads=48, hidden=24576, num_classes=1000
+)
+HUGE = model_config("vit_huge_patch14_224")
+SEARCHES = (
+    *(
+        ("ViT-H/14", HUGE, name, images, 40e9)
+        for name in ("8xH100", "8x8xH100", "128x8xH100")
+        for images in ((128,), SWEEP)
+    ),
+    ("ViT-22B", LARGE, "32x8xH100", (16,), 72e9),
+)
+"""Model, cluster, images a device, bytes a rank."""
 
 
 def main() -> int:
@@ -68,34 +78,50 @@ def main() -> int:
 
 def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
     """Seconds of searches."""
-    config, rows = model_config("vit_huge_patch14_224"), []
-    for name in CLUSTERS:
-        hardware = find_cluster(name).hardware()
-        profile = estimate_model(config, "bf16", hardware, tensors(config, hardware.ranks))
-        for images in ((128,), SWEEP):
-            space = Space(config, hardware.ranks, tuple(n * hardware.ranks for n in images), "bf16")
-            result = Search(space, LayerCosts(config, hardware, profile)).best(MEMORY)
-            best = result.plans[0]
-            row = {
-                "cluster": name,
-                "batches": len(images),
-                "seconds": result.seconds,
-                "kinds": result.kinds,
-                "strategies": result.strategies,
-                "priced": result.priced,
-                "plan": str(best.plan),
-                "microbatches": best.plan.microbatches,
-                "batch_size": best.batch_size,
-                "images_per_second": best.images_per_second,
-                "gap": result.gap,
-            }
-            rows.append(row)
-    heads = ("cluster", "batch sizes", "seconds", "kinds of plans", "strategies", "priced", "best", "at most better by")
+    rows = []
+    for model, config, name, images, memory in SEARCHES:
+        costs = estimated_costs(config, name, "bf16")
+        result = make_search(costs, tuple(n * costs.hardware.ranks for n in images), 2).best(memory)
+        best = result.plans[0]
+        row = {
+            "model": model,
+            "cluster": name,
+            "batches": len(images),
+            "seconds": result.seconds,
+            "kinds": result.kinds,
+            "strategies": result.strategies,
+            "priced": result.priced,
+            "plan": str(best.plan),
+            "microbatches": best.plan.microbatches,
+            "batch_size": best.batch_size,
+            "images_per_second": best.images_per_second,
+            "gap": result.gap,
+        }
+        rows.append(row)
+    heads = (
+        "model",
+        "cluster",
+        "batch sizes",
+        "seconds",
+        "kinds of plans",
+        "strategies",
+        "priced",
+        "best",
+        "at most better by",
+    )
     table = Table(*heads, box=box.MARKDOWN)
     for row in rows:
         counts = (f"{row[key]:,}" for key in ("kinds", "strategies", "priced"))
         plan = f"{row['plan']}, batch {row['batch_size']}, {row['microbatches']} micro-batches"
-        table.add_row(row["cluster"], str(row["batches"]), f"{row['seconds']:.2f}", *counts, plan, f"{row['gap']:.2%}")
+        table.add_row(
+            row["model"],
+            row["cluster"],
+            str(row["batches"]),
+            f"{row['seconds']:.2f}",
+            *counts,
+            plan,
+            f"{row['gap']:.2%}",
+        )
     return [("search", table)], rows
 
 

@@ -8,6 +8,7 @@ from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Group, Links, layer_groups
+from vitpar.planner.cost.memory import _Walk
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.cost.streams import Streams
@@ -134,6 +135,28 @@ def test_memory_by_hand() -> None:
     assert all(memory.activations == 8 * 2 * 10 * MB for memory in every)
     shards = step("fsdp4", 4).memory[0]
     assert shards.parameters == pytest.approx(held / 4, rel=0.02) and shards.gathered > 0
+
+
+@pytest.mark.parametrize(
+    "mesh", ["pp4xfsdp2+ckpt", "pp2xdp2xtp2", "pp4: 0-2=dp2, 3-5=fsdp2, *=dp2+zero2", "fsdp8", "dp8+zero1"]
+)
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
+def test_memory_is_that_of_every_action(
+    mesh: str, schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actions that an earlier one covers are skipped: all of them give the same bytes."""
+    if "pp" not in mesh and schedule != "gpipe":
+        pytest.skip("a schedule is for pipelines")
+    if virtual > 1 and ":" in mesh:
+        pytest.skip("several stages a rank are even and of one strategy")
+    fields = {"schedule": schedule, "virtual_stages": virtual} if "pp" in mesh else {}
+    for width in (64, 1024):  # activations are most, or parameters and gradients
+        config = replace(CONFIG, width=width, hidden=4 * width)
+        costs = LayerCosts(config, machine(), model(config))
+        quick = step(mesh, 128, costs, microbatches=16, **fields).memory
+        with monkeypatch.context() as patch:
+            patch.setattr(_Walk, "_is_like_before", lambda walk, kind, number: False)
+            assert step(mesh, 128, costs, microbatches=16, **fields).memory == quick
 
 
 def test_cores_are_shared() -> None:

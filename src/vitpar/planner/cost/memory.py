@@ -89,9 +89,12 @@ class _Walk:
         self._alive = self._gradients = self._gathered = 0.0  # bytes now
         self.most: dict[str, float] = {}
         self._total = -1.0
+        self._done: dict[tuple[str, int, float, float], float] = {}
 
     def do(self, kind: str, number: int) -> None:
         """One action for stage `number`."""
+        if self._is_like_before(kind, number):
+            return
         stage = self._stages[number]
         if kind == "F":
             self._keep(
@@ -109,6 +112,23 @@ class _Walk:
         else:  # the gradients of inputs: activations stay for those of weights
             space = max(layer.work.workspace for layer in stage.layers)
             self._moment(0.0, space, max(_passing(layer) for layer in stage.layers))
+
+    def _is_like_before(self, kind: str, number: int) -> bool:
+        """Do an action that needs no more than an earlier one did, as most of a step's actions: all it changes is how
+        many activations are alive. Return whether it is one."""
+        backward = kind in ("B", "W")
+        if backward and (not self._backwards[number] or self._backwards[number] + 1 == self._microbatches):
+            return False  # the first makes gradients, the last reduces them
+        key = kind, number, self._gradients, self._gathered
+        if self._done.get(key, -1.0) < self._alive:
+            self._done[key] = self._alive
+            return False
+        if kind == "F":
+            self._alive += self._saved[number]
+        elif backward:
+            self._backwards[number] += 1
+            self._alive -= self._saved[number]
+        return True
 
     def done(self) -> None:
         """The optimizer's step."""

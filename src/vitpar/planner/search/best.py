@@ -86,6 +86,7 @@ class Search:
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
+        self._frontiers: dict[tuple[Plan, int], tuple[Price, ...]] = {}
 
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort | None = None
@@ -121,7 +122,7 @@ class Search:
         best = None
         while (known := self._known(budget, effort)).plans and known.plans[0] is not best:
             best = known.plans[0]
-            self.frontier(known.ranked[0])
+            self.frontier(known.ranked[0], until=until)
         fastest = max((price.images_per_second for price in known.plans), default=0.0)
         return replace(found, plans=known.ranked, bound=max(found.bound, fastest))
 
@@ -135,7 +136,7 @@ class Search:
         """One search. until: when it ends, by `time.perf_counter`, once a plan is found."""
         begun, found = time.perf_counter(), self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
-        self._uniform(kinds, budget, found, progress)
+        self._uniform(kinds, budget, found, progress, math.inf if effort.patient else until)
         # With several stages a rank the space has nothing but plans with one strategy.
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
         least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
@@ -166,8 +167,10 @@ class Search:
             self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, runs=4, seconds=seconds, patient=False
         )
 
-    def _uniform(self, kinds: list[tuple[float, Kind]], budget: float, found: Best, progress: Progress) -> None:
-        """Offer every plan with one strategy and even stages that fits and could be the best.
+    def _uniform(
+        self, kinds: list[tuple[float, Kind]], budget: float, found: Best, progress: Progress, until: float
+    ) -> None:
+        """Offer every plan with one strategy and even stages that fits and could be the best, or those up to `until`.
 
         Each comes up when nothing has a lower bound, so that none is priced that a bound rules out.
         """
@@ -175,7 +178,7 @@ class Search:
         heap: list[tuple[float, int, Kind, list[tuple[float, Strategy]] | None]]
         heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
-        while heap and heap[0][0] < found.limit:
+        while heap and heap[0][0] < found.limit and time.perf_counter() < until:
             _, _, kind, strategies = heapq.heappop(heap)
             if strategies is None:
                 strategies = self._uniform_plans(kind, budget)
@@ -244,13 +247,18 @@ class Search:
             ).run()
         return least, exact
 
-    def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
+    def frontier(self, best: Price, points: int = 6, step: float = 0.7, until: float = math.inf) -> tuple[Price, ...]:
         """The best plans for less and less memory, `best` first: each needs at most `step` of what the one before
-        needs. They are searched with less effort, seconds for each, among all plans that were ever priced."""
-        budget = best.memory_bytes
+        needs. They are searched with less effort, seconds for each, among all plans that were ever priced.
+
+        until: when nothing more is searched, by `time.perf_counter`. What was found for a plan is remembered."""
+        key = best.plan, best.batch_size
+        if key in self._frontiers:
+            return self._frontiers[key]
+        budget, short = best.memory_bytes, self._short
         for _ in range(points - 1):
-            short = self._short
-            plans = self._best(step * budget, short, time.perf_counter() + short.seconds).plans
+            now = time.perf_counter()
+            plans = self._best(step * budget, short, min(until, now + short.seconds)).plans if now < until else ()
             if not plans:
                 break
             budget = plans[0].memory_bytes
@@ -261,7 +269,8 @@ class Search:
             if not fitting:
                 break
             found.append(max(fitting, key=lambda price: price.images_per_second))
-        return tuple(found)
+        self._frontiers[key] = tuple(found)
+        return self._frontiers[key]
 
     def price(self, plan: Plan, batch_size: int) -> Price:
         """Of a validated plan, remembered."""

@@ -37,7 +37,7 @@ class Effort:
     nodes: int = 2000
     runs: int = 8
     alternatives: int = 10
-    seconds: float = 60.0
+    seconds: float = 20.0
     patient: bool = True
 
 

@@ -60,10 +60,11 @@ mutations: $(READY)  ## Put known faults into copies of the source: the check or
 lint: $(READY)   ## Style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-docs: $(READY)   ## Write what docs/ has of the source: support matrix, limits, default settings, architecture
+docs: $(READY)   ## Write what docs/ has of the source: support matrix, limits, settings and their defaults, architecture
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
 	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
+	$(BIN)/python -c 'from vitpar.training.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 
 bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory

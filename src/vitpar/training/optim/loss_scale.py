@@ -13,24 +13,26 @@ from vitpar.limits import MAX_COUNT
 
 
 class LossScaleSection(BaseModel):
-    """How the loss is scaled in fp16. dynamic: whether the scale ever leaves `initial_scale`.
+    """Scale of the loss in fp16. Names and defaults are ColossalAI's, except the default bounds."""
 
-    hysteresis: how many overflows it takes until the scale is multiplied by `backoff_factor`, as it then is at every
-    further one. growth_interval: after so many steps without an overflow between them the scale is multiplied by
-    `growth_factor`, and as many overflows as at first are borne again. Settings and defaults are ColossalAI's, but for
-    the default bounds.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     dynamic: bool = True
+    """Whether the scale changes from `initial_scale`."""
     initial_scale: float = Field(2.0**16, gt=0)
+    """Scale of the first step."""
     min_scale: float = Field(1.0, gt=0)
+    """Smallest scale; an overflow there ends the run."""
     max_scale: float = Field(2.0**24, gt=0)
+    """Largest scale."""
     growth_factor: float = Field(2.0, gt=1)
+    """Factor by which the scale grows."""
     backoff_factor: float = Field(0.5, gt=0, lt=1)
+    """Factor by which the scale falls after an overflow."""
     growth_interval: int = Field(1000, ge=1, le=MAX_COUNT)
+    """Steps without an overflow after which the scale grows."""
     hysteresis: int = Field(2, ge=1, le=MAX_COUNT)
+    """Overflows since the last growth from which on the scale falls."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

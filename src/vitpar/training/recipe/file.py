@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from vitpar.errors import RecipeError
 from vitpar.io import parse_toml, read_toml
 from vitpar.text import literal, nearest, shown
+from vitpar.training.recipe.other_names import OTHER_NAMES
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import DataSection
 
@@ -176,4 +177,5 @@ def _nearest_key(key: str) -> str:
         return nearest(key, SECTIONS) or f": sections are {', '.join(SECTIONS)}"
     keys = [f"{section}.{setting}" for section, fields in SECTIONS.items() for setting in fields.model_fields]
     elsewhere = [known for known in keys if known.endswith(f".{name}")]  # the right name in the wrong section
+    elsewhere += [OTHER_NAMES[name]] if name in OTHER_NAMES else []
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else nearest(key, keys)

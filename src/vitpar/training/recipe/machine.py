@@ -53,13 +53,13 @@ def refuse_disagreement(recipe: Recipe) -> None:
         )
 
 
-def planned_precision(recipe: Recipe, known: str | None, device: str) -> Recipe:
-    """Return `recipe` with automatic precision resolved for planning, as a training on `device` would resolve it.
+def automatic_precision(known: str | None, device: str) -> str:
+    """Return the precision that "auto" stands for in planning, as a training on `device` would resolve it.
 
     known: the precision that the model was profiled in, or the best that a cluster's data sheet has rates for; None
     where nobody knows.
     """
-    return recipe.with_precision(known if known == "bf16" and device == "cuda" else "fp32")
+    return known if known == "bf16" and device == "cuda" else "fp32"
 
 
 def large_batch_warning(recipe: Recipe, samples: int) -> str | None:

@@ -23,6 +23,7 @@ from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.recipe.effects import EFFECTS, VARIANTS, refuse_without_effect
 from vitpar.training.recipe.sections import (
+    AUTO,
     AugmentSection,
     CheckpointSection,
     CommunicationSection,
@@ -138,6 +139,11 @@ class Recipe(Section):
 
         return first_that_fits(wanted, fit)
 
+    def under(self, plan: Plan) -> Self:
+        """Return the recipe that trains under `plan`: [parallel] makes it, [communication] has what it uses."""
+        update = {"parallel": ParallelSection.of(plan), "communication": self.communication_under(plan)}
+        return self.model_copy(update=update)
+
     def communication_under(self, plan: Plan) -> CommunicationSection:
         """Return [communication] without the settings that change nothing under `plan`."""
         idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, self.train.precision))
@@ -148,6 +154,11 @@ class Recipe(Section):
         Raises StrategyError."""
         fields = self.parallel.model_dump()
         mesh, otherwise = fields.pop("mesh"), fields.pop("otherwise")
+        if mesh == AUTO:
+            raise StrategyError(
+                f"the mesh is '{AUTO}', which vitpar train alone searches: name a strategy, such as one that vitpar "
+                "search finds"
+            )
         if not mesh.endswith(".json"):
             return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in otherwise)]
         if not self.parallel.model_fields_set <= {"mesh", "otherwise"}:

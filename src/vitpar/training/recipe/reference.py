@@ -1,0 +1,125 @@
+"""Reference of all settings, generated from the sections: `vitpar settings` prints it, `make docs` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen
+from pydantic.fields import FieldInfo
+
+from vitpar.errors import RecipeError
+from vitpar.limits import MAX_COUNT
+from vitpar.text import nearest, shown
+from vitpar.training.recipe.other_names import OTHER_NAMES
+from vitpar.training.recipe.recipe import Recipe
+
+INTRODUCTION = """\
+A recipe is a TOML file with these sections. `vitpar train --set SECTION.KEY=VALUE` sets one of them, and so do the
+options of the same meaning. Settings that would change nothing are refused. `vitpar settings` prints this page,
+`vitpar settings KEY` one entry. Without a recipe file the defaults also depend on the data
+([defaults.md](defaults.md)). Written by `make docs` from the sections' fields (`src/vitpar/training/recipe/sections`).
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of a recipe."""
+
+    key: str
+    """Dotted, such as train.batch_size."""
+    kind: str
+    """Type, choices and range, in words."""
+    default: str
+    """As TOML; "unset" where there is none."""
+    effect: str
+    """What it does, with its unit."""
+
+
+def settings() -> Iterator[Setting]:
+    """Yield every setting, in the order of the sections."""
+    for section, field in Recipe.model_fields.items():
+        for name, setting in field.annotation.model_fields.items():  # type: ignore[union-attr]
+            effect = " ".join((setting.description or "").split())
+            yield Setting(f"{section}.{name}", _kind(setting), _toml(setting.default), effect)
+
+
+def find(key: str) -> list[Setting]:
+    """Return the setting `key`, all settings of a section, or those with that last name here or in other tools. Raises
+    RecipeError."""
+    every = list(settings())
+    found = [one for one in every if key == one.key.partition(".")[0]]
+    key = OTHER_NAMES.get(key.rpartition(".")[2], key) if not found else key
+    found = found or [one for one in every if key in (one.key, one.key.partition(".")[2])]
+    if not found:
+        names = {name for one in every for name in (one.key, *one.key.split("."))}
+        raise RecipeError(f"unknown setting '{shown(key)}'{nearest(key, names)}: vitpar settings lists all")
+    return found
+
+
+def about(section: str) -> str:
+    """Return the first paragraph on a section."""
+    text = Recipe.model_fields[section].annotation.__doc__ or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def markdown() -> str:
+    """Return the page docs/settings.md."""
+    lines, section = ["# Settings", "", *INTRODUCTION.splitlines()], ""
+    for one in settings():
+        name = one.key.partition(".")[0]
+        if name != section:
+            section = name
+            lines += ["", f"## {name}", "", about(name), "", "| key | type | default | effect |", "|---|---|---|---|"]
+        kind = one.kind.replace("|", "\\|")
+        lines.append(f"| `{one.key}` | {kind} | `{one.default}` | {one.effect} |")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, float) and 0 < value < 1e-3:
+        return f"{value:g}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _kind(field: FieldInfo) -> str:
+    """Return the type in words: `integer from 1 to 128`, `"cls" or "avg"`."""
+    return _type(field.annotation) + _range(field.metadata)
+
+
+_NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(one) for one in arguments if one is not NoneType)
+    if origin is Literal:
+        words = [json.dumps(one) for one in arguments]
+        return f"{', '.join(words[:-1])} or {words[-1]}"
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}s" if Ellipsis in arguments else f"{len(arguments)} numbers"
+    return _NAMES[annotation]
+
+
+def _range(metadata: list[Any]) -> str:
+    """Return the range in words; bounds that only guard against nonsense are left out."""
+    words = ""
+    for bound in metadata:
+        match bound:
+            case Ge(ge=least):
+                words += f" from {least}"
+            case Gt(gt=least):
+                words += f" above {least}"
+            case Le(le=most) if isinstance(most, int | float) and most < min(MAX_COUNT, 10**6):
+                words += f" to {most}"
+            case Lt(lt=most) if isinstance(most, int | float) and most < 10**6:
+                words += f" below {most}"
+            case MaxLen(max_length=most):
+                words += f", {most} at most"
+    return words

@@ -1,0 +1,42 @@
+"""The sections of a recipe: every setting with its type, range, default and effect.
+
+input: [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [loss_scale]. running:
+[checkpoint], [faults], [parallel], [communication].
+"""
+
+from vitpar.training.recipe.sections.base import Section
+from vitpar.training.recipe.sections.input import AugmentSection, DataSection, ModelSection, StreamSection
+from vitpar.training.recipe.sections.running import (
+    AUTO,
+    CheckpointSection,
+    CommunicationSection,
+    FaultsSection,
+    ParallelSection,
+)
+from vitpar.training.recipe.sections.training import (
+    AdjustLr,
+    Implementation,
+    LossScaleSection,
+    LRScheduleSection,
+    OptimizerSection,
+    TrainSection,
+)
+
+__all__ = [
+    "AUTO",
+    "AdjustLr",
+    "AugmentSection",
+    "CheckpointSection",
+    "CommunicationSection",
+    "DataSection",
+    "FaultsSection",
+    "Implementation",
+    "LRScheduleSection",
+    "LossScaleSection",
+    "ModelSection",
+    "OptimizerSection",
+    "ParallelSection",
+    "Section",
+    "StreamSection",
+    "TrainSection",
+]

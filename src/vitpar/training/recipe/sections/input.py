@@ -1,0 +1,146 @@
+"""Sections about what is trained on what: [model], [data], [stream] and [augment]."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from vitpar.limits import MAX_BATCH_SIZE, MAX_BUFFERED_SAMPLES, MAX_CLASSES, MAX_SAMPLES, MAX_WORKERS
+from vitpar.training.recipe.sections.base import Section
+
+
+class ModelSection(Section):
+    """The model: timm's name of it, and the sizes and options that differ. Unset keys are as in the named model."""
+
+    name: str = "vit_small_patch16_224"
+    """timm's model name, or vit_custom with the sizes below."""
+    weights: str | None = None
+    """Folder of weights, or checkpoint, to start from instead of initial values."""
+    image_size: int | None = None
+    """Side of the square input image, in pixels."""
+    patch_size: int | None = None
+    """Side of a patch, in pixels; divides `image_size`."""
+    width: int | None = None
+    """Number of features of a token."""
+    depth: int | None = None
+    """Number of transformer blocks."""
+    heads: int | None = None
+    """Number of attention heads; divides `width`."""
+    hidden: int | None = None
+    """Number of hidden features of a block's MLP."""
+    pool: Literal["cls", "avg"] | None = None
+    """Input of the classifier: the class token (cls), or the mean of all patch tokens (avg)."""
+    registers: int | None = None
+    """Number of register tokens."""
+    distillation: bool | None = None
+    """Whether there is a distillation token with a classifier of its own, as in DeiT."""
+    representation_size: int | None = None
+    """Features of a linear layer with tanh before the classifier."""
+    position: Literal["learned", "sincos2d"] | None = None
+    """Position embedding: learned, or fixed sines and cosines in two dimensions."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised in each head."""
+    norm_eps: float | None = None
+    """Number added to variances in layer norms."""
+    layer_scale: float | None = None
+    """Initial value of the learned scale of each residual branch."""
+    drop_path: float | None = None
+    """Probability that the last block's residual branches are dropped for a sample; it rises linearly over blocks."""
+    dropout: float | None = None
+    """Probability that an activation is dropped after the position embedding, projections and MLP layers."""
+    init: Literal["jax", "timm", "moco"] | None = None
+    """Scheme of initial values (docs/models.md)."""
+
+
+class DataSection(Section):
+    """The training data on disk, and how images are prepared."""
+
+    path: str | None = None
+    """Folder that `vitpar data pack` or `vitpar data index` made; unset for a stream."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Least and largest part of the image's area that a training crop covers."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and largest ratio of width to height of a training crop."""
+    flip: float = Field(0.5, ge=0, le=1)
+    """Probability of a horizontal flip in training."""
+    crop_pct: float = Field(0.875, gt=0, le=1)
+    """Part of the resized image's side that the centre crop covers in evaluation."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """Method of resizing."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Mean of red, green and blue that is subtracted, for pixels from 0 to 1."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """Standard deviation of red, green and blue to divide by."""
+    shuffle_window: int = Field(0, ge=0, le=MAX_SAMPLES)
+    """Samples that are shuffled together, for slow disks and network mounts; 0 for all. A multiple of
+    `shuffle_block`."""
+    shuffle_block: int = Field(256, ge=1, le=MAX_SAMPLES)
+    """Neighbouring samples that stay in one window."""
+    workers: int | None = Field(None, ge=0, le=MAX_WORKERS)
+    """Decoding threads of a rank; 0 decodes in the main thread; chosen by the rank's cores if unset."""
+    bad_sample: Literal["fail", "skip"] = "fail"
+    """Reaction to an image that cannot be decoded: stop the run, or skip and count it."""
+
+    @model_validator(mode="after")
+    def _window_is_of_blocks(self) -> Self:
+        if self.shuffle_window % self.shuffle_block:
+            raise ValueError(
+                f"data.shuffle_window is {self.shuffle_window}, which is no multiple of data.shuffle_block "
+                f"{self.shuffle_block}: make it one"
+            )
+        return self
+
+
+class StreamSection(Section):
+    """Shards that are read by URL from begin to end, instead of `data.path`. All of train, val, samples, val_samples
+    and classes are needed."""
+
+    train: str | tuple[str, ...] | None = None
+    """URLs of training shards, with braces: https://host/train-{000000..001023}.tar, s3://, gs://, paths,
+    pipe:COMMAND."""
+    val: str | tuple[str, ...] | None = None
+    """URLs of validation shards."""
+    samples: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    """Number of training images."""
+    val_samples: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    """Number of validation images."""
+    classes: int | None = Field(None, ge=1, le=MAX_CLASSES)
+    """Number of classes."""
+    label: str = "cls"
+    """Where the label of a sample is: the member cls, or json:FIELD."""
+    shuffle_buffer: int = Field(1000, ge=0, le=MAX_BUFFERED_SAMPLES)
+    """Samples of a rank that are shuffled together."""
+    allow_pipe: bool = False
+    """Whether URLs may run commands, which pipe:, s3:// and gs:// do."""
+
+    def __bool__(self) -> bool:
+        return any(value != type(self).model_fields[name].default for name, value in self)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        missing = [name for name, value in self if value is None]
+        if missing and self:
+            raise ValueError(f"the recipe lacks 'stream.{missing[0]}', without which nothing can be streamed: give it")
+        return self
+
+
+class AugmentSection(Section):
+    """Augmentation of training images after crop and flip."""
+
+    policy: str | None = None
+    """Random operations by timm's names: rand-m9-n2-mstd0.5-inc1, original (AutoAugment), 3a (3-Augment)."""
+    color_jitter: float | tuple[float, float, float] = 0.0
+    """Largest change of brightness, contrast and saturation, as a part of 1: one number for all, or three."""
+    random_erasing: float = Field(0.0, ge=0, le=1)
+    """Probability that a box of the image is replaced by noise."""
+    repeats: int = Field(1, ge=1, le=MAX_BATCH_SIZE)
+    """Number of times that a sample appears in a row, augmented differently each time (repeated augmentation)."""
+    mixup: float = Field(0.0, ge=0)
+    """Parameter alpha of mixup's Beta distribution; 0 turns mixup off."""
+    cutmix: float = Field(0.0, ge=0)
+    """Parameter alpha of CutMix's Beta distribution; 0 turns CutMix off."""
+    mixup_prob: float = Field(1.0, ge=0, le=1)
+    """Probability that a batch's samples are mixed."""
+    mixup_switch_prob: float = Field(0.5, ge=0, le=1)
+    """Probability of CutMix where both are on."""

@@ -1,0 +1,116 @@
+"""Sections about how a run is carried out, which never change its result: [checkpoint], [faults], [parallel] and
+[communication]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from vitpar.limits import MAX_ALTERNATIVES, MAX_BLOCKS, MAX_COUNT, MAX_MINUTES
+from vitpar.strategy import Plan
+from vitpar.training.recipe.sections.base import Section
+
+AUTO = "auto"
+"""Value of `parallel.mesh` for which `vitpar train` searches the plan."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are saved, and which of them are kept. Give one of the four intervals; every epoch if none."""
+
+    every_steps: int | None = Field(None, ge=0, le=MAX_COUNT)
+    """Steps between checkpoints; 0 for never."""
+    every_epochs: float | None = Field(None, ge=0, le=MAX_COUNT)
+    """Epochs between checkpoints; 0 for never."""
+    every_samples: int | None = Field(None, ge=0, le=MAX_COUNT)
+    """Training images between checkpoints; 0 for never."""
+    every_minutes: float | None = Field(None, ge=0, le=MAX_MINUTES)
+    """Minutes between checkpoints; 0 for never."""
+    first: bool = False
+    """Whether one is saved after step 1 too, which shows early if the folder cannot be written."""
+    keep: int = Field(2, ge=0, le=MAX_COUNT)
+    """Number of newest checkpoints to keep; 0 for all."""
+    keep_every_steps: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Also keep checkpoints whose step is a multiple of this."""
+    keep_best: bool = False
+    """Also save and keep the checkpoint of the evaluation with the best top-1."""
+    asynchronous: bool = True
+    """Whether training continues while files are written, which takes a copy of each rank's state in host memory."""
+
+    def interval(self, samples: int, batch_size: int) -> int:
+        """Steps between checkpoints, for a training set of `samples`; 0 for none that are due by their step."""
+        if self.every_steps is not None:
+            return self.every_steps
+        if self.every_minutes is not None:
+            return 0
+        epochs = 1.0 if self.every_epochs is None else self.every_epochs
+        images = epochs * samples if self.every_samples is None else self.every_samples
+        return max(1, round(images / batch_size)) if images else 0
+
+    @property
+    def never(self) -> bool:
+        """Whether no checkpoints are wanted."""
+        ways = (self.every_steps, self.every_epochs, self.every_samples, self.every_minutes)
+        return 0 in ways and not self.keep_best and not self.first
+
+    def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
+        """Of the checkpoints that there are, oldest first, those to keep. best: the step of the best evaluation."""
+        steps = [step for step in steps if step != best]
+        multiples = {step for step in steps if self.keep_every_steps and step % self.keep_every_steps == 0}
+        return multiples | set(steps[-self.keep :]) | ({best} if best is not None else set())
+
+
+class FaultsSection(Section):
+    """Reaction to faults."""
+
+    non_finite: Literal["stop", "skip"] = "stop"
+    """Reaction to a loss or gradient that is infinite or NaN: stop, or skip the update on all ranks. To skip, the host
+    waits for the device at every step."""
+    max_skipped: int = Field(10, ge=1, le=MAX_COUNT)
+    """Updates in a row that may be skipped."""
+    hang_minutes: float = Field(10.0, ge=0, le=MAX_MINUTES)
+    """Minutes after which a step, evaluation batch or checkpoint counts as hung and ends the run; 0 for never."""
+    debug_checks: bool = False
+    """Whether parameters, gradients and the order of collectives are compared over the ranks at every step (slow)."""
+
+
+class ParallelSection(Section):
+    """The plan: mesh, schedule, micro-batches and the split of blocks into pipeline stages."""
+
+    mesh: str = "dp1"
+    """Strategy string such as pp2xtp2xdp2 (docs/strategies.md), a plan.json, or auto to search it in `vitpar train`."""
+    otherwise: tuple[str, ...] = Field((), max_length=MAX_ALTERNATIVES)
+    """Strategies to try in turn if `mesh` does not fit the ranks, the model or the batch."""
+    schedule: str = "1f1b"
+    """Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev."""
+    virtual_stages: int = Field(1, ge=1)
+    """Pipeline stages of a rank: 2 or more with interleaved schedules, 2 with zbvzerobubble and dualpipev."""
+    microbatches: int | None = Field(None, ge=1)
+    """Number of micro-batches of a step; as many as the pipeline needs if unset, 1 without one."""
+    microbatch_size: int | None = Field(None, ge=1)
+    """Images of a rank's micro-batch, instead of `microbatches`."""
+    split: str | tuple[int, ...] = "even"
+    """Blocks of each stage: even, balanced (by cost), or their numbers, such as [5, 7]."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Return the settings that make `plan`, of a pipeline only where it has one."""
+        given: dict[str, Any] = {"mesh": str(plan), "microbatches": plan.microbatches or 1}
+        if plan.pipeline_degree > 1:
+            given |= {"schedule": plan.schedule, "split": plan.split}
+            given |= {"virtual_stages": plan.virtual_stages} if plan.virtual_stages > 1 else {}
+        return cls(**given)
+
+
+class CommunicationSection(Section):
+    """When gradients and gathered parameters are sent."""
+
+    bucket_cap_mb: float | None = Field(None, gt=0)
+    """MiB of gradients of unsharded layers that share an all-reduce; 4 if unset."""
+    prefetch: int | None = Field(None, ge=0, le=MAX_BLOCKS)
+    """Number of layers by which sharded parameters are gathered ahead; FSDP2's own choice if unset."""
+    reshard_after_forward: bool | None = None
+    """Whether sharded layers free gathered parameters after forward; if unset, not under a pipeline nor in the head."""
+    reduce_every_microbatch: bool | None = None
+    """Whether sharded layers reduce gradients at every micro-batch, not only at the last; no if unset."""

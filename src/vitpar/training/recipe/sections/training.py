@@ -1,0 +1,108 @@
+"""Sections about the updates: [optimizer], [lr_schedule], [train] and [loss_scale]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
+from vitpar.training.optim.loss_scale import LossScaleSection
+from vitpar.training.recipe.sections.base import Section
+
+__all__ = [
+    "AdjustLr",
+    "Implementation",
+    "LRScheduleSection",
+    "LossScaleSection",
+    "OptimizerSection",
+    "TrainSection",
+]
+
+Implementation = Literal["auto", "foreach", "fused", "for-loop"]
+"""Torch's optimizer implementations; auto is fused for AdamW and SGD, which alone have it, else foreach."""
+AdjustLr = Literal["original", "match_rms_adamw"]
+"""How the shape of a matrix changes Muon's learning rate, by the names of torch.optim.Muon."""
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_OWN_DEFAULTS = {"lamb": {"eps": 1e-6}, "lars": {"momentum": 0.9}, "muon": {"momentum": 0.95, "nesterov": True}}
+
+
+class OptimizerSection(Section):
+    """The optimizer. Weight decay, and the trust ratios of LAMB and LARS, leave out biases, norms, position embeddings,
+    tokens and layer scales. Muon updates the matrices of blocks, AdamW everything else."""
+
+    name: Literal["adamw", "sgd", "lamb", "lars", "muon"] = "adamw"
+    """Algorithm. lamb has eps 1e-6 by default, lars momentum 0.9, muon momentum 0.95 and nesterov."""
+    lr: float = Field(1e-3, gt=0)
+    """Largest learning rate, after warm-up."""
+    weight_decay: float = Field(0.05, ge=0)
+    """Decoupled weight decay (sgd: L2 penalty)."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay rates of the averages of the gradient and of its square (adamw, lamb, muon's AdamW)."""
+    eps: float = Field(1e-8, gt=0)
+    """Number added to the denominator of the update (adamw, lamb, muon's AdamW)."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Momentum (sgd, lars, muon)."""
+    nesterov: bool = False
+    """Whether momentum is Nesterov's (sgd, lars, muon)."""
+    trust_coefficient: float = Field(1e-3, gt=0)
+    """Factor of the trust ratio (lars)."""
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Number of Newton-Schulz iterations (muon)."""
+    adjust_lr_fn: AdjustLr = "match_rms_adamw"
+    """How the shape of a matrix changes its learning rate (muon), by the names of torch.optim.Muon."""
+    implementation: Implementation = "auto"
+    """Torch's implementation of the update; auto is fused where the optimizer has it, else foreach."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, values: Any) -> Any:
+        return {**_OWN_DEFAULTS.get(str(values.get("name")), {}), **values} if isinstance(values, dict) else values
+
+
+class LRScheduleSection(Section):
+    """Learning rate over steps: linear warm-up from 0, then a cosine down to `min_lr`."""
+
+    warmup_steps: int | None = Field(None, ge=0, le=MAX_COUNT)
+    """Length of the warm-up, in steps; instead of `warmup_epochs`."""
+    warmup_epochs: float | None = Field(None, ge=0, le=MAX_COUNT)
+    """Length of the warm-up, in epochs."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end."""
+
+
+class TrainSection(Section):
+    """Length, batch and numerics of the training."""
+
+    batch_size: int = Field(128, ge=1, le=MAX_BATCH_SIZE)
+    """Images of a step over all ranks."""
+    epochs: float | None = Field(None, gt=0, le=MAX_COUNT)
+    """Passes over the training set; instead of `steps`."""
+    steps: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Number of updates; instead of `epochs`."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of initial values, order of samples, augmentation, drop-path and dropout."""
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Precision of computing; parameters and optimizer stay in fp32 (with fp64 in fp64). auto is bf16 on GPUs that
+    compute in it, else fp32."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type in which gradients are summed over data-parallel ranks with bf16, fp16 and fp8; fp32 if unset."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Probability mass that the target spreads over all classes."""
+    clip_grad_norm: float = Field(1.0, ge=0)
+    """Largest global norm of the gradients; 0 turns clipping off."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Decay of a moving average of the parameters, which is what is evaluated and saved as weights; no average if
+    unset."""
+    ema_warmup: bool = False
+    """Whether that decay rises from 0, as in timm's ModelEmaV3."""
+    compile: bool | None = None
+    """Whether blocks are compiled by torch.compile; on GPUs, where that works, if unset."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Attention kernel; auto takes the fastest on GPUs, measured when the run begins."""
+    activation_memory_budget: float | None = Field(None, ge=0, le=1)
+    """Part of a compiled block's activations that the compiler keeps for backward; all if unset."""
+    eval_every: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Steps between evaluations; every epoch if unset."""
+    log_every: int = Field(10, ge=1, le=MAX_COUNT)
+    """Steps between lines of metrics."""

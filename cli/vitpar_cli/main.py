@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from vitpar.errors import FaultError, LaunchError, UserError
 from vitpar_cli import (
@@ -24,9 +25,11 @@ from vitpar_cli import (
     profile,
     scaling,
     search,
+    settings,
     train,
     validate,
 )
+from vitpar_cli.usage import sentence
 
 app = typer.Typer(
     name="vitpar",
@@ -47,6 +50,7 @@ app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)
 app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
+app.command("settings")(settings.settings)
 app.command("doctor")(doctor.doctor)
 
 
@@ -73,6 +77,18 @@ def options(
         os.environ["VITPAR_DEBUG"] = "1"
 
 
+def _run() -> int:
+    """Run the command that was typed and return its exit code. Raises UserError for one that typer refuses."""
+    try:
+        return app(prog_name="vitpar", standalone_mode=False) or 0
+    except typer.Abort:
+        return 1
+    except TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # has printed the help
+            return 2
+        raise UserError(sentence(error)) from None
+
+
 def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 something the user has to mend."""
     from vitpar.launch import find_world, reporting, share_cores
@@ -82,7 +98,7 @@ def main() -> None:
             with suppress(LaunchError):  # the command tells of it, if it needs a world
                 if world := find_world():
                     share_cores(world)  # before anything loads torch
-            app()
+            sys.exit(_run())
     except (UserError, FaultError) as error:
         if os.environ.get("VITPAR_DEBUG"):
             traceback.print_exc()

@@ -230,4 +230,6 @@ def _about_flags(word: str) -> str:
     match = _AXIS.fullmatch(word)
     if match and match[1] in _ROLE_NAMED:
         return f"axes are joined by 'x' and stand before the flags, as in dp2x{word}+ckpt"
+    if word == "zero3":
+        return "use the role fsdp instead of dp, which shards parameters as ZeRO-3 does"
     return f"flags are {', '.join(FLAGS)}{nearest(word, FLAGS)}"

@@ -168,6 +168,9 @@ def find_cluster(name: str) -> Cluster:
     shipped["A100"] = shipped["A100-80GB"]
     kind = match[3] if match else name
     found = next((entry for known, entry in shipped.items() if known.lower() == kind.lower()), None)
+    if match is None and found is not None:
+        several = f"8x{shown(name)}, or 4x8x{shown(name)} for 4 nodes of 8"
+        raise PlannerError(f"cluster '{shown(name)}' does not say how many devices: use {several}")
     if match is None or found is None:
         known = ", ".join(sorted(shipped))
         raise PlannerError(

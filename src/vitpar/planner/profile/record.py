@@ -44,7 +44,10 @@ class Profile(Record):
         try:
             return cls.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
         except OSError as error:
-            raise PlannerError(f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}") from None
+            raise PlannerError(
+                f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}: make one with vitpar profile "
+                f"{cls.kind}, or plan by a data sheet with --cluster 8xH100"
+            ) from None
         except ValidationError as error:
             wrong = f"{shown(path)} is not a {cls.kind} profile, {first_wrong(error)}"
             raise PlannerError(f"{wrong}: make one with vitpar profile {cls.kind}") from None

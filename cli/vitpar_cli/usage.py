@@ -1,0 +1,42 @@
+"""Sentences on a command line that typer refuses: unknown options, arguments too many, values of the wrong type."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from typer.exceptions import TyperException
+
+from vitpar.errors import RecipeError
+from vitpar.text import nearest, shown
+
+POSITIONAL = {"train": "--mesh", "check": "--mesh", "bench": "--mesh", "eval": "--checkpoint"}
+"""By command: the option that people give as an argument."""
+
+
+def sentence(error: TyperException) -> str:
+    """Return what is wrong and what to do, in vitpar's style."""
+    context: Any = getattr(error, "ctx", None)
+    command = context.command_path if context else "vitpar"
+    options = [name for option in context.command.params for name in option.opts] if context else []
+    unknown = getattr(error, "option_name", None)
+    if unknown is not None and "such option" in error.message:
+        return f"{command} has no option {shown(unknown)}{_instead(unknown, options)}"
+    if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", error.message):
+        name = POSITIONAL.get(context.info_name if context else "")
+        remedy = f"give it as {name} {shown(extra[1])}" if name else f"see {command} --help"
+        return f"unexpected argument {shown(extra[1])}: {remedy}"
+    text = error.format_message().rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}: see {command} --help"
+
+
+def _instead(option: str, options: list[str]) -> str:
+    """Return `: use --set optimizer.lr=VALUE` for a setting, else the nearest option or a hint."""
+    if "--set" in options:
+        from vitpar.training.recipe.reference import find
+
+        try:
+            return f": use --set {find(option.lstrip('-').replace('-', '_'))[0].key}=VALUE"
+        except RecipeError:
+            pass
+    return nearest(option, options) or ": see --help"

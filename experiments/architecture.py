@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("parallel", "data", "checkpoint")),
     ("", ("models",)),
     ("plans and ranks", ("strategy", "launch")),
-    ("ground", ("io", "records", "sharded")),
+    ("ground", ("io", "records", "sharded", "sizes")),
     ("", ("errors",)),
     ("", ("text",)),
     ("", ("limits",)),

@@ -218,8 +218,8 @@ def export_command(
 
     Example: vitpar checkpoint export runs/mine --out weights/mine
     """
+    from vitpar.sizes import parse_size
     from vitpar.weights.folder import export
-    from vitpar_cli.profiled import parse_size
 
     checkpoint = _opened(path)
     with _progress("writing") as moved:
@@ -262,8 +262,8 @@ def import_command(
 
     Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
     """
+    from vitpar.sizes import parse_size
     from vitpar.weights.importing import import_weights
-    from vitpar_cli.profiled import parse_size
 
     if trust:
         typer.echo(f"warning: '{source}' is trusted: what it holds runs where it is a pickle", err=True)

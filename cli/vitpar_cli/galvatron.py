@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from vitpar.sizes import parse_size
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_unwritable
-from vitpar_cli.profiled import parse_size, planned_recipe
+from vitpar_cli.profiled import planned_recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -120,13 +121,13 @@ def profiles_command(
     """
     given = o.settings(profiles_command, locals())
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
-    from vitpar.training.recipe.machine import planned_precision
+    from vitpar.training.recipe.machine import automatic_precision
 
     o.refuse_idle(assignments, "an import")
     refuse_unwritable(hardware_out, model_out)
     merged = planned_recipe(recipe, given, assignments)
     machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
-    precision = planned_precision(merged, None, machine.device).train.precision
+    precision = merged.with_precision(automatic_precision(None, machine.device)).train.precision
     found = import_model(profiled, merged.config(num_classes), precision)
     machine.save(hardware_out)
     found.save(model_out)

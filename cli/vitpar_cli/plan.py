@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitpar.errors import PlannerError, StrategyError
+from vitpar.sizes import parse_size
+from vitpar.text import count, shown
 from vitpar.training.recipe.machine import resolve_precision
+from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import warn
+from vitpar_cli.outputs import origin, warn
 from vitpar_cli.world import choose_device
 
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
+    from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.describe import PlanSummary
+    from vitpar.planner.report.data import Prediction
     from vitpar.strategy import Plan
+    from vitpar.training.recipe import Recipe
 
 
 def plan(
@@ -29,7 +36,9 @@ def plan(
     ] = None,
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
-    num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes of the model's head.")] = 1000,
+    num_classes: Annotated[
+        int | None, typer.Option("--num-classes", min=1, help="Classes of the model's head.  \\[default: 1000]")
+    ] = None,
     batch_size: o.BatchSize = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Ranks there will be; fills a degree left open.")
@@ -40,49 +49,117 @@ def plan(
     virtual_stages: o.VirtualStages = None,
     split: o.Split = None,
     precision: o.Precision = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="NAME", help="Predict time and memory on 8xH100, 4x8xA100-40GB, a TOML file."
+        ),
+    ] = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option("--hardware", metavar="FILE", help="Predict from profiles: what `vitpar profile hardware` wrote."),
+    ] = None,
+    model_profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-profile", metavar="FILE", help="Predict from profiles: what `vitpar profile model` wrote."
+        ),
+    ] = None,
+    memory: profiled.MemorySize = None,
     as_json: o.AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
     assignments: o.Assignments = None,
 ) -> None:
     """Show what a strategy makes of a model: ranks, stages, memory, batch and communication.
 
-    It needs no devices and no data. A strategy with spaces stands in quotes.
+    It needs no devices and no data. A strategy with spaces stands in quotes. With --cluster, or with profiles, it says
+    how long a step takes and what, how much memory the fullest rank needs, and whether that fits.
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
+
+    Example: vitpar plan fsdp8 --model vit_huge_patch14_224 --batch-size 1024 --cluster 8xH100
 
     Example: vitpar plan "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
     o.refuse_idle(assignments, "a plan")
     merged = o.merged_recipe(recipe, {**o.settings(plan, locals()), "parallel.mesh": strategy}, assignments)
-    merged = resolve_precision(merged, choose_device(None))
-    config = merged.config(num_classes)
-    if world_size is None:
+    predicted = cluster is not None or hardware is not None or model_profile is not None
+    if cluster is not None:
+        profiled.refuse_mixed(cluster, hardware, model_profile, None)
+    if memory is not None and not predicted:
+        raise PlannerError("--memory is given without a machine: name one with --cluster, or --hardware for profiles")
+    budget = None if memory is None else parse_size(memory)
+    whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
+    asked = merged
+    if whole is None:
+        merged = resolve_precision(merged, choose_device(None))
+    else:
+        merged = merged.with_precision(whole.model.precision)
+    config = merged.config(num_classes or 1000) if whole is None else whole.config
+    world = world_size
+    if world is None and whole is not None and merged.requested_plans()[0].is_open:
+        world = whole.hardware.ranks
+    if world is None:
         made = merged.plan(config, _closed)
     else:
-        chosen = merged.chosen(config, lambda plan: plan.resolve(world_size))
+        ranks = world
+        chosen = merged.chosen(config, lambda plan: plan.resolve(ranks))
         made = chosen.plan
         warn(chosen.because)
     from vitpar.planner.describe import summarize
+    from vitpar.planner.report.data import prediction_to_json
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.optimizer import state_bytes, state_words
     from vitpar_cli.plan_view import show
+    from vitpar_cli.search_view import show_prediction
 
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged))
+    found = None if whole is None else _predict(made, asked, whole, cluster, budget)
     if out is not None:
         write_plan(out, made)
     if as_json:
-        typer.echo(json.dumps(_to_json(config, made, merged.train.precision, summary)))
+        told = _to_json(config, made, merged.train.precision, summary)
+        typer.echo(json.dumps(told if found is None else {**told, "predicted": prediction_to_json(found, origin())}))
     else:
         show(config, made, merged.train.precision, summary, state_words(merged))
+        if found is not None:
+            show_prediction(found, origin())
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
 
+def _predict(
+    plan: "Plan", recipe: "Recipe", costs: "LayerCosts", cluster: str | None, budget: float | None
+) -> "Prediction":
+    """Price the plan. recipe: as it was asked for. costs: of all devices of the cluster, or of the profiled machine.
+    budget: bytes of a rank; None for the usual one."""
+    from vitpar.planner.cost.price import price
+    from vitpar.planner.report.data import Prediction
+    from vitpar.planner.sources import estimated_costs, usual_budget
+    from vitpar.strategy.support import refuse_clashes
+    from vitpar.training.optim.optimizer import moments
+
+    ranks, machine = plan.world_size, costs.hardware
+    if ranks > machine.ranks:
+        raise PlannerError(
+            f"'{shown(plan)}' takes {count(ranks, 'rank')} but {machine.name} has {machine.ranks}: use a smaller "
+            "product of degrees, or name a larger cluster"
+        )
+    precision, compiled = costs.model.precision, costs.model.compiled
+    try:
+        refuse_clashes(plan, precision, compiled)
+    except StrategyError:
+        if not compiled or cluster is None or recipe.train.compile is not None:
+            raise
+        compiled = False  # as in a training that leaves it open
+    if cluster is not None:  # as many devices of it as the plan takes
+        costs = estimated_costs(costs.config, cluster, recipe.train.precision, compiled, ranks)
+    found = price(plan, costs, recipe.train.batch_size, moments(recipe))
+    return Prediction(found, costs, budget or usual_budget(costs))
+
+
 def _closed(plan: "Plan") -> "Plan":
     """The plan itself. Raises StrategyError where it has an open degree."""
-    from vitpar.errors import StrategyError
-    from vitpar.text import shown
-
     roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
     if plan.pp is None or roles:
         role = "pp" if plan.pp is None else roles[0]

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_RANKS
+from vitpar.sizes import parse_size
 from vitpar.text import count
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
@@ -53,12 +54,13 @@ def scaling(
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
     merged = profiled.planned_recipe(recipe, o.settings(scaling, locals()), assignments)
-    limit = None if memory is None else profiled.parse_size(memory)
+    limit = None if memory is None else parse_size(memory)
 
     from vitpar.planner.report.data import SCALING_COLUMNS, provenance, scaling_rows, scaling_to_json
     from vitpar.planner.report.page import WORDS, scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
+    from vitpar.planner.sources import known_flags, usual_budget
     from vitpar.training.optim.optimizer import moments
 
     def costs(number: int | None) -> "LayerCosts":
@@ -80,7 +82,7 @@ def scaling(
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")
         here = costs(number) if cluster else whole
         numeric = here.model.precision, here.model.compiled
-        flags, budget = profiled.known_flags(here), limit or profiled.usual_budget(here)
+        flags, budget = known_flags(here), limit or usual_budget(here)
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
         known[number, batch] = best_on(number, batch, space, here, budget, moments(merged))
     found = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE
-from vitpar.text import count, size
+from vitpar.sizes import parse_size
+from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_unwritable, write
@@ -36,6 +36,12 @@ def search(
         str | None,
         typer.Option("--batch-size", metavar="N[,N…]", help="Images of a step; of several the best is chosen."),
     ] = None,
+    microbatches: Annotated[
+        str | None,
+        typer.Option(
+            "--microbatches", metavar="N[,N…]", help="Micro-batches of a step.  \\[default: all that divide the batch]"
+        ),
+    ] = None,
     precision: o.Precision = None,
     roles: Annotated[str, typer.Option("--roles", metavar="NAMES", help="Roles that plans may use.")] = "pp,dp,fsdp,tp",
     without: Annotated[
@@ -43,7 +49,7 @@ def search(
     ] = "",
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.1, help="Longest time to search, once a plan is found.")
-    ] = 60.0,
+    ] = 20.0,
     report: profiled.ReportFile = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the best plan's step, for chrome://tracing.")
@@ -63,49 +69,33 @@ def search(
     refuse_unwritable(out, report, trace_file)
     merged = profiled.planned_recipe(recipe, o.settings(search, locals()), assignments)
     sizes = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else (merged.train.batch_size,)
-    budget = None if memory is None else profiled.parse_size(memory)
+    counts = profiled.numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) if microbatches else None
+    budget = None if memory is None else parse_size(memory)
 
+    from vitpar.planner.automatic import make_search, run_search
     from vitpar.planner.report.data import findings, trace
     from vitpar.planner.report.page import page
-    from vitpar.planner.search.best import Search
-    from vitpar.planner.search.expand import Effort
-    from vitpar.planner.search.space import FLAGS, Space
-    from vitpar.strategy import SCHEDULES, validate
+    from vitpar.planner.sources import unprofiled, usual_budget
+    from vitpar.strategy import validate
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.optimizer import moments
     from vitpar_cli.search_view import SearchProgress, show
 
     costs = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, ranks)
-    machine = costs.hardware
-    if ranks is not None and ranks > machine.ranks:
-        raise PlannerError(
-            f"--ranks {ranks} is more than the {count(machine.ranks, 'rank')} of {machine.name}: profile the hardware "
-            "with as many, or use --cluster"
-        )
-    left_out = {word.strip().lstrip("+") for word in without.split(",") if word.strip()}
-    if wrong := left_out - {*FLAGS, *SCHEDULES}:
-        raise PlannerError(f"unknown flag '{min(wrong)}' in --without: use {', '.join((*FLAGS, *SCHEDULES))}")
-    unprofiled = profiled.unknown(costs, ranks or machine.ranks)
-    space = Space(
-        costs.config,
-        ranks or machine.ranks,
+    left_out = {word.lstrip("+") for word in _words(without)}
+    searching = make_search(
+        costs,
         sizes,
-        costs.model.precision,
-        costs.model.compiled,
-        roles=_roles(roles),
-        flags=tuple(flag for flag in profiled.known_flags(costs) if flag not in left_out),
-        schedules=tuple(name for name in SCHEDULES if name not in left_out),
-        tensors=costs.model.tensors,
+        moments(merged),
+        ranks=ranks,
+        microbatches=counts,
+        roles=_words(roles),
+        without=left_out,
+        seconds=seconds,
     )
-    searching = Search(space, costs, moments(merged), Effort(seconds=seconds))
-    limit = budget or profiled.usual_budget(costs)
+    limit = budget or usual_budget(costs)
     with SearchProgress(shown=not as_json) as progress:
-        result = searching.best(limit, progress)
-        if not result.plans:
-            raise PlannerError(
-                f"no plan fits into {size(limit)} a rank: allow more --memory, more --ranks, "
-                "a smaller --batch-size, or fewer things in --without"
-            )
+        result = run_search(searching, limit, progress)
         found = findings(searching, result, limit, origin(), _train_command(result.plans[0], costs, out, recipe, model))
     best = result.plans[0]
     chosen = validate(best.plan, costs.config, best.batch_size)
@@ -119,7 +109,8 @@ def search(
         typer.echo(json.dumps(found.to_json()))
     else:
         show(found, out, report, trace_file)
-        useful = (name for name in sorted(unprofiled) if "tp" in space.roles or not name.startswith("tp"))
+        lacking = sorted(unprofiled(costs, searching.space.ranks))
+        useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not left_out & {*name.split("+")}]:
             typer.echo(f"not looked at, since the profiles lack it: {', '.join(missing)}", err=True)
 
@@ -129,21 +120,16 @@ def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe:
     plan = best.plan
     words = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
     if out is None:
-        words += ["--microbatches", str(plan.microbatches or 1)]
-        if plan.pipeline_degree > 1:
-            words += ["--schedule", plan.schedule]
-            words += ["--virtual-stages", str(plan.virtual_stages)] if plan.virtual_stages > 1 else []
-            words += ["--split", plan.split if isinstance(plan.split, str) else ",".join(map(str, plan.split))]
+        settings = ParallelSection.of(plan).model_dump(exclude_unset=True, exclude={"mesh"})
+        for name, value in settings.items():
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
     words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
     words += ["--recipe", str(recipe)] if recipe else []
     words += ["--model", model] if model else []
     return shlex.join(words) + (" --data DIR" if model and not recipe else "")
 
 
-def _roles(text: str) -> tuple[str, ...]:
-    from vitpar.planner.search.space import ROLES
-
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if unknown := set(names) - set(ROLES):
-        raise PlannerError(f"unknown role '{min(unknown)}' in --roles: use {', '.join(ROLES)}")
-    return names
+def _words(text: str) -> list[str]:
+    """Return the words of a list such as `dp, tp`."""
+    return [word.strip() for word in text.split(",") if word.strip()]

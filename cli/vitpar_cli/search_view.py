@@ -13,7 +13,7 @@ from vitpar_cli.outputs import ProgressLines
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
-    from vitpar.planner.report.data import Findings, Origin
+    from vitpar.planner.report.data import Findings, Origin, Prediction
 
 SHOWN = 5
 """Plans listed besides the best."""
@@ -47,10 +47,52 @@ class SearchProgress:
 
 def show(found: "Findings", out: Path | None, report: Path | None = None, trace: Path | None = None) -> None:
     """Print the best plan, what it costs, the next best, why not the obvious ones, and what was written."""
-    from vitpar.planner.report.data import noise_words, speed_words
+    from vitpar.planner.report.data import noise_words
 
     console = Console(highlight=False)
-    result, best, costs, doubt = found.result, found.result.plans[0], found.costs, found.doubt
+    _show_best(console, found)
+    _print_prices(console, "next best", found.result.plans[1 : 1 + SHOWN], found)
+    _print_prices(console, "with less memory", found.frontier[1:], found)
+    _show_reasons(console, found)
+    if found.doubt:
+        console.print(f"\n{noise_words(found.doubt)}", soft_wrap=True)
+    console.print(f"\ntrain      {found.train}", markup=False, soft_wrap=True)
+    for path in (out, report, trace):
+        if path is not None:
+            console.print(f"written    {path}", soft_wrap=True)
+
+
+def show_choice(found: "Findings") -> None:
+    """Print the best plan, what it costs and why not the obvious ones, for a training that begins with it."""
+    console = Console(highlight=False)
+    _show_best(console, found)
+    _show_reasons(console, found)
+    console.print()
+
+
+def show_prediction(found: "Prediction", origin: "Origin") -> None:
+    """Print what a plan is predicted to cost."""
+    from vitpar.planner.report.data import provenance, speed_words
+    from vitpar.planner.report.uncertainty import uncertainty
+
+    console = Console(highlight=False)
+    price, costs, doubt = found.price, found.costs, uncertainty(found.price, found.costs)
+    console.print(
+        f"\n[bold]predicted[/bold] for {model_words(costs, count(price.plan.world_size, 'rank'))}", soft_wrap=True
+    )
+    print_origin(console, origin)
+    for note in (*provenance(costs.hardware, costs.model), *([doubt.source] if doubt else [])):
+        console.print(note, style="yellow", soft_wrap=True)
+    over = price.memory_bytes - found.budget
+    fits = "yes" if found.fits else f"no: {size(over)} too much; more ranks, +ckpt, fsdp or micro-batches need less"
+    print_rows(console, [("speed", speed_words(price, costs)), *cost_rows(price, found.budget), ("fits", fits)])
+
+
+def _show_best(console: Console, found: "Findings") -> None:
+    """Print the best plan, where its figures come from, and what it costs."""
+    from vitpar.planner.report.data import speed_words
+
+    best, costs, doubt = found.result.plans[0], found.costs, found.doubt
     console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
     console.print(model_words(costs, count(best.plan.world_size, "rank")), soft_wrap=True)
     print_origin(console, found.origin)
@@ -63,23 +105,30 @@ def show(found: "Findings", out: Path | None, report: Path | None = None, trace:
     rows = [
         ("speed", speed_words(best, costs)),
         ("plan", f"{count(best.plan.microbatches or 1, 'micro-batch')}{pipeline}"),
-        ("time", _parts(best.time, best.seconds)),
-        ("memory", f"{size(best.memory_bytes)} of {size(found.budget)}: {_memory(best)}"),
+        *cost_rows(best, found.budget),
         ("searched", _searched(found)),
     ]
+    print_rows(console, rows)
+
+
+def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
+    """What a step's time is spent on, and what fills the memory of the fullest rank. budget: bytes."""
+    return [
+        ("time", _parts(price.time, price.seconds)),
+        ("memory", f"{size(price.memory_bytes)} of {size(budget)}: {_memory(price)}"),
+    ]
+
+
+def print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Print names and sentences."""
     for name, words in rows:
         console.print(f"{name:<10} {words}", soft_wrap=True)
-    _print_prices(console, "next best", result.plans[1 : 1 + SHOWN], found)
-    _print_prices(console, "with less memory", found.frontier[1:], found)
+
+
+def _show_reasons(console: Console, found: "Findings") -> None:
     console.print("\nwhy not")
     for reason in found.reasons:
         console.print(f"  {reason.plan:<14} {found.why(reason)}", soft_wrap=True)
-    if doubt:
-        console.print(f"\n{noise_words(doubt)}", soft_wrap=True)
-    console.print(f"\ntrain      {found.train}", markup=False, soft_wrap=True)
-    for path in (out, report, trace):
-        if path is not None:
-            console.print(f"written    {path}", soft_wrap=True)
 
 
 def _parts(time: Mapping[str, float], seconds: float) -> str:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.training.recipe.sections import AUTO
+from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
+from vitpar_cli.automatic import AutoOptions, choose
 from vitpar_cli.world import choose_device, run_in_world
 
 if TYPE_CHECKING:
@@ -16,7 +19,16 @@ if TYPE_CHECKING:
 
 
 def train(
-    mesh: o.Mesh = None,
+    mesh: Annotated[
+        str | None,
+        o.setting(
+            "parallel.mesh",
+            "--mesh",
+            metavar="STRATEGY",
+            help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in "
+            "'pp2: stem=fsdp4, \\*=tp2xfsdp2'; a plan.json; or auto: the fastest that fits into --memory.",
+        ),
+    ] = None,
     recipe: o.RecipeFile = None,
     data: o.DataDir = None,
     model: o.ModelName = None,
@@ -61,6 +73,30 @@ def train(
             help="A setting that may differ from the checkpoint's, or data; repeatable.",
         ),
     ] = None,
+    memory: profiled.MemorySize = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks, with --mesh auto.  \\[default: GPUs or CPU cores]")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME", help="Plan for 8xH100 or so by its data sheet, with --mesh auto."),
+    ] = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(
+            "--hardware",
+            metavar="FILE",
+            help="What `vitpar profile hardware` wrote, for --mesh auto.  \\[default: hardware.json, or measured]",
+        ),
+    ] = None,
+    model_profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-profile",
+            metavar="FILE",
+            help="What `vitpar profile model` wrote, for --mesh auto.  \\[default: model.json, or measured]",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
     ] = False,
@@ -83,6 +119,8 @@ def train(
     Example: vitpar train --data data_shards/mine
 
     Example: vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml
+
+    Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     given = o.settings(train, locals())
     from vitpar.training.saving.resume import resumed, same_run
@@ -99,14 +137,14 @@ def train(
         given,
         assignments,
         # Another mesh brings its own plan.
-        without=("parallel", "communication") if own_recipe and mesh is not None else (),
+        without=("parallel", "communication") if own_recipe and mesh is not None else ("parallel",) * (mesh == AUTO),
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.training.begin import beginning
     from vitpar.training.events import Origin
     from vitpar.training.input import open_data, transforms
     from vitpar.training.recipe import read_recipe
-    from vitpar.training.recipe.machine import refuse_huge_batch
+    from vitpar.training.recipe.machine import on_device, refuse_huge_batch
     from vitpar.training.run_folder import check_run_folder
 
     kind = choose_device(device)
@@ -115,7 +153,12 @@ def train(
         merged = merged.with_precision(read_recipe(went.recipe).train.precision)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
-    merged, chosen = o.decide(merged, config, kind)
+    options = AutoOptions(memory, ranks, cluster, hardware, model_profile)
+    if merged.parallel.mesh == AUTO:
+        merged, chosen, store = choose(on_device(merged, kind), config, kind, options, went.recipe, as_json)
+    else:
+        options.refuse_beside(merged.parallel.mesh)
+        (merged, chosen), store = o.decide(merged, config, kind), None
     plan = chosen.plan
     transforms(merged, config.image_size)  # refuses wrong settings before anything starts
     refuse_huge_batch(merged, config)
@@ -163,4 +206,4 @@ def train(
             typer.echo(json.dumps(summary))
         return SAVED if "stopped" in summary else 0
 
-    run_in_world(chosen, kind, work, saves=True)
+    run_in_world(chosen, kind, work, saves=True, store=store)

@@ -14,7 +14,7 @@ from vitpar.errors import PlannerError
 from vitpar.text import count, shown, size
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
-from vitpar_cli.profiled import HardwareFile, ModelFile, profiled_costs
+from vitpar_cli.profiled import HardwareFile, ModelFile, costs_of
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 from vitpar_cli.world import choose_device, end, enter, resolve
 
@@ -70,7 +70,7 @@ def validate(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
     # --microbatches is for the plans that are named, not for the recipe's.
     merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
-    kind, costs = choose_device(device), profiled_costs(hardware, model_profile, merged)
+    kind, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
     images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
@@ -102,7 +102,7 @@ def validate(
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(_to_json(rows, costs, load), indent=1) + "\n")
-            progress(f"run {run} of {2 * len(chosen)} or more: {chosen[index]}")
+            progress(f"run {run}, of {max(run, 2 * len(chosen))} or more: {chosen[index]}")
     if world.rank == 0:
         if corrected is not None:
             found = correction([row.evidence for row in rows])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vitpar.errors import LaunchError, StrategyError
-from vitpar.io import read_json
+from vitpar.io import parse_json
 from vitpar.launch.world import Device
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
@@ -19,6 +19,7 @@ from vitpar.training.recipe.recipe import Chosen
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
     from vitpar.launch import World
 
@@ -92,7 +93,7 @@ def enter(ranks: int, device: Device, *, saves: bool = False, chosen: Chosen | N
         # -P: no file of the folder we are in takes the place of a module.
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         debug = bool(os.environ.get("VITPAR_DEBUG"))
-        handed = json.dumps({"plan": plan_to_json(chosen.plan), "because": chosen.because}) if chosen else None
+        handed = chosen_to_text(chosen) if chosen else None
         raise typer.Exit(spawn(ranks, argv, device=device, handed=handed, debug=debug, patient=saves))
     return world or ALONE
 
@@ -114,17 +115,35 @@ def handed_plan() -> "Chosen | None":
     handed = Path(os.environ.get(REPORTS, os.devnull)) / HANDED
     if not handed.exists():
         return None
-    found = read_json(handed)
+    return chosen_from_text(handed.read_text(encoding="utf-8"))
+
+
+def chosen_to_text(chosen: Chosen) -> str:
+    """Return a plan as it is sent to other ranks of the same program."""
+    return json.dumps({"plan": plan_to_json(chosen.plan), "because": chosen.because})
+
+
+def chosen_from_text(text: str) -> Chosen:
+    """Return the plan that `chosen_to_text` was given."""
+    found = parse_json(text)
     return Chosen(plan_from_json(found["plan"]), found["because"])
 
 
-def run_in_world(chosen: Chosen, device: Device, work: Callable[["torch.device"], int], *, saves: bool = False) -> None:
-    """Run `work` on every rank of a plan and exit with its code (the same on all ranks). saves: see `enter`."""
+def run_in_world(
+    chosen: Chosen,
+    device: Device,
+    work: Callable[["torch.device"], int],
+    *,
+    saves: bool = False,
+    store: "Store | None" = None,
+) -> None:
+    """Run `work` on every rank of a plan and exit with its code (the same on all ranks). saves: see `enter`. store: see
+    `vitpar.launch.join`."""
     from vitpar.launch import join, leave
 
     plan = chosen.plan
     world = enter(plan.world_size, device, saves=saves, chosen=chosen)
     assert world.size == plan.world_size, f"'{plan}' was chosen in a world of {world.size}"
-    code = work(join(world, device))
+    code = work(join(world, device, store=store))
     leave()
     end(world, code)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitpar.models.vit import ViT
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
+    from vitpar.planner.automatic import search
     from vitpar.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _LAZY = {
     "parallelize": "vitpar.parallel",
     "check_plan": "vitpar.check",
     "Trainer": "vitpar.training.trainer",
+    "search": "vitpar.planner.automatic",
 }
 __all__ = [
     "Execution",
@@ -47,6 +49,7 @@ __all__ = [
     "model_config",
     "parallelize",
     "parse",
+    "search",
     "validate",
 ]
 

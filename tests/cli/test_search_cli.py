@@ -21,12 +21,13 @@ from vitpar.planner.measure.steps import Run as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import Row, accuracy, spearman
+from vitpar.sizes import parse_size
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.outputs import CADENCE, ProgressLines
-from vitpar_cli.profiled import parse_size, profiled_costs
+from vitpar_cli.profiled import costs_of
 from vitpar_cli.search import search
 from vitpar_cli.search_view import SHOWN
 from vitpar_cli.validate import _show as show_accuracy
@@ -189,8 +190,8 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
         (("--memory", "24"), "--memory 24 is no size: use a number and a unit"),
         (("--memory", "1MB"), "no plan fits into 1 MB a rank"),
         (("--batch-size", "a"), "--batch-size a is no number: use 256"),
-        (("--without", "magic"), "unknown flag 'magic' in --without"),
-        (("--roles", "dp,zp"), "unknown role 'zp' in --roles"),
+        (("--without", "magic"), "unknown flag 'magic': use sp"),
+        (("--roles", "dp,zp"), "unknown role 'zp': use pp"),
         (("--hardware", "x.json"), "--cluster is given beside a profile"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
@@ -250,6 +251,6 @@ def test_a_profile_serves_models_that_differ_in_what_costs_nothing(tmp_path: Pat
     files = tmp_path / "hardware.json", tmp_path / "model.json"
     hardware.save(files[0])
     model.save(files[1])
-    profiled_costs(*files, recipe(model__init="timm", model__norm_eps=1e-12))
+    costs_of(recipe(model__init="timm", model__norm_eps=1e-12), None, *files, None)
     with pytest.raises(PlannerError, match=r"is of a model with depth 8 but the recipe's has 4"):
-        profiled_costs(*files, recipe(model__depth=4))
+        costs_of(recipe(model__depth=4), None, *files, None)

@@ -18,7 +18,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import ERROR_BAND, estimate_model
 from vitpar.strategy import parse, validate
 from vitpar.training.metrics import peak_flops
-from vitpar_cli.profiled import estimated_costs, planned_recipe
+from vitpar_cli.profiled import costs_of, planned_recipe
 
 SHIPPED = sorted(file.name.removesuffix(".toml") for file in (files("vitpar") / "clusters").iterdir())
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224", "vit_giant_patch14_224")
@@ -130,7 +130,7 @@ def test_fp8_helps_wide_compiled_blocks_only() -> None:
 def test_blocks_are_compiled_unless_the_recipe_says_no() -> None:
     for wanted, compiled in ((None, True), (True, True), (False, False)):
         asked = planned_recipe(None, {"model.name": MODELS[0], "train.compile": wanted}, None)
-        model = estimated_costs("1xH100", None, asked, 10).model
+        model = costs_of(asked, "1xH100", None, None, 10).model
         assert model.compiled is compiled and model.error_band == ERROR_BAND
 
 

@@ -10,7 +10,7 @@ from helpers.ranks import RankPool
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.machine import planned_precision, refuse_disagreement, resolve_precision
+from vitpar.training.recipe.machine import automatic_precision, refuse_disagreement, resolve_precision
 
 
 def recipe(**train: Any) -> Recipe:
@@ -57,8 +57,7 @@ def test_settings_that_do_nothing_are_refused_before_and_after(gpus: list[tuple[
     [(None, "cuda", "fp32"), ("bf16", "cuda", "bf16"), ("fp32", "cuda", "fp32"), ("bf16", "cpu", "fp32")],
 )
 def test_planning_takes_what_was_profiled(profiled: str | None, device: str, name: str) -> None:
-    assert planned_precision(recipe(), profiled, device).train.precision == name
-    assert planned_precision(recipe(precision="fp64"), profiled, device).train.precision == "fp64"
+    assert automatic_precision(profiled, device) == name
 
 
 def test_machines_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

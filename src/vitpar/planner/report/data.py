@@ -198,6 +198,30 @@ def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
     }
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What one plan costs. budget: bytes that a rank may take."""
+
+    price: Price
+    costs: LayerCosts
+    budget: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank needs no more than the budget."""
+        return self.price.memory_bytes <= self.budget
+
+
+def prediction_to_json(found: Prediction, origin: Origin) -> dict[str, object]:
+    """Seconds, bytes; the plan as plan.json has it."""
+    return {
+        **origin_to_json(origin, found.costs),
+        "memory_budget_bytes": found.budget,
+        "fits": found.fits,
+        **price_to_json(found.price, found.costs),
+    }
+
+
 def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Origin) -> dict[str, object]:
     """By kind of scaling, a point for each number of ranks; no plan where nothing fits."""
     points = {

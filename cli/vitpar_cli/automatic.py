@@ -1,0 +1,270 @@
+"""`vitpar train --mesh auto`: measure what no profile covers, search, print the choice and its reasons.
+
+| process | what it does |
+|---|---|
+| the one a person starts | profiles in subprocesses, searches, starts the ranks with the plan |
+| a rank that it starts | takes the plan that it is handed |
+| rank 0 under a launcher (torchrun, srun, mpirun) | reads profiles, searches, sends the plan to the other ranks |
+
+A resumed run keeps its plan if there are as many ranks as the plan takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vitpar.errors import PlannerError, UserError
+from vitpar.io import parse_json
+from vitpar.launch.world import Device
+from vitpar.sizes import parse_size
+from vitpar.strategy import SCHEDULES, parse
+from vitpar.text import shown, size
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.recipe import Chosen
+from vitpar.training.recipe.sections import AUTO
+from vitpar_cli.outputs import origin
+from vitpar_cli.world import chosen_from_text, chosen_to_text, handed_plan, ranks_available, resolve
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from vitpar.models import ViTConfig
+    from vitpar.planner.cost.layer import LayerCosts
+
+PROFILES = Path("runs/profiles")
+"""Folder of the profiles that this module measures."""
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """Command-line options of `vitpar train` that only `--mesh auto` uses."""
+
+    memory: str | None = None
+    """Most memory of a rank, such as 40GB; nine tenths of the device if None."""
+    ranks: int | None = None
+    """Number of ranks; all GPUs, or one a CPU core, if None."""
+    cluster: str | None = None
+    """Data sheet to plan by instead of profiles, such as 8xH100."""
+    hardware: Path | None = None
+    """Hardware profile to read."""
+    model_profile: Path | None = None
+    """Model profile to read."""
+
+    def refuse_beside(self, mesh: str) -> None:
+        """Raise PlannerError if one is given although the mesh is not searched."""
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                option = f"--{field.name.replace('_', '-')}"
+                raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{shown(mesh)}': leave one out")
+
+
+def choose(
+    recipe: Recipe, config: ViTConfig, device: Device, options: AutoOptions, run: Path | None, quiet: bool
+) -> tuple[Recipe, Chosen, Store | None]:
+    """Return `recipe` with the searched plan, that plan, and the store in which a launcher's ranks have met.
+
+    recipe: with its precision resolved for the device. run: recipe.toml of the run to resume. quiet: print only
+    progress. Raises PlannerError, RecipeError and StrategyError.
+    """
+    parallel = recipe.parallel
+    if idle := parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
+        raise PlannerError(f"parallel.{min(idle)} is searched with --mesh {AUTO}: leave it out, or name a mesh")
+    ranks = _ranks(device, options.ranks)
+
+    def find() -> Chosen:
+        return _plan_of_run(recipe, config, ranks, run) or _search(recipe, config, device, ranks, options, quiet)
+
+    store, chosen = None, handed_plan()
+    if chosen is None:
+        chosen, store = _find_once(find)
+    return recipe.under(chosen.plan), chosen, store
+
+
+def _ranks(device: Device, wanted: int | None) -> int:
+    """Return the number of ranks to plan for. Raises StrategyError if there are not as many as `wanted`."""
+    from vitpar.launch.resources import cpu_cores
+
+    ranks = wanted or ranks_available(device) or cpu_cores()
+    return resolve(parse(f"dp{ranks}"), device).world_size
+
+
+def _plan_of_run(recipe: Recipe, config: ViTConfig, ranks: int, run: Path | None) -> Chosen | None:
+    """Return the plan of the run whose recipe.toml is `run`, if it is valid and takes `ranks` ranks, else None."""
+    if run is None:
+        return None
+    saved = read_recipe(run)
+    try:
+        plan = recipe.model_copy(update={"parallel": saved.parallel, "communication": saved.communication}).plan(config)
+    except UserError:  # a plan.json that is gone, a batch that it does not divide
+        return None
+    return Chosen(plan, f"the run resumes under its plan '{shown(plan)}'") if plan.world_size == ranks else None
+
+
+def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions, quiet: bool) -> Chosen:
+    """Search the plan for `ranks` ranks and print it."""
+    from vitpar.planner.automatic import make_search, run_search
+    from vitpar.planner.report.data import Findings, speed_words
+    from vitpar.planner.search.reasons import reasons
+    from vitpar.planner.sources import estimated_costs, usual_budget
+    from vitpar.training.optim.optimizer import moments
+    from vitpar_cli.search_view import SearchProgress, show_choice
+
+    train, parallel = recipe.train, recipe.parallel
+    budget = None if options.memory is None else parse_size(options.memory)
+    if options.cluster is None:
+        costs = _profiled(recipe, config, device, ranks, options)
+    elif options.hardware or options.model_profile:
+        raise PlannerError("--cluster is given beside a profile: give one of the two")
+    else:
+        costs = estimated_costs(config, options.cluster, train.precision, train.compile, ranks)
+    searching = make_search(
+        costs,
+        (train.batch_size,),
+        moments(recipe),
+        ranks=ranks,
+        microbatches=None if parallel.microbatches is None else (parallel.microbatches,),
+        schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),
+    )
+    limit = budget or usual_budget(costs)
+    with SearchProgress(shown=not quiet) as progress:
+        result = run_search(searching, limit, progress)
+    best = result.plans[0]
+    plan = recipe.under(best.plan).plan(config)
+    if not quiet:
+        show_choice(Findings(result, limit, (), reasons(searching, best, limit), costs, origin()))
+    words = f"{speed_words(best, costs)}, {size(best.memory_bytes)} of {size(limit)} a rank"
+    return Chosen(plan, f"the plan was searched, and is predicted to do {words}")
+
+
+def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions) -> LayerCosts:
+    """Return costs from profiles: those named, else matching ones in this folder or in PROFILES, else new ones."""
+    import torch
+
+    from vitpar.planner.measure.device import device_name
+    from vitpar.planner.profile.profiles import Hardware, ModelProfile
+    from vitpar.planner.sources import HARDWARE, MODEL, NO_COSTS, profiled_costs
+
+    name = device_name(torch.device(device))
+
+    def is_here(path: Path) -> bool:
+        found = Hardware.read(path)
+        return (found.ranks, found.device, found.device_name) == (ranks, device, name)
+
+    def fits(path: Path) -> bool:
+        return profiled_costs(lambda _: config, recipe.train.precision, recipe.train.compile, machine, path) is not None
+
+    for named, profile in ((options.hardware, Hardware), (options.model_profile, ModelProfile)):
+        if named is not None:
+            profile.read(named)  # raise before minutes of measuring
+    machine = options.hardware or _find_or_measure(
+        (HARDWARE, PROFILES / f"hardware-{_slug(name)}-{ranks}.json"),
+        is_here,
+        "this machine",
+        ("hardware", "--ranks", str(ranks), "--device", device),
+    )
+    shape = {key: value for key, value in asdict(config).items() if key not in NO_COSTS}
+    train = recipe.train
+    subject = [shape, name, train.precision, train.compile, train.attention]
+    digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:12]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.toml"
+        file.write_text(recipe.to_toml(), encoding="utf-8")
+        words = ("--recipe", str(file), "--num-classes", str(config.num_classes), "--ranks", str(ranks))
+        model = options.model_profile or _find_or_measure(
+            (MODEL, PROFILES / f"{_slug(config.name)}-{train.precision}-{ranks}-{digest}.json"),
+            fits,
+            f"{config.name} in {train.precision}",
+            ("model", *words, "--device", device),
+        )
+    return profiled_costs(lambda _: config, train.precision, train.compile, machine, model)
+
+
+def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], what: str, words: tuple[str, ...]) -> Path:
+    """Return the first of two profiles that matches, or measure the second.
+
+    what: the subject, for people. words: the same as arguments of `vitpar profile`. Raises PlannerError.
+    """
+    for path in paths:
+        if path.exists() and _matches(fits, path):
+            return path
+    target = paths[-1]
+    if _given_launcher():
+        command = "vitpar profile hardware" if words[0] == "hardware" else "vitpar profile model --recipe FILE"
+        raise PlannerError(
+            f"no profile of {what} was found ({paths[0]}), and nothing is measured in the ranks of a launcher: run "
+            f"{command} there first, or plan by a data sheet with --cluster"
+        )
+    typer.echo(f"measuring {what}, once: a few minutes, kept in {target}", err=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlannerError(
+            f"cannot make the folder {target.parent} for profiles: {error.strerror}: run in a writable folder, or "
+            "name profiles with --hardware and --model-profile"
+        ) from None
+    # -P: no file of the folder we are in takes the place of a module.
+    command_line = [sys.executable, "-P", "-m", "vitpar_cli.main", "profile", *words, "--out", str(target)]
+    code = subprocess.run(command_line, stdout=subprocess.DEVNULL, check=False).returncode
+    if code:  # it has printed why
+        raise typer.Exit(code)
+    return target
+
+
+def _matches(fits: Callable[[Path], bool], path: Path) -> bool:
+    """Whether a profile fits; an unreadable one does not."""
+    try:
+        return fits(path)
+    except UserError:
+        return False
+
+
+def _slug(name: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())[:60]
+
+
+def _given_launcher() -> bool:
+    from vitpar.launch import find_world
+
+    return find_world() is not None
+
+
+def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
+    """Call `find` on rank 0 of a launcher's world and return its result on all ranks, with the store they met in.
+
+    Without a launcher, call it here and return None for the store. Raises what `find` raises, on all ranks.
+    """
+    from vitpar.launch import find_world
+    from vitpar.launch.store import meeting_place
+
+    world = find_world()
+    met = None if world is None else meeting_place(world)
+    if world is None or met is None:
+        return find(), None
+    from torch.distributed import PrefixStore
+
+    # An elastic launcher keeps its store, and the keys in it, when it restarts the ranks.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    answers, rest = PrefixStore(f"plan/{attempt}", met), PrefixStore(f"run/{attempt}", met)
+    if world.rank:
+        found = answers.get("plan").decode()
+        if "error" in (answer := parse_json(found)):
+            raise PlannerError(str(answer["error"]))
+        return chosen_from_text(found), rest
+    try:
+        chosen = find()
+    except UserError as error:
+        answers.set("plan", json.dumps({"error": str(error)}))
+        raise
+    answers.set("plan", chosen_to_text(chosen))
+    return chosen, rest

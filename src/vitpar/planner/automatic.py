@@ -1,0 +1,159 @@
+"""Plan search from Python, and the set-up that all searches share.
+
+import vitpar
+
+found = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, precision="bf16", memory="40GB")
+best = found.plans[0]
+print(best.plan, best.images_per_second, best.memory_bytes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitpar.errors import PlannerError
+from vitpar.models.config import ViTConfig, model_config
+from vitpar.sizes import parse_size
+from vitpar.strategy import SCHEDULES
+from vitpar.text import count, shown, size
+
+if TYPE_CHECKING:
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.search.best import Progress, Result, Search
+
+
+def search(
+    model: ViTConfig | str,
+    *,
+    batch_size: int | Sequence[int],
+    cluster: str | None = None,
+    hardware: Path | str | None = None,
+    model_profile: Path | str | None = None,
+    ranks: int | None = None,
+    precision: str = "auto",
+    compiled: bool | None = None,
+    memory: float | str | None = None,
+    microbatches: int | Sequence[int] | None = None,
+    roles: Sequence[str] = ("pp", "dp", "fsdp", "tp"),
+    without: Collection[str] = (),
+    optimizer: str = "adamw",
+    seconds: float = 20.0,
+) -> Result:
+    """Search the fastest plan whose ranks fit into memory, as `vitpar search` does; needs no GPU.
+
+    model: shape of the model, or its name (then with 1,000 classes).
+    batch_size: images of a step over all ranks; the best of several is chosen.
+    cluster: name of a cluster, such as 8xH100, or of a TOML file, whose data sheet predicts times.
+    hardware, model_profile: files that `vitpar profile` wrote, to use instead (default hardware.json, model.json).
+    ranks: number of ranks (default: all of the cluster or profile).
+    precision: fp64, fp32, bf16, fp16, fp8, or auto, which is bf16 on devices that support it.
+    compiled: whether blocks are compiled (default: on GPUs).
+    memory: most memory of a rank, in bytes or as in "40GB" (default: nine tenths of a device).
+    microbatches: micro-batches of a step (default: every number that divides the batch).
+    roles: roles that plans may use. without: flags and schedules to exclude, such as "ckpt" or "gpipe".
+    optimizer: name of the optimizer, which decides how much state a parameter has.
+    seconds: time limit of the search after the first plan is found.
+
+    Returns the plans, best first, with a bound on the speed of any plan. Raises PlannerError for unreadable profiles,
+    unknown names, and if no plan fits.
+    """
+    from vitpar.planner.sources import estimated_costs, profiled_costs, usual_budget
+    from vitpar.training.optim.optimizer import moments
+    from vitpar.training.recipe import read_recipe
+
+    if cluster is not None and (hardware is not None or model_profile is not None):
+        raise PlannerError("a cluster is given beside profiles: give one of the two")
+    config = model_config(model, num_classes=1000) if isinstance(model, str) else model
+    if cluster is None:
+        files = (None if file is None else Path(file) for file in (hardware, model_profile))
+        costs = profiled_costs(lambda _: config, precision, compiled, *files)
+    else:
+        costs = estimated_costs(config, cluster, precision, compiled, ranks)
+    settings = {"data.path": "unused", "train.steps": 1, "optimizer.name": optimizer}
+    searching = make_search(
+        costs,
+        _several(batch_size, "batch_size"),
+        moments(read_recipe(None, settings)),
+        ranks=ranks,
+        microbatches=None if microbatches is None else _several(microbatches, "microbatches"),
+        roles=roles,
+        without=without,
+        seconds=seconds,
+    )
+    if memory is None:
+        memory = usual_budget(costs)
+    return run_search(searching, parse_size(memory, "memory") if isinstance(memory, str) else memory)
+
+
+def make_search(
+    costs: LayerCosts,
+    batch_sizes: tuple[int, ...],
+    moments: int,
+    *,
+    ranks: int | None = None,
+    microbatches: tuple[int, ...] | None = None,
+    roles: Sequence[str] | None = None,
+    without: Collection[str] = (),
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    seconds: float = 20.0,
+) -> Search:
+    """Return a search over the plans that `costs` can price; parameters are those of `search`.
+
+    moments: copies of the parameters that the optimizer and the running average keep. Raises PlannerError.
+    """
+    from vitpar.planner.search.best import Search
+    from vitpar.planner.search.expand import Effort
+    from vitpar.planner.search.space import FLAGS, ROLES, Space
+    from vitpar.planner.sources import known_flags
+
+    roles = ROLES if roles is None else tuple(roles)
+    if unknown := {*roles} - {*ROLES}:
+        raise PlannerError(f"unknown role '{shown(min(unknown))}': use {', '.join(ROLES)}")
+    if unknown := {*without} - {*FLAGS, *SCHEDULES}:
+        raise PlannerError(f"unknown flag '{shown(min(unknown))}': use {', '.join((*FLAGS, *SCHEDULES))}")
+    machine = costs.hardware
+    if ranks is not None and ranks > machine.ranks:
+        raise PlannerError(
+            f"{count(ranks, 'rank')} are more than the {machine.ranks} of {machine.name}: profile the hardware with as "
+            "many, or plan for a cluster by its data sheet"
+        )
+    space = Space(
+        costs.config,
+        ranks or machine.ranks,
+        batch_sizes,
+        costs.model.precision,
+        costs.model.compiled,
+        roles=roles,
+        flags=tuple(flag for flag in known_flags(costs) if flag not in without),
+        schedules=tuple(name for name in schedules if name not in without),
+        tensors=costs.model.tensors,
+        microbatch_counts=microbatches,
+    )
+    return Search(space, costs, moments, Effort(seconds=seconds))
+
+
+def run_search(searching: Search, budget: float, progress: Progress | None = None) -> Result:
+    """Run a search for `budget` bytes a rank. Raises PlannerError if no plan fits."""
+    space = searching.space
+    result = searching.best(budget, progress) if progress else searching.best(budget)
+    if result.plans:
+        return result
+    counts = space.microbatch_counts
+    if counts is not None and not any(batch % number == 0 for batch in space.batch_sizes for number in counts):
+        batches = " or ".join(f"{batch:,}" for batch in space.batch_sizes)
+        raise PlannerError(
+            f"a batch of {batches} images is no multiple of {counts[0]} micro-batches: use another number"
+        )
+    raise PlannerError(
+        f"no plan fits into {size(budget)} a rank: allow more memory, more ranks, a smaller batch, other numbers of "
+        "micro-batches, or leave out fewer roles and flags"
+    )
+
+
+def _several(numbers: int | Sequence[int], name: str) -> tuple[int, ...]:
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not found or min(found) < 1:
+        raise PlannerError(f"{name} is {shown(numbers)}: use whole numbers from 1")
+    return found

@@ -1,0 +1,108 @@
+"""Layer costs of a model, from measured profiles or from a cluster's data sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from vitpar.errors import ModelError, PlannerError
+from vitpar.models.config import ViTConfig, config_from_json
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.planner.search.space import FLAGS
+from vitpar.training.recipe.machine import automatic_precision
+
+HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
+"""Default files of `vitpar profile` and of the commands that read profiles."""
+NO_COSTS = ("name", "norm_eps", "init")
+"""Model settings that do not affect costs: a profile with other values of them applies too."""
+USED = 0.9
+"""Share of a device's memory that plans use by default; the rest is for other programs and for fragmentation."""
+
+
+def profiled_costs(
+    model: Callable[[int], ViTConfig],
+    precision: str = "auto",
+    compiled: bool | None = None,
+    hardware_file: Path | None = None,
+    model_file: Path | None = None,
+) -> LayerCosts:
+    """Return the costs of a model on the machine that was profiled.
+
+    model: its shape for a number of classes, which is the profile's. precision: or "auto", the profile's where a
+    training on such devices would choose it. compiled: whether blocks are; None for what was profiled on GPUs, and
+    False on CPUs. Raises PlannerError where profiles and model are not of the same model, precision and kind of device.
+    """
+    hardware = Hardware.read(hardware_file or HARDWARE)
+    path = model_file or MODEL
+    profile = ModelProfile.read(path)
+    try:
+        config = config_from_json(profile.model)
+    except ModelError as error:
+        raise PlannerError(f"{path} is of no model: {error}: profile the model again") from None
+    wanted = asdict(model(config.num_classes))
+    for field, value in asdict(config).items():
+        if field not in NO_COSTS and value != wanted[field]:
+            raise PlannerError(
+                f"{path} is of a model with {field} {value} but the recipe's has {wanted[field]}: profile the recipe's "
+                "model by vitpar profile model --recipe, or name the recipe that was profiled"
+            )
+    if precision == "auto":
+        precision = automatic_precision(profile.precision, profile.device)
+    if compiled is None:  # on GPUs as it came out when they were profiled
+        compiled = profile.compiled and profile.device == "cuda"
+    for name, found, asked in (
+        ("precision", profile.precision, precision),
+        ("compile", profile.compiled, compiled),
+    ):
+        if found != asked:
+            raise PlannerError(
+                f"{path} was measured with {name} {found} but the recipe has {asked}: profile the model again, "
+                f"or set train.{name}"
+            )
+    if profile.device != hardware.device:
+        raise PlannerError(
+            f"the model was profiled on {profile.device} but the hardware on {hardware.device}: "
+            "profile both on the same machine"
+        )
+    return LayerCosts(config, hardware, profile)
+
+
+def estimated_costs(
+    config: ViTConfig, cluster: str, precision: str = "auto", compiled: bool | None = None, ranks: int | None = None
+) -> LayerCosts:
+    """Return the costs of a model on `ranks` devices of a cluster (all, if None), by arithmetic.
+
+    cluster: such as 8xH100 or 4x8xA100-40GB, or a TOML file. precision: or "auto", bf16 where the devices have it.
+    compiled: whether blocks are; None for yes, as a training on GPUs compiles them. Raises PlannerError.
+    """
+    hardware, assumed = find_cluster(cluster).hardware(ranks), precision == "auto"
+    if assumed:
+        native = "bf16" if any(rate.dtype == "bfloat16" for rate in hardware.matmuls) else None
+        precision = automatic_precision(native, hardware.device)
+    profile = estimate_model(
+        config, precision, hardware, tensors(config, hardware.ranks), compiled=compiled is not False
+    )
+    if assumed:
+        profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})
+    return LayerCosts(config, hardware, profile)
+
+
+def usual_budget(costs: LayerCosts) -> float:
+    """Return the bytes that a rank may take where no budget is named."""
+    return USED * costs.hardware.memory_bytes
+
+
+def known_flags(costs: LayerCosts) -> tuple[str, ...]:
+    """Return the flags of strategies that the profiles know the costs of."""
+    lacking = {"ckpt", "ckpt.selective"} - costs.model.flags | ({"offload"} if costs.hardware.host is None else set())
+    return tuple(flag for flag in FLAGS if flag not in lacking)
+
+
+def unprofiled(costs: LayerCosts, ranks: int) -> set[str]:
+    """Return the flags and tensor-parallel parts that model and machine allow, but the profiles do not know."""
+    useless = {"offload"} if costs.hardware.device == "cpu" else set()
+    return {*FLAGS} - {*known_flags(costs)} - useless | {*tensors(costs.config, ranks)} - {*costs.model.tensors}

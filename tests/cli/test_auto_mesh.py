@@ -1,0 +1,198 @@
+"""`vitpar train --mesh auto`: searches, trains under what it found, and keeps it."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.command_line import Command, refusal
+from helpers.run_folder import losses_of
+from helpers.small_data import pack_small
+from vitpar.models import model_config
+from vitpar.planner.sources import estimated_costs
+from vitpar.strategy.plan_json import read_plan
+from vitpar.training.recipe import read_recipe
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+width = 24
+depth = 4
+heads = 2
+
+[data]
+path = "data"
+workers = 1
+
+[train]
+steps = 4
+batch_size = 8
+log_every = 1
+
+[checkpoint]
+every_steps = 2
+"""
+AUTO = ("train", "--recipe", "recipe.toml", "--mesh", "auto")
+SHEET = ("--cluster", "8xH100", "--ranks", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packed data and a recipe, to run commands in."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "planned.toml").write_text(RECIPE + '[parallel]\nmesh = "pp2"\nsplit = [1, 3]\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def searched_run(place: Path, vitpar: Command) -> "subprocess.CompletedProcess[str]":
+    """What `vitpar train --mesh auto` said whose run is in the folder `run`."""
+    # What the recipe says of its own plan is not looked at.
+    words = ("train", "--recipe", "planned.toml", "--mesh", "auto")
+    done = vitpar(*words, *SHEET, "--memory", "4GB", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_plan_that_was_found_is_trained_and_kept(
+    place: Path, vitpar: Command, searched_run: "subprocess.CompletedProcess[str]"
+) -> None:
+    words = searched_run.stdout
+    plan = read_plan(place / "run" / "plan.json")
+    assert plan.world_size == 2 and words.startswith(str(plan))
+    assert "why not" in words and "times are estimates" in words and "of 4 GB" in words
+    assert "the plan was searched, and is predicted to do" in words
+    assert read_recipe(place / "run" / "recipe.toml").parallel.mesh == str(plan)
+    alone = vitpar("train", "--recipe", "recipe.toml", "--run-dir", "alone", "--json")
+    assert alone.returncode == 0, alone.stderr
+    assert losses_of(place / "run") == pytest.approx(losses_of(place / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_keeps_its_plan_on_as_many_ranks(
+    place: Path, vitpar: Command, searched_run: "subprocess.CompletedProcess[str]"
+) -> None:
+    for folder in ("again", "fewer"):
+        shutil.copytree(place / "run", place / folder)
+        shutil.rmtree(place / folder / "checkpoints" / "step_4")
+    plan = read_plan(place / "run" / "plan.json")
+    again = vitpar(*AUTO, *SHEET, "--resume", "auto", "--run-dir", "again")
+    assert again.returncode == 0, again.stderr
+    assert f"the run resumes under its plan '{plan}'" in again.stdout and "why not" not in again.stdout
+    assert losses_of(place / "again") == pytest.approx(losses_of(place / "run"), rel=1e-5)
+    fewer = vitpar(*AUTO, "--cluster", "8xH100", "--ranks", "1", "--resume", "auto", "--run-dir", "fewer")
+    assert fewer.returncode == 0, fewer.stderr
+    assert read_plan(place / "fewer" / "plan.json").world_size == 1 and "is predicted to do" in fewer.stdout
+    assert losses_of(place / "fewer") == pytest.approx(losses_of(place / "run"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_microbatches_are_kept(place: Path, vitpar: Command) -> None:
+    done = vitpar(*AUTO, *SHEET, "--microbatches", "4", "--run-dir", "four", "--json")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["steps"] == 4
+    assert read_plan(place / "four" / "plan.json").microbatches == 4
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_agree(place: Path, vitpar: Command) -> None:
+    done = vitpar(*AUTO, "--cluster", "8xH100", "--run-dir", "torchrun", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert read_plan(place / "torchrun" / "plan.json").world_size == 2
+    assert done.stdout.count("why not") == 1
+    missing = vitpar(*AUTO, "--run-dir", "no", launcher=TORCHRUN)
+    assert missing.returncode == 1 and not (place / "no").exists()
+    assert "error: no profile of this machine was found (hardware.json), and nothing is measured" in missing.stderr
+
+
+@pytest.mark.slow
+def test_what_no_profile_has_is_measured_once(place: Path, vitpar: Command) -> None:
+    # One rank has no links to measure, so this takes seconds.
+    first = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured")
+    assert first.returncode == 0, first.stderr
+    found = re.findall(r"measuring (.*), once: a few minutes, kept in (\S+)", first.stderr)
+    assert [what for what, _ in found] == ["this machine", "vit_custom in fp32"]
+    assert all((place / file).exists() for _, file in found)
+    assert "times are estimates" not in first.stdout and "why not" in first.stdout
+    second = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured2")
+    assert second.returncode == 0 and "measuring" not in second.stderr
+
+
+def test_profiles_in_the_folder_are_read_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitpar.planner.measure.device import device_name
+    from vitpar_cli import automatic
+
+    config = model_config("vit_tiny_patch16_224", num_classes=10)
+    costs = estimated_costs(config, "2xH100", "fp32", compiled=False)
+    here = {"device": "cpu", "device_name": device_name(torch.device("cpu"))}
+    monkeypatch.chdir(tmp_path)
+    measured: list[list[str]] = []
+
+    def profile(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        measured.append(command)
+        out = Path(command[command.index("--out") + 1])
+        what = costs.hardware if "hardware" in command else costs.model
+        what.model_copy(update=here).save(out)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", profile)
+    recipe = read_recipe(
+        None, {"data.path": "x", "train.steps": 1, "model.name": config.name, "train.precision": "fp32"}
+    )
+
+    def sources() -> int:
+        before = len(measured)
+        automatic._profiled(recipe, config, "cpu", 2, automatic.AutoOptions())
+        return len(measured) - before
+
+    assert sources() == 2 and sources() == 0
+    costs.hardware.model_copy(update=here | {"ranks": 4}).save(tmp_path / "hardware.json")
+    assert sources() == 0  # of another number of ranks, so the one that was kept is read
+    shutil.rmtree(tmp_path / "runs")
+    costs.hardware.model_copy(update=here).save(tmp_path / "hardware.json")
+    (tmp_path / "model.json").write_text("{}")
+    assert sources() == 1 and "model" in measured[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--mesh", "dp2", "--memory", "4GB"), "--memory requires --mesh auto, but the mesh is 'dp2': leave one out"),
+        (("--mesh", "dp2", "--cluster", "8xH100"), "--cluster requires --mesh auto"),
+        (("--mesh", "auto", "--split", "balanced"), "parallel.split is searched with --mesh auto"),
+        (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is no size"),
+        (("--mesh", "auto", *SHEET, "--memory", "10KB"), "no plan fits into 0.01 MB a rank"),
+        (("--mesh", "auto", *SHEET, "--hardware", "x.json"), "--cluster is given beside a profile"),
+        (("--mesh", "auto", "--hardware", "gone.json"), "gone.json"),
+        (("--mesh", "auto", "--cluster", "1xH100", "--ranks", "2"), "2 ranks do not fit the 1 devices"),
+    ],
+)
+def test_mistakes_are_refused(
+    words: tuple[str, ...],
+    sentence: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    assert sentence in refusal(["train", "--recipe", "recipe.toml", *words], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "plan"])
+def test_other_commands_say_who_searches(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    words = ["auto"] if command == "plan" else ["--mesh", "auto"]
+    told = refusal([command, *words, "--recipe", "recipe.toml"], monkeypatch, capsys)
+    assert "the mesh is 'auto', which vitpar train alone searches" in told

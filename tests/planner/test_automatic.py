@@ -1,0 +1,107 @@
+"""`vitpar.search`, and the recipe of a plan that was searched."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import vitpar
+from vitpar.errors import PlannerError, UserError
+from vitpar.planner.cost.price import price
+from vitpar.planner.sources import estimated_costs
+from vitpar.strategy import Plan, parse, validate
+from vitpar.training.recipe import read_recipe
+
+SMALL = vitpar.model_config("vit_small_patch16_224", num_classes=10)
+
+
+def test_a_search_finds_what_no_uniform_plan_beats() -> None:
+    found = vitpar.search(SMALL, cluster="4xH100", batch_size=64, memory="8GB", seconds=2)
+    best = found.plans[0]
+    assert best.plan.world_size == 4 and best.batch_size == 64 and best.memory_bytes <= 8e9
+    costs = estimated_costs(SMALL, "4xH100")
+    assert costs.model.precision == "bf16" and costs.model.compiled
+    for words in ("dp4", "fsdp4", "dp2xtp2", "fsdp2xtp2"):
+        plan = validate(parse(words), SMALL, 64)
+        assert best.images_per_second >= price(plan, costs, 64).images_per_second * (1 - 1e-9)
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    found = vitpar.search(
+        "vit_small_patch16_224",
+        cluster="8xH100",
+        ranks=4,
+        batch_size=(32, 64),
+        precision="fp32",
+        compiled=False,
+        memory=6e9,
+        microbatches=4,
+        roles=("pp", "dp"),
+        without=("gpipe", "ckpt"),
+        seconds=2,
+    )
+    for one in found.plans:
+        assert one.plan.world_size == 4 and one.plan.microbatches == 4 and one.batch_size in (32, 64)
+        assert {axis.role for kind in one.plan.kinds for axis in kind.axes} <= {"dp"}
+        assert one.plan.schedule != "gpipe" and not any(kind.checkpoint == "full" for kind in one.plan.kinds)
+
+
+def test_an_optimizer_with_less_state_leaves_more_room() -> None:
+    adamw, sgd = (
+        vitpar.search(SMALL, cluster="1xH100", batch_size=8, optimizer=name, seconds=1).plans[0].memory_bytes
+        for name in ("adamw", "sgd")
+    )
+    assert sgd < adamw
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"memory": "1MB"}, r"^no plan fits into 1 MB a rank: allow more memory"),
+        ({"microbatches": 7}, r"^a batch of 64 images is no multiple of 7 micro-batches"),
+        ({"roles": ("pp", "xp")}, r"^unknown role 'xp'"),
+        ({"without": ("turbo",)}, r"^unknown flag 'turbo'"),
+        ({"ranks": 16}, r"^16 ranks do not fit the 4 devices"),
+        ({"batch_size": 0}, r"^batch_size is 0"),
+        ({"hardware": "x.json"}, r"^a cluster is given beside profiles"),
+        ({"memory": "8 apples"}, r"^memory 8 apples is no size"),
+        ({"cluster": None, "hardware": "gone.json"}, r"gone\.json"),
+    ],
+)
+def test_mistakes_are_refused(options: dict, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        vitpar.search(SMALL, **({"cluster": "4xH100", "batch_size": 64, "seconds": 1} | options))
+
+
+def test_profiles_are_read_from_files(tmp_path: Path) -> None:
+    costs = estimated_costs(SMALL, "2xH100", "fp32", compiled=False)
+    files = tmp_path / "hardware.json", tmp_path / "model.json"
+    costs.hardware.save(files[0])
+    costs.model.save(files[1])
+    options = {"batch_size": 32, "seconds": 1.0, "memory": "8GB"}
+    read = vitpar.search(SMALL, hardware=files[0], model_profile=str(files[1]), precision="fp32", **options)
+    named = vitpar.search(SMALL, cluster="2xH100", precision="fp32", compiled=False, **options)
+    assert [str(one.plan) for one in read.plans[:3]] == [str(one.plan) for one in named.plans[:3]]
+    assert read.plans[0].seconds == pytest.approx(named.plans[0].seconds)
+    with pytest.raises(PlannerError, match="was measured with precision fp32 but the recipe has bf16"):
+        vitpar.search(SMALL, hardware=files[0], model_profile=files[1], precision="bf16", **options)
+
+
+PLANS = (
+    parse("dp4"),
+    replace(parse("pp2xtp2+sp"), microbatches=4, split=(7, 5)),
+    replace(parse("pp2: stem=fsdp2, 0-5=tp2, *=fsdp2+ckpt"), microbatches=2, schedule="gpipe"),
+    replace(parse("pp2xdp2"), microbatches=8, schedule="interleaved1f1b", virtual_stages=2),
+)
+
+
+@pytest.mark.parametrize("asked", PLANS, ids=str)
+def test_a_recipe_under_a_plan_makes_that_plan(asked: Plan) -> None:
+    recipe = read_recipe(
+        None, {"data.path": "x", "train.steps": 1, "train.batch_size": 32, "communication.bucket_cap_mb": 5}
+    )
+    plan = validate(asked, SMALL, 32)
+    under = recipe.under(plan)
+    assert under.plan(SMALL) == plan
+    again = read_recipe(None, {"data.path": "x", "train.steps": 1, "train.batch_size": 32})
+    assert again.under(plan).parallel == under.parallel

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 NO_DATA = {"data.path": "unused", "train.steps": 1}
 """Values for settings that every recipe needs, for commands that read no data and train nothing."""
 
+PANELS = {"model": "Model and data", "data": "Model and data", "train": "Training", "parallel": "Plan"}
+"""Heading in `--help` of the options that give settings of a section; the others stand under Options."""
+
 
 def parse_split(text: str) -> str | list[int]:
     """``5,7`` as numbers; names as they are."""
@@ -34,7 +37,7 @@ def setting(key: str, *flags: str, to: Callable[[Any], object] = lambda given: g
     to: turns what was given into the setting's value, or into None to leave the setting alone. flags, option: see
     `typer.Option`.
     """
-    found = typer.Option(*flags, **option)
+    found = typer.Option(*flags, rich_help_panel=PANELS.get(key.partition(".")[0]), **option)
     found.setting = key, to
     return found
 

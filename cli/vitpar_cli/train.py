@@ -9,13 +9,14 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar.training.recipe.sections import AUTO
-from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import AutoOptions, choose
 from vitpar_cli.world import choose_device, run_in_world
 
 if TYPE_CHECKING:
     import torch
+
+SEARCHED = "Search of the plan, with --mesh auto"
 
 
 def train(
@@ -73,20 +74,34 @@ def train(
             help="A setting that may differ from the checkpoint's, or data; repeatable.",
         ),
     ] = None,
-    memory: profiled.MemorySize = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]",
+            rich_help_panel=SEARCHED,
+        ),
+    ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks, with --mesh auto.  \\[default: GPUs or CPU cores]")
+        int | None,
+        typer.Option(
+            "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="Plan for 8xH100 or so by its data sheet, with --mesh auto."),
+        typer.Option(
+            "--cluster", metavar="NAME", help="Plan by a data sheet, such as 8xH100.", rich_help_panel=SEARCHED
+        ),
     ] = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
             "--hardware",
             metavar="FILE",
-            help="What `vitpar profile hardware` wrote, for --mesh auto.  \\[default: hardware.json, or measured]",
+            help="Hardware profile.  \\[default: hardware.json, or measured]",
+            rich_help_panel=SEARCHED,
         ),
     ] = None,
     model_profile: Annotated[
@@ -94,7 +109,8 @@ def train(
         typer.Option(
             "--model-profile",
             metavar="FILE",
-            help="What `vitpar profile model` wrote, for --mesh auto.  \\[default: model.json, or measured]",
+            help="Model profile.  \\[default: model.json, or measured]",
+            rich_help_panel=SEARCHED,
         ),
     ] = None,
     as_json: Annotated[

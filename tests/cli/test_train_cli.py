@@ -69,6 +69,8 @@ def test_a_run_folder_tells_its_story(alone_run: Path) -> None:
         *("recipe.toml", "plan.json", "env.json", "log.txt", "metrics.jsonl", "checkpoints", "weights")
     }
     assert [path.name for path in (alone_run / "checkpoints").iterdir()] == [f"step_{STEPS}"]
+    usual = (alone_run / "log.txt").stat().st_mode
+    assert {path.stat().st_mode for path in alone_run.rglob("*") if path.is_file()} == {usual}
     asked = read_recipe(alone_run.parent / "recipe.toml")
     assert read_recipe(alone_run / "recipe.toml") == asked.with_precision("fp32")
     assert str(read_plan(alone_run / "plan.json")) == str(parse("dp1"))

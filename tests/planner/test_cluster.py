@@ -52,7 +52,7 @@ def test_a_training_takes_peaks_from_the_same_files(monkeypatch: pytest.MonkeyPa
     ("name", "sentence"),
     [
         ("8xH10", r"unknown cluster '8xH10' \(did you mean 'H100'\?\): use a TOML file"),
-        ("H100", "unknown cluster 'H100'"),
+        ("H10", "unknown cluster 'H10'"),
         ("0xH100", "has no devices"),
         ("none.toml", "cannot read the cluster none.toml: No such file"),
     ],

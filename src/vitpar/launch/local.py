@@ -27,7 +27,7 @@ from typing import NamedTuple
 from vitpar.errors import LaunchError
 from vitpar.launch.report import PARENT_PIPE, Report, reports_folder
 from vitpar.launch.resources import allow_open_files, cpu_share
-from vitpar.launch.stop_request import StopRequest
+from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
 
@@ -97,7 +97,7 @@ def spawn(
     Raises LaunchError when this machine cannot hold the ranks.
     """
     _check_room(num_workers, device)
-    with reports_folder() as folder, StopRequest(only_note=True) as stop:
+    with reports_folder() as folder, StopRequest(only_note=True, notice=STOPPING if patient else "") as stop:
         if handed is not None:
             (folder / HANDED).write_text(handed, encoding="utf-8")
         # We listen ourselves, on loopback only and on a port that is ours from now on; the store takes the socket over.

@@ -10,19 +10,21 @@ from types import FrameType, TracebackType
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAVED = 75
 """Exit code of a run that was asked to end and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
+STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now"
+"""Notice on stderr at the first Ctrl-C of a run that saves."""
 
 
 class StopRequest:
     """While the block runs, the first such signal is noted in `asked`; a second one does what it did before.
 
-    only_note: a second one is noted too, in `again`, and does nothing else. In a thread that is not the main one
-    signals are left alone.
+    only_note: a second one is noted too, in `again`, and does nothing else. notice: line for stderr at the first one,
+    if it is Ctrl-C. In a thread that is not the main one signals are left alone.
     """
 
-    def __init__(self, *, only_note: bool = False) -> None:
+    def __init__(self, *, only_note: bool = False, notice: str = "") -> None:
         self.asked: signal.Signals | None = None
         self.again = False
-        self._only_note = only_note
+        self._only_note, self._notice = only_note, notice
 
     def __enter__(self) -> StopRequest:
         alone = threading.current_thread() is threading.main_thread()
@@ -38,6 +40,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked is None:
             self.asked = signal.Signals(number)
+            if self._notice and number == signal.SIGINT:
+                os.write(2, f"\n{self._notice}\n".encode())  # not print: the signal may have come in the middle of one
             return
         self.again = True
         if not self._only_note:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vitpar.checkpoint import Best, Checkpoint, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
-from vitpar.launch.stop_request import StopRequest
+from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
 from vitpar.strategy import Plan
 from vitpar.text import count
@@ -142,7 +142,9 @@ class Trainer:
         last: Evaluation | None = None
         log.resume_clock()
         loader = self.input.train_batches(self.train_set, start=self.samples)
-        with StopRequest() as stop, closing(iter(loader)) as batches, Garbage() as garbage:
+        # Several ranks have a parent that prints it once.
+        notice = STOPPING if dist.get_world_size() == 1 else ""
+        with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:
             first = look_at = self.done + 1
             pace = 0.0
             for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):

@@ -48,6 +48,15 @@ INDEX = "model.safetensors.index.json"
 
 
 @torch.no_grad()
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file durably, with the permissions of any new file (safetensors gives 0600)."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path)
+    path.chmod(mode)
+    flush(path)
+
+
 def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     """Write the whole parameters of `model` to `folder`, replacing it. recipe: as TOML. Collective over all ranks."""
     # That gathering over two axes takes two messages is no news to the user, and happens once a save.
@@ -65,8 +74,7 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
         if leader:
             whole[parameter_name] = value.detach().cpu().contiguous()
     if leader:
-        save_file(whole, half / name)
-        flush(half / name)
+        _save(whole, half / name)
     files = all_gather_json(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
@@ -125,8 +133,7 @@ def write_weights(
                 whole[name] = read(name)
                 done += 1
                 progress(done, len(sizes))
-            save_file(whole, half / file)
-            flush(half / file)
+            _save(whole, half / file)
             files |= dict.fromkeys(whole, file)
         _write_texts(half, files, config, recipe)
         publish(folder)

@@ -13,6 +13,7 @@ import pytest
 from helpers.command_line import refusal, run, started
 from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
 from helpers.small_data import pack_small
+from vitpar.launch.stop_request import STOPPING
 
 STEPS = 40
 
@@ -84,6 +85,7 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
         pytest.param("dp2", signal.SIGUSR1, "a rank", marks=pytest.mark.slow),
         pytest.param("dp2", signal.SIGINT, "launcher", marks=pytest.mark.slow),
         pytest.param("dp1", signal.SIGTERM, "launcher", marks=pytest.mark.slow),
+        pytest.param("dp1", signal.SIGINT, "launcher", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signals, to: str, place: Path) -> None:
@@ -95,6 +97,7 @@ def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signal
     os.kill(target, number)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
+    assert (STOPPING in errors) == (number == signal.SIGINT)
     (saved,) = (run_dir / "checkpoints").iterdir()
     assert saved.name == f"step_{max(step for _, step in rows(run_dir))}"
     assert f"after step {saved.name[5:]}: vitpar train --resume {run_dir.name}" in " ".join((out + errors).split())

@@ -37,7 +37,7 @@ demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8
 test: $(READY)   ## The tests of every concept, PARALLEL=2 at once
 	$(PYTEST) -m 'not slow and not soak'
 
-test-slow: $(READY)  ## The other tests: all plans of the tables, kills and hangs, compiled blocks
+test-slow: $(READY)  ## The other tests: half of the other plans of the tables, kills and hangs, compiled blocks
 	$(PYTEST) -m slow
 
 test-full: test test-slow  ## All tests
@@ -46,9 +46,9 @@ test-torch:      ## All tests on another version of torch: make test-torch VERSI
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
 	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
-soak: $(READY)   ## Hours of tests: 200 faults, every combination of the support matrix, hundreds of random layerwise plans
+soak: $(READY)   ## Hours of tests: 200 faults, all plans of the tables, every combination of the support matrix, hundreds of random layerwise plans
 	$(BIN)/python experiments/fault_soak.py --cycles 200
-	$(BIN)/python -m pytest -m soak tests/parallel/test_matrix.py
+	$(BIN)/python -m pytest -m soak tests/parallel/test_matrix.py tests/parallel/test_parity.py
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 
 fuzz: $(READY)   ## Attack every reader of files, URLs and ports with hostile input, ten minutes

@@ -14,8 +14,11 @@ from vitpar.check import CheckResult
 from vitpar.parallel import data as data_parallel
 
 QUICK = {str(case) for case in representatives(CASES)}
+OTHERS = [str(case) for case in CASES if str(case) not in QUICK]
+# `make test-slow` takes every second one, so that all of CI stays within its time.
+MARKS = {name: [pytest.mark.soak if number % 2 else pytest.mark.slow] for number, name in enumerate(OTHERS)}
 TABLE = [
-    pytest.param(case, marks=[pytest.mark.slow] * (str(case) not in QUICK), id=str(case))
+    pytest.param(case, marks=MARKS.get(str(case), []), id=str(case))
     for case in sorted(CASES, key=lambda case: case.ranks)
 ]
 

@@ -84,8 +84,8 @@ def plan(
     o.refuse_idle(assignments, "a plan")
     merged = o.merged_recipe(recipe, {**o.settings(plan, locals()), "parallel.mesh": strategy}, assignments)
     predicted = cluster is not None or hardware is not None or model_profile is not None
-    if cluster is not None:
-        profiled.refuse_mixed(cluster, hardware, model_profile, None)
+    if predicted:
+        profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     if memory is not None and not predicted:
         raise PlannerError("--memory is given without a machine: name one with --cluster, or --hardware for profiles")
     budget = None if memory is None else parse_size(memory)

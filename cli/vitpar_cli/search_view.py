@@ -112,7 +112,7 @@ def _show_best(console: Console, found: "Findings") -> None:
 
 
 def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
-    """What a step's time is spent on, and what fills the memory of the fullest rank. budget: bytes."""
+    """Return rows with the breakdown of a step's time and of the fullest rank's memory. budget: bytes."""
     return [
         ("time", _parts(price.time, price.seconds)),
         ("memory", f"{size(price.memory_bytes)} of {size(budget)}: {_memory(price)}"),

@@ -13,8 +13,10 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vitpar.errors import RecipeError, StrategyError
+from vitpar.errors import PlannerError, RecipeError, StrategyError
 from vitpar.models import model_config
+from vitpar.planner.cost.price import price
+from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import SCHEDULES, parse, validate
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.check import _batch_that_divides
@@ -282,3 +284,32 @@ def test_the_header_of_a_run_shows_a_layerwise_plan() -> None:
     assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
     assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
     assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
+
+
+H100 = ("--model", "vit_small_patch16_224", "--batch-size", "256", "--cluster", "8xH100")
+
+
+def test_a_plan_is_predicted_for_a_cluster(run: Run) -> None:
+    config = model_config("vit_small_patch16_224", num_classes=1000)
+    told = json.loads(run("tp2xdp", *H100, "--memory", "20GB", "--json"))["predicted"]
+    costs = estimated_costs(config, "8xH100")
+    expected = price(validate(parse("tp2xdp4"), config, 256), costs, 256)
+    assert told["strategy"] == "tp2xdp4" and told["fits"] and told["precision"] == "bf16"
+    assert told["step_seconds"] == pytest.approx(expected.seconds)
+    assert told["memory_bytes"] == pytest.approx(expected.memory_bytes)
+    shown = run("fsdp4", *H100, "--memory", "100MB")  # four of the eight devices
+    assert "on 4 ranks of NVIDIA H100" in shown and "fits       no" in shown and "MFU" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("dp2", "--memory", "4GB"), "--memory is given without a machine"),
+        (("dp16", *H100), "takes 16 ranks but 8xH100 has 8"),
+        (("dp2", "--hardware", "x.json", "--num-classes", "5"), "--num-classes is given without --cluster"),
+        (("dp2", *H100, "--hardware", "x.json"), "--cluster is given beside a profile"),
+    ],
+)
+def test_predictions_refuse_what_they_cannot_use(run: Run, words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(PlannerError, match=sentence):
+        run(*words)

@@ -200,7 +200,7 @@ def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one plan costs. budget: bytes that a rank may take."""
+    """Predicted cost of one plan. budget: bytes that a rank may take."""
 
     price: Price
     costs: LayerCosts

@@ -57,8 +57,8 @@ fuzz: $(READY)   ## Attack every reader of files, URLs and ports with hostile in
 mutations: $(READY)  ## Put known faults into copies of the source: the check or a test must notice each
 	$(BIN)/python experiments/mutations.py $(MUTATIONS)
 
-lint: $(READY)   ## Style and types
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+lint: $(READY)   ## Style, spelling and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/mypy
 
 docs: $(READY)   ## Write what docs/ has of the source: support matrix, limits, settings and their defaults, architecture
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md

@@ -187,6 +187,27 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines of a Markdown table with the figures of each budget."""
+    columns = ("budget", "searches", "faster", "exact", "gap", "gap of 9 in 10", "gap up to 25 %", "seconds", "longest")
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for share in SHARES:
+        found = summary([row for row in rows if row["share"] == share])
+        cells = (
+            f"{share:.0%} of the uniform plans fit",
+            found["searches"],
+            found["faster than every plan with one strategy"],
+            found["exact"],
+            f"{found['gap, median']:.1%}",
+            f"{found['gap of nine of ten at most']:.1%}",
+            f"{found['gap up to 25 %']:.0%}",
+            f"{found['seconds, median']:.1f}",
+            f"{found['seconds, longest']:.1f}",
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
 def main() -> int:
     """Read the options, search, print a table and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,6 +230,7 @@ def main() -> int:
             )
         if options.json:
             options.json.write_text(json.dumps({"header": facts, "summary": summary(rows), "rows": rows}, indent=1))
+    print(*table(rows), sep="\n")
     for name, value in summary(rows).items():
         print(f"{name}: {f'{value:.3g}' if isinstance(value, float) else value}")
     return int(any(name in PROMISED for row in rows for name in row["broken"]))

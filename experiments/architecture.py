@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ground", ("io", "records", "sharded", "sizes")),
     ("", ("errors",)),
     ("", ("text",)),
-    ("", ("limits",)),
+    ("", ("limits", "former_names")),
 )
 """From the top. A name goes on downwards until the next. Packages on one floor do not import each other."""
 WIDTH = 40
@@ -66,7 +66,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
                 "makes a loader of this rank's rows; `train_step` copies batches",
             ),
             ("data/loader.py", "TrainLoader", "chooses samples, and reads and decodes them in threads"),
-            ("data/randomness.py", "Order", "says which sample comes when; `sample_keys` gives its key"),
+            ("data/randomness.py", "SampleOrder", "says which sample comes when; `sample_keys` gives its key"),
             ("data/shards/manifest.py", "read_rows", "has shard, offset, size and checksum of every sample"),
             ("data/shards/shard_set.py", "ShardSet", "reads a sample by one `pread`, and compares the checksum"),
             ("io.py", "open_regular", "opens a shard, and nothing but a regular file"),
@@ -84,7 +84,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("planner/measure/clock.py", "Clock", "takes its time beside a fixed piece of work"),
             ("planner/profile/profiles.py", "ModelProfile", "keeps it as a `Curve` over images, and as JSON"),
             ("planner/cost/layer.py", "LayerCosts", "gives a layer's seconds and bytes under a strategy"),
-            ("planner/cost/stage.py", "Stage", "adds layers up to a stage, and what is sent beside them"),
+            ("planner/cost/stage.py", "StageCost", "adds layers up to a stage, and what is sent beside them"),
             ("planner/cost/price.py", "price", "replays the stages of a step, and walks through its memory"),
         ),
     ),
@@ -95,7 +95,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("training/saving/saver.py", "TrainingState", "names the tensors of model, optimizer and average"),
             ("checkpoint/writer.py", "Writer", "copies them to the host, and writes in a thread"),
             ("checkpoint/sharing.py", "divide", "says which rank writes which part of a tensor"),
-            ("checkpoint/image.py", "FileImage", "lays a rank's parts out as the bytes of a file"),
+            ("checkpoint/image.py", "SafetensorsBuffer", "lays a rank's parts out as the bytes of a file"),
             ("checkpoint/atomic.py", "publish", "makes files appear whole or not at all"),
             ("checkpoint/index.py", "Index", "says where every part of every tensor is"),
             ("training/saving/resume.py", "find", "finds the newest whole checkpoint"),

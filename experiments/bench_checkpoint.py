@@ -38,7 +38,7 @@ from bench.timing import Spread, ratio
 from vitpar.launch import spawn
 
 HERE = Path(__file__).parent
-WIDE = ["--set", "model.width=384", "--set", "model.depth=12", "--set", "model.heads=6"]
+WIDE = ["--set", "model.embed_dim=384", "--set", "model.depth=12", "--set", "model.num_heads=6"]
 
 
 def saving(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:

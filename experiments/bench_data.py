@@ -48,7 +48,7 @@ from bench.loaders import (
     threads,
     vitpar,
 )
-from vitpar.data import Order, ShardSet, index, pack
+from vitpar.data import SampleOrder, ShardSet, index, pack
 
 LOADERS = {
     "vitpar": vitpar,
@@ -196,7 +196,7 @@ def _rate(work: Callable[[], int]) -> float:
 def container(folder: Path) -> tuple[Table, Any]:
     """Samples a second, undecoded."""
     shards = ShardSet.open(folder / "packed", "train")
-    order, urls = Order(0, len(shards)), [str(path) for path in sorted((folder / "packed").glob("train-*.tar"))]
+    order, urls = SampleOrder(0, len(shards)), [str(path) for path in sorted((folder / "packed").glob("train-*.tar"))]
 
     def ours() -> int:
         samples = order.batch(ours.position, BATCH)[1]

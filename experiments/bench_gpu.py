@@ -100,8 +100,8 @@ def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
         with_input = number == 0 and "input" in sections
         attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=with_input))
     plain = [("plain", *job) for job in jobs if "plain" in sections]
-    wide = [job for job in jobs if job[0].width >= FP8_WIDTH or run.options.tiny]
-    fp8 = [("fp8", *job) for job in sorted(wide, key=lambda job: -job[0].width) if "fp8" in sections]
+    wide = [job for job in jobs if job[0].embed_dim >= FP8_WIDTH or run.options.tiny]
+    fp8 = [("fp8", *job) for job in sorted(wide, key=lambda job: -job[0].embed_dim) if "fp8" in sections]
     for section, config, size in [*plain[:1], *fp8[:1], *plain[1:], *fp8[1:]]:  # a row of each before a second one
         attempt(run, section, 60 + 2.5 * config.depth, config, size, partial(side_by_side, section=section))
 

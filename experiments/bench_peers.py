@@ -49,7 +49,7 @@ from bench.peers.largest import Trials, deepest
 from bench.peers.running import TOLERANCE, Contender, Left, Timed, difference, take_turns
 from bench.timing import Spread, ratio
 
-SMALL = {"heads": 4, "num_classes": 100}
+SMALL = {"num_heads": 4, "num_classes": 100}
 TINY = {"depth": 2, "image_size": 32, "num_classes": 10}
 WARM_UP = 5
 START_S, MEASURE_S = 100, 90

@@ -41,7 +41,14 @@ RECIPE = Path(__file__).parent / "planner.toml"
 SWEEP = (32, 64, 128, 256, 512)
 """Images a device."""
 LARGE = model_config(
-    "vit_custom", patch_size=14, image_size=224, width=6144, depth=48, heads=48, hidden=24576, num_classes=1000
+    "vit_custom",
+    patch_size=14,
+    image_size=224,
+    embed_dim=6144,
+    depth=48,
+    num_heads=48,
+    mlp_hidden_dim=24576,
+    num_classes=1000,
 )
 HUGE = model_config("vit_huge_patch14_224")
 SEARCHES = (

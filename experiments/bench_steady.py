@@ -38,9 +38,9 @@ from bench.timing import Spread, ratio
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {
-    "model.width": 32,
+    "model.embed_dim": 32,
     "model.depth": 2,
-    "model.heads": 2,
+    "model.num_heads": 2,
     "train.batch_size": 32,
     "train.eval_every": 10**9,
     "checkpoint.every_steps": 0,

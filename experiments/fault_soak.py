@@ -37,7 +37,7 @@ from vitpar.errors import CheckpointError
 
 HERE = Path(__file__).parent
 STEPS, EVERY = 60, 3
-MODEL = {"width": 24, "depth": 4, "heads": 4, "drop_path": 0.1, "dropout": 0.1, "init": "moco"}
+MODEL = {"embed_dim": 24, "depth": 4, "num_heads": 4, "drop_path": 0.1, "dropout": 0.1, "init": "moco"}
 TRAIN = {"steps": STEPS, "batch_size": 16, "log_every": 1, "eval_every": 20, "ema_decay": 0.9, "precision": "fp64"}
 SETTINGS = [
     *(f"model.{key}={value}" for key, value in MODEL.items()),

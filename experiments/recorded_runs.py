@@ -76,7 +76,8 @@ def record(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _recipe(data: Path | None) -> str:
     path = "" if data is None else f'path = "{data}"\n'
     return (
-        '[model]\nname = "vit_custom"\nimage_size = 8\npatch_size = 2\nwidth = 64\ndepth = 4\nheads = 4\npool = "avg"\n'
+        '[model]\nname = "vit_custom"\nimage_size = 8\npatch_size = 2\nembed_dim = 64\ndepth = 4\n'
+        'num_heads = 4\npool = "avg"\n'
         'init = "timm"\n'
         f"[data]\n{path}crop_pct = 1.0\nworkers = 0\n[train]\nbatch_size = 32\nsteps = {STEPS}\nlog_every = 1\n"
         'label_smoothing = 0.1\nprecision = "fp32"\n[optimizer]\nlr = 1e-3\n[lr_schedule]\nwarmup_steps = 2\n'

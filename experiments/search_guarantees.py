@@ -89,8 +89,8 @@ def _draw(number: int, chance: random.Random) -> tuple[LayerCosts, Space]:
     )
     config = model_config(
         "vit_custom",
-        width=width,
-        heads=heads,
+        embed_dim=width,
+        num_heads=heads,
         depth=chance.choice((4, 6, 8)),
         patch_size=16,
         image_size=chance.choice((64, 128, 224)),

@@ -91,10 +91,10 @@ def check(
         from vitpar.check import check_plan
         from vitpar.parallel.attention import choose_attention
         from vitpar.parallel.compiling import choose_compiling
-        from vitpar.parallel.precision import precision as numbers
+        from vitpar.parallel.precision import resolve_precision
 
         t = merged.train
-        choose_attention(t.attention, config, plan, size, numbers(t.precision), device)
+        choose_attention(t.attention, config, plan, size, resolve_precision(t.precision), device)
         compiling = choose_compiling(t.compile, plan, t.precision, device)
         result = check_plan(merged, config, plan, device, tolerance=tolerance)
         if dist.get_rank() == 0:

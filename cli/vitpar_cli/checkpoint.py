@@ -284,7 +284,7 @@ def import_command(
         typer.echo(json.dumps({"format": done.format, "config": asdict(c), "files": files, "notes": done.notes}))
         return
     typer.echo(
-        f"{out}: from {done.format}'s names, width {c.width}, {c.depth} blocks, {c.heads} heads, patches of "
+        f"{out}: from {done.format}'s names, width {c.embed_dim}, {c.depth} blocks, {c.num_heads} heads, patches of "
         f"{c.patch_size} in images of {c.image_size} pixels, {c.num_classes:,} classes"
     )
     for note in done.notes:

@@ -17,18 +17,18 @@ from vitpar.errors import PlannerError
 from vitpar.io import write_text
 
 if TYPE_CHECKING:
-    from vitpar.planner.report.data import Origin
+    from vitpar.planner.report.data import Provenance
 
 CADENCE = 10.0
 """Seconds between two lines of progress at least, where stderr is no terminal."""
 
 
-def origin() -> Origin:
+def origin() -> Provenance:
     """The version of vitpar and the command that was typed."""
     from vitpar import __version__
-    from vitpar.planner.report.data import Origin
+    from vitpar.planner.report.data import Provenance
 
-    return Origin(__version__, shlex.join(["vitpar", *sys.argv[1:]]))
+    return Provenance(__version__, shlex.join(["vitpar", *sys.argv[1:]]))
 
 
 class ProgressLines:

@@ -62,13 +62,13 @@ def hardware(
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
 
-        from vitpar.planner.measure.hardware import Effort, profile_hardware
+        from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
 
         joined = find_world()
         per_node = joined.local_size if joined else 1
         with _progress(shown=dist.get_rank() == 0 and not as_json) as progress:
             called = name or f"{world}x{device.type}"
-            profile = profile_hardware(called, device, per_node, Effort.usual(device.type, seconds), progress)
+            profile = profile_hardware(called, device, per_node, MeasureEffort.usual(device.type, seconds), progress)
         if dist.get_rank() == 0:
             profile.save(out)
             typer.echo(profile.model_dump_json(by_alias=True)) if as_json else _show_hardware(profile, out)

@@ -13,7 +13,7 @@ from vitpar_cli.outputs import ProgressLines
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
-    from vitpar.planner.report.data import Findings, Origin, Prediction
+    from vitpar.planner.report.data import Findings, Prediction, Provenance
 
 SHOWN = 5
 """Plans listed besides the best."""
@@ -70,7 +70,7 @@ def show_choice(found: "Findings") -> None:
     console.print()
 
 
-def show_prediction(found: "Prediction", origin: "Origin") -> None:
+def show_prediction(found: "Prediction", origin: "Provenance") -> None:
     """Print what a plan is predicted to cost."""
     from vitpar.planner.report.data import provenance, speed_words
     from vitpar.planner.report.uncertainty import uncertainty
@@ -184,6 +184,6 @@ def model_words(costs: "LayerCosts", ranks: str) -> str:
     return f"{costs.config.name} in {costs.model.precision}{compiled} on {ranks} of {costs.hardware.device_name}"
 
 
-def print_origin(console: Console, origin: "Origin") -> None:
+def print_origin(console: Console, origin: "Provenance") -> None:
     """Print which version of vitpar made the output, by which command."""
     console.print(str(origin), style="dim", markup=False, soft_wrap=True)

@@ -157,7 +157,7 @@ def train(
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.training.begin import beginning
-    from vitpar.training.events import Origin
+    from vitpar.training.events import SettingsOrigin
     from vitpar.training.input import open_data, transforms
     from vitpar.training.recipe import read_recipe
     from vitpar.training.recipe.machine import on_device, refuse_huge_batch
@@ -212,7 +212,7 @@ def train(
                 resume=went.source,
                 allow_change=allow_change or (),
                 notes=notes,
-                origin=Origin(images, automatic),
+                origin=SettingsOrigin(images, automatic),
                 watchdog=watchdog,
             )
             summary = trainer.run()

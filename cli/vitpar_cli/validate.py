@@ -21,7 +21,7 @@ from vitpar_cli.world import choose_device, end, enter, resolve
 if TYPE_CHECKING:
     from vitpar.models import ViTConfig
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.report.accuracy import Row
+    from vitpar.planner.report.accuracy import AccuracyRow
     from vitpar.strategy import Plan
 
 
@@ -58,7 +58,7 @@ def validate(
     """
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.steps import example_plans
-    from vitpar.planner.report.accuracy import Row, correction
+    from vitpar.planner.report.accuracy import AccuracyRow, correction
     from vitpar.strategy.support import refuse_clashes
     from vitpar.training.optim.optimizer import moments
 
@@ -89,16 +89,18 @@ def validate(
     world = enter(machine.ranks, kind)
 
     from vitpar.planner.measure.clock import load_share
-    from vitpar.planner.measure.steps import Runner, Training
+    from vitpar.planner.measure.steps import PlanRunner, Training
 
-    runner = Runner(world, kind, seconds)
+    runner = PlanRunner(world, kind, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.config)
     load, progress = load_share(), ProgressLines()  # before our own processes compute
-    rows: list[Row] = []
+    rows: list[AccuracyRow] = []
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite), start=1):
-        rows[index : index + 1] = [Row(prices[index], measured, profile.pace)]  # the first run of a plan appends
+        rows[index : index + 1] = [
+            AccuracyRow(prices[index], measured, profile.pace)
+        ]  # the first run of a plan appends
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(_to_json(rows, costs, load), indent=1) + "\n")
@@ -142,7 +144,7 @@ def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatc
     return validated(plan, config, batch_size)
 
 
-def _to_json(rows: "list[Row]", costs: "LayerCosts", load: float | None) -> dict:
+def _to_json(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) -> dict:
     from vitpar.planner.report.accuracy import accuracy, others_used
     from vitpar.planner.report.data import origin_to_json
 
@@ -166,7 +168,7 @@ def _to_json(rows: "list[Row]", costs: "LayerCosts", load: float | None) -> dict
 COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
 
 
-def _show(rows: "list[Row]", costs: "LayerCosts", load: float | None) -> None:
+def _show(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) -> None:
     from vitpar.planner.report.accuracy import BUSY, accuracy, others_used
     from vitpar.planner.report.data import duration, plan_title
     from vitpar.planner.report.uncertainty import uncertainty

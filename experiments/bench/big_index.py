@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitpar.data import Order, ShardSet
+from vitpar.data import SampleOrder, ShardSet
 from vitpar.data.shards.manifest import ROW, Manifest, write_manifest, write_split
 
 
@@ -49,7 +49,7 @@ def probe_index(folder: Path) -> int:
     shards = ShardSet.open(folder, "train")
     opened = time.perf_counter() - begun
     begun = time.perf_counter()
-    samples = Order(0, len(shards)).batch(1_000_000, 1024)[1]
+    samples = SampleOrder(0, len(shards)).batch(1_000_000, 1024)[1]
     labels = shards.labels[samples]
     batch = time.perf_counter() - begun
     assert len(labels) == 1024

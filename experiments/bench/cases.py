@@ -33,7 +33,7 @@ class Size:
 
 # ViT-Ti/16 with 4 heads instead of 3, which two ranks can share, on images of 112 pixels: 50 tokens.
 FULL = Size(
-    "vit_tiny_patch16_112", (("heads", 4), ("num_classes", 100)), batch_size=32, rounds=24, seconds=25, memory=True
+    "vit_tiny_patch16_112", (("num_heads", 4), ("num_classes", 100)), batch_size=32, rounds=24, seconds=25, memory=True
 )
 QUICK = Size(
     "vit_nano_patch4_16", (("depth", 4), ("num_classes", 10)), batch_size=16, rounds=10, seconds=2, memory=False
@@ -41,7 +41,7 @@ QUICK = Size(
 # So small that what the host does for each operation is nearly all: as on a GPU that computes them at once.
 HOST = Size(
     "vit_tiny_patch16_224",
-    (("width", 48), ("heads", 3), ("hidden", 48), ("image_size", 16), ("num_classes", 10)),
+    (("embed_dim", 48), ("num_heads", 3), ("mlp_hidden_dim", 48), ("image_size", 16), ("num_classes", 10)),
     batch_size=1,
     rounds=200,
     seconds=20,

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from vitpar.data import Order, ShardSet, TrainLoader, TrainTransform
+from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform
 from vitpar.launch.resources import cpu_cores
 
 SIZE, BATCH = 224, 64
@@ -27,7 +27,7 @@ def vitpar(folder: Path) -> Generator[Tensor]:
 
 def _ours(folder: Path, workers: int, start: int = 0) -> Generator[Tensor]:
     shards = ShardSet.open(folder, "train")
-    order = Order(0, len(shards))
+    order = SampleOrder(0, len(shards))
     loader = TrainLoader(shards, TrainTransform(SIZE), order=order, batch_size=BATCH, workers=workers, start=start)
     for batch in loader:
         assert batch.images is not None

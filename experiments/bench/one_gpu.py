@@ -68,10 +68,10 @@ def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) ->
     """Time the three products of each linear layer of a block in bf16: outputs, and gradients of inputs and weights."""
     c, rows = config, batch_size * config.tokens
     layers = {
-        "qkv": (c.width, 3 * c.width),
-        "proj": (c.width, c.width),
-        "fc1": (c.width, c.hidden),
-        "fc2": (c.hidden, c.width),
+        "qkv": (c.embed_dim, 3 * c.embed_dim),
+        "proj": (c.embed_dim, c.embed_dim),
+        "fc1": (c.embed_dim, c.mlp_hidden_dim),
+        "fc2": (c.mlp_hidden_dim, c.embed_dim),
     }
     every: dict[str, Callable[[], None]] = {}
     for name, (inner, outer) in layers.items():

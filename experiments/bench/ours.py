@@ -6,8 +6,8 @@ from torch import Tensor
 from bench.settings import CLIP, LR, OPTIMIZER, SEED
 from vitpar.models import ViTConfig
 from vitpar.parallel import Execution, ParallelModel, parallelize
-from vitpar.parallel.attention import Attention, choose_attention
-from vitpar.parallel.precision import precision as numbers
+from vitpar.parallel.attention import AttentionChoice, choose_attention
+from vitpar.parallel.precision import resolve_precision as numbers
 from vitpar.strategy import Plan
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep
@@ -16,7 +16,7 @@ from vitpar.training.step import TrainStep
 class VitparStep:
     """The step of ``vitpar.training.trainer.Trainer``; a ``bench.settings.Step``."""
 
-    def __init__(self, model: ParallelModel, attention: Attention) -> None:
+    def __init__(self, model: ParallelModel, attention: AttentionChoice) -> None:
         self.model, self.attention = model, attention
         self._update = TrainStep(model, ShardedOptimizer(model.named_parameters(), OPTIMIZER), clip_grad_norm=CLIP)
 

@@ -37,12 +37,16 @@ CPU = torch.device("cpu")
 
 def traffic(mesh: str) -> dict[str, Any]:
     """Elements that a rank receives for a block, forward and backward, counted and by the table."""
-    config = model_config("vit_custom", patch_size=16, image_size=64, width=192, depth=1, heads=8, num_classes=10)
+    config = model_config(
+        "vit_custom", patch_size=16, image_size=64, embed_dim=192, depth=1, num_heads=8, num_classes=10
+    )
     rows, plan = 16, validate(parse(mesh), config, 16)
     model = parallelize(config, plan, Execution(rows), CPU)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[place_of_rank(plan, dist.get_rank())[1]]
-    x = torch.randn(len(part.row_range(rows)), config.tokens, len(part.feature_range(config.width)), requires_grad=True)
+    x = torch.randn(
+        len(part.row_range(rows)), config.tokens, len(part.feature_range(config.embed_dim)), requires_grad=True
+    )
     with Received() as received:
         stage.layers()["blocks.0"](x).sum().backward()
     forward, backward = block_traffic(config, plan.strategy, rows)
@@ -128,8 +132,8 @@ def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.08)
 def memory(mesh: str, microbatches: int = 2) -> list[dict[str, Any]]:
     """By rank, bytes that resident memory grew: after a step and at most within it, and both in theory."""
     batch, plan = 16, replace(parse(mesh), microbatches=microbatches)
-    small = model_config("vit_custom", patch_size=16, image_size=32, width=24, depth=8, heads=6, num_classes=10)
-    large = replace(small, width=512, heads=8, hidden=2048)
+    small = model_config("vit_custom", patch_size=16, image_size=32, embed_dim=24, depth=8, num_heads=6, num_classes=10)
+    large = replace(small, embed_dim=512, num_heads=8, mlp_hidden_dim=2048)
     for config in (small, large):  # the small one loads what the programs need
         before = resident()
         step, images, labels = contender(config, validate(plan, config, batch), batch)
@@ -165,7 +169,7 @@ def _most(config: ViTConfig, plan: Plan, names: list[str]) -> int:
 
 def layerwise(*meshes: str) -> dict[str, list[float]]:
     """Seconds of every timed step under each plan, taking turns."""
-    config = model_config("vit_tiny_patch16_112", heads=4, depth=6, num_classes=100)
+    config = model_config("vit_tiny_patch16_112", num_heads=4, depth=6, num_classes=100)
     batch = 32
     contenders = {}
     for mesh in meshes:

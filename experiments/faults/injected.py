@@ -105,14 +105,14 @@ def bug(trap: Trap) -> None:
 
 def staging(trap: Trap) -> None:
     """When half of the tensors are copied."""
-    from vitpar.checkpoint.image import FileImage
+    from vitpar.checkpoint.image import SafetensorsBuffer
 
-    def half(image: FileImage, tensors: Any) -> None:
+    def half(image: SafetensorsBuffer, tensors: Any) -> None:
         for view in list(image._views.values())[::2]:
             view.zero_()
         trap(kill)
 
-    before(FileImage, "stage", half)
+    before(SafetensorsBuffer, "stage", half)
 
 
 def _at_file(trap: Trap, name: str, fault: Callable[[Path, memoryview], None]) -> None:

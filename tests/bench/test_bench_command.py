@@ -21,10 +21,10 @@ from vitpar.bench import Benchmark, PhaseClock, Repeated, Settings, bench
 from vitpar.bench.feeds import Loaded, Synthetic
 from vitpar.bench.kernels import _kernel_flops
 from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
-from vitpar.bench.run import STEADY, Runner
+from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
 from vitpar.sharded import local
-from vitpar.training.build import Trained, build
+from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import open_split
 from vitpar.training.recipe import Recipe
 from vitpar_cli import bench_view
@@ -55,7 +55,7 @@ def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = T
     return bench(recipe, config, recipe.plan(config), device, images, SETTINGS, traces=traces)
 
 
-def trained_parts(device: torch.device, recipe: Recipe) -> Trained:
+def trained_parts(device: torch.device, recipe: Recipe) -> TrainingComponents:
     config = recipe.config(CLASSES)
     return build(recipe, config, recipe.plan(config), device)
 
@@ -108,7 +108,9 @@ def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None
     assert [k.seconds for k in found.kernels] == sorted((k.seconds for k in found.kernels), reverse=True)
     assert 0.1 < sum(kernel.share for kernel in found.kernels) < 1.02
     products = [kernel for kernel in found.kernels if kernel.name in PRODUCTS]
-    attention = found.config.depth * found.config.tokens**2 * found.config.width * 12  # the profiler does not know it
+    attention = (
+        found.config.depth * found.config.tokens**2 * found.config.embed_dim * 12
+    )  # the profiler does not know it
     expected = (found.config.flops - attention) * found.batch_size
     assert sum(kernel.flops or 0 for kernel in products) == pytest.approx(expected, rel=0.25)
     assert all(kernel.limit_share and kernel.limit_share > 0 for kernel in products)
@@ -130,7 +132,7 @@ def test_two_stages(ranks: Callable[[int], RankPool], data: Path, tmp_path: Path
 
 def gradients_have_a_limit(device: torch.device, recipe: Recipe) -> tuple[list[str], float, int]:
     trained = trained_parts(device, recipe)
-    with Runner(trained).open(Synthetic(trained.model)):
+    with StepRunner(trained).open(Synthetic(trained.model)):
         limits = measure_limits(trained)
     sent = sum(size for _, size in trained.model.gradient_messages)
     held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
@@ -155,7 +157,7 @@ def test_steps_change_no_parameter(alone: None, data: Path) -> None:
     recipe = recipe_of(data, "dp1")
     trained = trained_parts(CPU, recipe)
     before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
-    Runner(trained).run(Loaded(recipe, trained.model, open_split(recipe, "train")), 2)
+    StepRunner(trained).run(Loaded(recipe, trained.model, open_split(recipe, "train")), 2)
     assert all(torch.equal(p, before[name]) for name, p in trained.model.named_parameters())
     assert trained.optimizer.state(), "but there were updates"
 
@@ -176,7 +178,7 @@ def test_a_feed_goes_on_where_it_was(alone: None, data: Path) -> None:
 
 def test_warm_up_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([5.0, 3.0, 1.0, 0.99, 1.2, 0.98, 0.5])
-    runner = Runner(trained_parts(CPU, recipe_of(data, "dp1")))
+    runner = StepRunner(trained_parts(CPU, recipe_of(data, "dp1")))
     monkeypatch.setattr(runner, "step", lambda take: None)
     monkeypatch.setattr(runner, "most", lambda seconds: next(taken))
 
@@ -205,7 +207,7 @@ def test_products_of_a_rank_are_its_share_of_a_block(mesh: str, tensor: int, par
     plan = recipe.plan(config)
     model: Any = SimpleNamespace(config=config, plan=plan, batch=SimpleNamespace(microbatch_rows=24))
     shapes = block_products(model)
-    whole = 24 * config.tokens * (4 * config.width**2 + 2 * config.width * config.hidden)
+    whole = 24 * config.tokens * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_hidden_dim)
     assert sum(math.prod(shape) for shape in shapes) == whole / (tensor * parts)
     assert {rows for rows, *_ in shapes} == {24 // parts * config.tokens}
 
@@ -277,9 +279,9 @@ RECIPE = """
 name = "vit_custom"
 image_size = 8
 patch_size = 4
-width = 24
+embed_dim = 24
 depth = 2
-heads = 2
+num_heads = 2
 
 [data]
 path = "nowhere"

@@ -226,8 +226,8 @@ def test_another_batch_size_needs_another_folder(run: Path, data: Path) -> None:
 
 
 def test_another_model_is_refused_without_advice(run: Path, data: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.width was 24 and is 48: change it back$"):
-        train(CPU, recipe_of(data, "dp1", **{"model.width": 48}), run, resume=run, allow_change=["model.width"])
+    with pytest.raises(CheckpointError, match=r"model\.embed_dim was 24 and is 48: change it back$"):
+        train(CPU, recipe_of(data, "dp1", **{"model.embed_dim": 48}), run, resume=run, allow_change=["model.embed_dim"])
 
 
 def test_what_makes_no_parameter_may_change_where_it_is_allowed(run: Path, data: Path, tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_sizes_of_a_foreign_config_allocate_nothing(size: str, tmp_path: Path) -
     """Tensors tell the sizes, a config only what they do not."""
     config = transformers_config(**{size: 10**9})
     import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here")
-    assert read_config(tmp_path / "here").width == WIDTH
+    assert read_config(tmp_path / "here").embed_dim == WIDTH
 
 
 def test_values_of_a_foreign_config_that_are_no_numbers(tmp_path: Path) -> None:
@@ -295,9 +295,20 @@ def weights(tmp_path: Path) -> Path:
 
 
 ABSURD = [
-    *({name: 10**9} for name in ("width", "depth", "hidden", "num_classes", "registers", "representation_size")),
-    *({"width": 10**18, "heads": 1}, {"image_size": 4 * 10**9}, {"channels": 10**12}, {"patch_size": 8}),
-    *({"width": "24"}, {"width": 24.0}, {"heads": True}, {"depth": -1}, {"heads": 0}, {"pool": "max"}, {"colour": 1}),
+    *(
+        {name: 10**9}
+        for name in ("embed_dim", "depth", "mlp_hidden_dim", "num_classes", "num_reg_tokens", "representation_size")
+    ),
+    *({"embed_dim": 10**18, "num_heads": 1}, {"image_size": 4 * 10**9}, {"channels": 10**12}, {"patch_size": 8}),
+    *(
+        {"embed_dim": "24"},
+        {"embed_dim": 24.0},
+        {"num_heads": True},
+        {"depth": -1},
+        {"num_heads": 0},
+        {"pool": "max"},
+        {"colour": 1},
+    ),
 ]
 
 

@@ -219,8 +219,8 @@ def test_files_are_as_large_as_the_index_says_before_anything_is_made(
 def test_a_checkpoints_config_is_compared_with_its_index(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    assert read_config(path).width == config["width"]
-    text = json.dumps(config | {"width": 10**5, "heads": HEADS})
+    assert read_config(path).embed_dim == config["embed_dim"]
+    text = json.dumps(config | {"embed_dim": 10**5, "num_heads": HEADS})
     (path / "config.json").write_text(text)
 
     def known(index: Index) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import RankPool
 from vitpar.checkpoint import Writer, atomic, load_tensors
-from vitpar.checkpoint.image import FileImage
+from vitpar.checkpoint.image import SafetensorsBuffer
 from vitpar.checkpoint.writer import BUSY, DONE, FAILED
 from vitpar.errors import CheckpointError
 
@@ -48,7 +48,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_file_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
-    image = FileImage({name: (tensor.dtype, tensor.shape) for name, tensor in KINDS.items()}, pinned=False)
+    image = SafetensorsBuffer({name: (tensor.dtype, tensor.shape) for name, tensor in KINDS.items()}, pinned=False)
     image.stage(KINDS)
     stored = atomic.write(tmp_path / "file.safetensors", image.content)
     assert stored.bytes == (tmp_path / "file.safetensors").stat().st_size

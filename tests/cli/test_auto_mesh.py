@@ -22,9 +22,9 @@ RECIPE = """
 name = "vit_custom"
 image_size = 8
 patch_size = 4
-width = 24
+embed_dim = 24
 depth = 4
-heads = 2
+num_heads = 2
 
 [data]
 path = "data"

@@ -130,7 +130,7 @@ def test_a_thousand_ranks_take_no_time(run: Run) -> None:
 
 def test_a_recipe_keeps_its_options_under_another_name(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[model]\nwidth = 96\npool = "avg"\n[data]\npath = "x"\n[train]\nsteps = 1\n')
+    recipe.write_text('[model]\nembed_dim = 96\npool = "avg"\n[data]\npath = "x"\n[train]\nsteps = 1\n')
     found = json.loads(run("dp1", *BASE, "--recipe", str(recipe), "--num-classes", "10", "--json"))
     assert found["parameters"] == 85_806_346 - 2 * 768  # timm's, without the class token and its position
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
-from vitpar.training.events import Origin, Reporter, RunHeader
+from vitpar.training.events import Reporter, RunHeader, SettingsOrigin
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.progress import ConsoleReporter, _duration
@@ -40,7 +40,7 @@ class Shown:
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None, _environ={})
         self.reporter: Reporter = ConsoleReporter(console, self.clock)
 
-    def start(self, recipe: Recipe = RECIPE, origin: Origin = Origin()) -> str:
+    def start(self, recipe: Recipe = RECIPE, origin: SettingsOrigin = SettingsOrigin()) -> str:
         config = recipe.config(10)
         plan = validate(parse("pp2xtp2xdp2"), config, 128)
         self.reporter.started(
@@ -123,7 +123,7 @@ def test_the_header_says_how_it_trains(plain: Shown) -> None:
         "train.attention": "math",
         "lr_schedule.min_lr": 1e-6,
     }
-    lines = plain.start(recipe_for(50_000, settings), Origin(50_000, automatic_precision=True)).splitlines()
+    lines = plain.start(recipe_for(50_000, settings), SettingsOrigin(50_000, automatic_precision=True)).splitlines()
     begin = lines.index("settings   defaults for 50,000 images (docs/defaults.md)")
     assert lines[begin + 1 : -1] == [
         "optimizer  adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1",

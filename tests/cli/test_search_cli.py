@@ -17,10 +17,10 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
-from vitpar.planner.measure.steps import Run as Steps
+from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.report.accuracy import Row, accuracy, spearman
+from vitpar.planner.report.accuracy import AccuracyRow, accuracy, spearman
 from vitpar.sizes import parse_size
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
@@ -164,11 +164,11 @@ def test_contention_is_reported(
     costs = LayerCosts(config, hardware, estimate_model(config, "bf16", hardware, ("tp1",)))
     predicted = price(validated(parse("dp8"), config, 64), costs, 64)
     measured = Measured((Steps((1.0,), (), others), Steps((1.1,), (), others)), (None,) * 8)
-    show_accuracy([Row(predicted, measured)], costs, load)
+    show_accuracy([AccuracyRow(predicted, measured)], costs, load)
     words = capsys.readouterr().out
     assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
     assert sentence in words if sentence else "cores" not in words
-    assert accuracy_json([Row(predicted, measured)], costs, load)["others_share"] == (
+    assert accuracy_json([AccuracyRow(predicted, measured)], costs, load)["others_share"] == (
         load if others is None else others
     )
 
@@ -232,8 +232,8 @@ def test_accuracy_is_of_absolute_errors() -> None:
             self.seconds, self.memory_bytes = seconds, memory
 
     rows = [
-        Row(Priced(1.1, 100), Measured((Steps((1.0, 1.0, 9.0)),), (90, 100))),  # type: ignore[arg-type]
-        Row(Priced(1.8, 90), Measured((Steps((2.0,)),), (100, None))),  # type: ignore[arg-type]
+        AccuracyRow(Priced(1.1, 100), Measured((Steps((1.0, 1.0, 9.0)),), (90, 100))),  # type: ignore[arg-type]
+        AccuracyRow(Priced(1.8, 90), Measured((Steps((2.0,)),), (100, None))),  # type: ignore[arg-type]
     ]
     found = accuracy(rows)
     assert found.time == pytest.approx((0.1, 0.1)) and found.memory == pytest.approx((0.05, 0.1))

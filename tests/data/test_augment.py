@@ -7,7 +7,7 @@ from PIL import Image
 
 from vitpar.data import Mix, TrainTransform, parse_policy
 from vitpar.data.randomness import Draws, betas, sample_keys
-from vitpar.data.transforms.policies import OPERATIONS, OneOf, RandAugment, Setting
+from vitpar.data.transforms.policies import OPERATIONS, OneOf, OperationContext, RandAugment
 from vitpar.errors import RecipeError
 
 GREY = (128, 128, 128)
@@ -21,9 +21,9 @@ def picture(size=32):
 
 
 def applied(name, level, key=0, increasing=False):
-    return np.array(OPERATIONS[name](Image.fromarray(picture()), level, Setting(Draws(key), GREY, increasing))).astype(
-        int
-    )
+    return np.array(
+        OPERATIONS[name](Image.fromarray(picture()), level, OperationContext(Draws(key), GREY, increasing))
+    ).astype(int)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

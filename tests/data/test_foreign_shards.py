@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from helpers.tiny_images import encoded, write_tree
-from vitpar.data import Labels, Order, ShardSet, TrainLoader, TrainTransform, index, pack, scan, verify
+from vitpar.data import Labels, SampleOrder, ShardSet, TrainLoader, TrainTransform, index, pack, scan, verify
 from vitpar.errors import DataError, UserError
 from vitpar_cli.data import app
 
@@ -45,7 +45,7 @@ def test_shards_of_others_are_indexed_and_trained_on(foreign, labels, classes):
     assert train.labels.tolist() == [i % classes for i in range(9)] and train.classes == tuple("012"[:classes])
     assert [train.read(i) for i in range(9)] == [encoded(i, "PNG" if i % 2 else "JPEG") for i in range(9)]
     assert train.name(7) == "a-train-1.tar/some/where/7"
-    batch = next(iter(TrainLoader(train, TrainTransform(8), order=Order(0, 9), batch_size=9)))
+    batch = next(iter(TrainLoader(train, TrainTransform(8), order=SampleOrder(0, 9), batch_size=9)))
     assert batch.images.shape == (9, 3, 8, 8)
     assert before == {path.name: path.read_bytes() for path in foreign.glob("*.tar")}
     assert not list(verify(foreign))
@@ -150,7 +150,7 @@ def test_a_replaced_shard_is_noticed(tmp_path):
     with pytest.raises(DataError, match=r"train-000000.tar' was replaced while it was in use"):
         train.read(0)
     train = ShardSet.open(tmp_path / "packed", "train")
-    batches = iter(TrainLoader(train, TrainTransform(8), order=Order(0, 21), batch_size=7, workers=0))
+    batches = iter(TrainLoader(train, TrainTransform(8), order=SampleOrder(0, 21), batch_size=7, workers=0))
     for _ in range(3):
         next(batches)
     replace()

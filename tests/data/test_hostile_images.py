@@ -15,7 +15,7 @@ from helpers.hostile_files import jpeg, streamed, write_tar
 from helpers.tiny_images import encoded, write_tree
 from vitpar.data import (
     EvalTransform,
-    Order,
+    SampleOrder,
     ShardSet,
     TrainLoader,
     TrainTransform,
@@ -53,7 +53,7 @@ def test_ghostscript_never_starts(tmp_path: Path, ghostscript: Path) -> None:
     assert ["known image format" in problem.what for problem in verify(shards)] == [True]
     train = ShardSet.open(shards, "train")
     with pytest.raises(DataError, match="known image format"):
-        next(iter(TrainLoader(train, TrainTransform(8), order=Order(0, 1), batch_size=1, workers=0)))
+        next(iter(TrainLoader(train, TrainTransform(8), order=SampleOrder(0, 1), batch_size=1, workers=0)))
     with pytest.raises(DataError, match="known image format"):
         streamed(path)
     write_tree(tmp_path / "source")

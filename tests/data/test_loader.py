@@ -12,7 +12,7 @@ from helpers.tiny_images import write_tree
 from vitpar.data import (
     EvalLoader,
     EvalTransform,
-    Order,
+    SampleOrder,
     ShardSet,
     TrainTransform,
     pack,
@@ -59,7 +59,7 @@ def damaged(tmp_path):
 
 def TrainLoader(shards, transform, *, seed=0, **settings):
     """In the usual order."""
-    return Loader(shards, transform, order=Order(seed, len(shards)), **settings)
+    return Loader(shards, transform, order=SampleOrder(seed, len(shards)), **settings)
 
 
 def take(loader, count):
@@ -95,7 +95,7 @@ def test_pixels_and_keys_follow_the_sample_through_the_epochs(train):
     assert not set(keys.tolist()) & set(other.tolist())
     whole = TrainTransform(8, scale=(1, 1), ratio=(1, 1), flip=0)
     batch = next(iter(TrainLoader(train, whole, batch_size=21)))
-    order = Order(0, 21).batch(0, 21)[1]
+    order = SampleOrder(0, 21).batch(0, 21)[1]
     assert batch.labels.tolist() == train.labels[order].tolist()
     plain = torch.cat([b.images for b in EvalLoader(train, EvalTransform(8, crop_pct=1.0), batch_size=21)])[order]
     distance = (batch.images[:, None].float() - plain[None].float()).abs().mean((2, 3, 4))
@@ -103,7 +103,7 @@ def test_pixels_and_keys_follow_the_sample_through_the_epochs(train):
 
 
 def test_repeats_of_a_sample_have_randomness_of_their_own(train):
-    order = Order(0, len(train), repeats=3)
+    order = SampleOrder(0, len(train), repeats=3)
     batch = next(iter(Loader(train, TRAIN, order=order, batch_size=12)))
     assert len(set(batch.keys.tolist())) == 12
     assert all(len(set(batch.labels[start : start + 3].tolist())) == 1 for start in range(0, 12, 3))
@@ -172,7 +172,7 @@ def test_a_bad_sample_is_skipped_counted_and_named(damaged, workers):
     problems = "; ".join(loader.skipped.problems)
     assert loader.skipped.times == 4 and len(loader.skipped.problems) == 2, "two images, met twice each"
     assert shards.name(4) in problems and shards.name(11) in problems and "its bytes are not those" in problems
-    order = Order(0, 21).batch(0, 42)[1]
+    order = SampleOrder(0, 21).batch(0, 42)[1]
     labels = torch.cat([b.labels for b in batches])
     bad = torch.from_numpy(np.isin(order, (4, 11)))
     assert torch.equal(labels == IGNORED, bad)
@@ -212,8 +212,8 @@ def test_closing_or_dropping_the_iterator_stops_the_threads(train):
 def test_a_program_that_never_closes_its_loader_still_ends(packed):
     program = """if True:
         import sys
-        from vitpar.data import Order, ShardSet, TrainLoader, TrainTransform
-        shards, order = ShardSet.open(sys.argv[1], "train"), Order(0, 21)
+        from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform
+        shards, order = ShardSet.open(sys.argv[1], "train"), SampleOrder(0, 21)
         batches = iter(TrainLoader(shards, TrainTransform(8), order=order, batch_size=64, workers=3))
         next(batches)
     """

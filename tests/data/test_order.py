@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitpar.data import Order
+from vitpar.data import SampleOrder
 from vitpar.data.randomness import sample_keys, shuffled
 from vitpar.errors import RecipeError
 
@@ -14,7 +14,9 @@ from vitpar.errors import RecipeError
 def orders(draw):
     block = draw(st.integers(1, 9))
     window = draw(st.sampled_from([0, 0, block, 3 * block, 40 * block]))
-    return Order(draw(st.integers(0, 2**63 - 1)), draw(st.integers(1, 200)), draw(st.integers(1, 3)), block, window)
+    return SampleOrder(
+        draw(st.integers(0, 2**63 - 1)), draw(st.integers(1, 200)), draw(st.integers(1, 3)), block, window
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -46,7 +48,7 @@ def test_a_batch_is_what_its_positions_are(order, start, size):
 
 
 def test_epochs_and_seeds_differ():
-    batches = [Order(seed, 50).batch(50 * epoch, 50)[1].tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
+    batches = [SampleOrder(seed, 50).batch(50 * epoch, 50)[1].tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
     assert len({tuple(batch) for batch in batches}) == 6
 
 
@@ -63,15 +65,15 @@ def test_every_place_is_as_likely_for_every_sample(size):
 
 def test_the_order_is_pinned():
     """A change here breaks the resuming of every run: the numbers must never depend on a library's version."""
-    assert Order(0, 10).batch(0, 10)[1].tolist() == [6, 5, 7, 2, 9, 8, 1, 0, 3, 4]
-    assert Order(0, 10, block=2, window=4).samples(0, np.arange(10)).tolist() == [2, 7, 8, 1, 3, 4, 5, 6, 0, 9]
+    assert SampleOrder(0, 10).batch(0, 10)[1].tolist() == [6, 5, 7, 2, 9, 8, 1, 0, 3, 4]
+    assert SampleOrder(0, 10, block=2, window=4).samples(0, np.arange(10)).tolist() == [2, 7, 8, 1, 3, 4, 5, 6, 0, 9]
     keys = sample_keys(0, np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 0, 1]))
     assert keys.tolist() == [1195769770526638388, 7851880781397474849, 871958892221420579]
 
 
 def test_a_window_keeps_reads_close_together():
     """Each batch of a window lies in its runs, and a rank's half of a batch in half of them."""
-    order = Order(3, 100_000, block=250, window=5000)
+    order = SampleOrder(3, 100_000, block=250, window=5000)
     samples = order.batch(5000, 500)[1]
     assert np.array_equal(samples, np.sort(samples))
     assert np.count_nonzero(np.diff(samples) > 250) <= 21
@@ -79,18 +81,18 @@ def test_a_window_keeps_reads_close_together():
     assert halves[0].max() < halves[1].min()
     window = order.batch(5000, 5000)[1]
     assert np.count_nonzero(np.diff(window) != 1) <= 20
-    assert np.count_nonzero(np.diff(Order(3, 100_000).batch(5000, 5000)[1]) == 1) < 10
+    assert np.count_nonzero(np.diff(SampleOrder(3, 100_000).batch(5000, 5000)[1]) == 1) < 10
 
 
 def test_far_positions_of_big_data_come_at_once():
     """Without a table of all samples, which would take a hundred megabytes here."""
-    order = Order(0, 14_000_000)
+    order = SampleOrder(0, 14_000_000)
     epochs, samples, _ = order.batch(10**15, 8)
     assert epochs.tolist() == [10**15 // 14_000_000] * 8 and len(set(samples.tolist())) == 8
 
 
 def test_wrong_settings_are_refused():
     with pytest.raises(RecipeError, match="0 repeats"):
-        Order(0, 10, repeats=0)
+        SampleOrder(0, 10, repeats=0)
     with pytest.raises(RecipeError, match="window of 10 samples is no whole number of blocks of 3"):
-        Order(0, 10, block=3, window=10)
+        SampleOrder(0, 10, block=3, window=10)

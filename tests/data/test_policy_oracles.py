@@ -15,7 +15,7 @@ from helpers.oracles import timm
 from vitpar.data import parse_policy
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policies
-from vitpar.data.transforms.policies import OPERATIONS, Setting
+from vitpar.data.transforms.policies import OPERATIONS, OperationContext
 
 timms = timm.data.auto_augment
 FILL = (124, 116, 104)
@@ -60,7 +60,7 @@ def test_operations_are_timms(name: str, increasing: bool, monkeypatch: pytest.M
         seen = set()
         expected = [by_timm(name, level, increasing, negative, monkeypatch) for negative in (False, True)]
         for key in range(8):
-            found = np.asarray(OPERATIONS[name](PHOTOGRAPH, level, Setting(Draws(key), FILL, increasing)))
+            found = np.asarray(OPERATIONS[name](PHOTOGRAPH, level, OperationContext(Draws(key), FILL, increasing)))
             same = [np.array_equal(found, other) for other in expected]
             assert any(same), f"level {level}"
             seen.add(same.index(True))
@@ -76,7 +76,7 @@ def test_blur_has_timms_radii(monkeypatch: pytest.MonkeyPatch) -> None:
         operation = timms.AugmentOp("GaussianBlurRand", prob=1.0, magnitude=10, hparams=HPARAMS)
         for key in range(3000):
             if side == "ours":
-                OPERATIONS["GaussianBlur"](PHOTOGRAPH, 0, Setting(Draws(key), FILL))
+                OPERATIONS["GaussianBlur"](PHOTOGRAPH, 0, OperationContext(Draws(key), FILL))
             else:
                 operation(PHOTOGRAPH)
     assert_same_distribution(radii["ours"], radii["timm's"])

@@ -21,9 +21,9 @@ from helpers.streamed_shards import png, served, write_shards
 from vitpar.data import (
     EvalTransform,
     Labels,
-    Part,
     StreamEvalLoader,
     StreamLoader,
+    StreamPart,
     StreamSet,
     TrainTransform,
 )
@@ -109,7 +109,7 @@ def test_the_shuffle_buffer_mixes_shards_and_the_seed_orders_all(folder: Path) -
 def test_parts_are_disjoint_and_together_whole(folder: Path, parts: int) -> None:
     data, seen, keys = whole(str(folder)), [], {}
     for number in range(parts):
-        part = Part(number, parts)
+        part = StreamPart(number, parts)
         reader = Reader(data, part, 0, bad_sample="fail", stopping=threading.Event())
         assert len({tuple(reader.pass_shards(turn)) for turn in range(12)}) > 1
         count = sum(SIZES[shard] for shard in reader.pass_shards(0))
@@ -133,7 +133,7 @@ def test_all_ranks_have_as_many_batches_whatever_the_shards_hold(folder: Path) -
     """Three ranks that decode different numbers of rows, and one that decodes none."""
     data = whole(str(folder))
     rows = [[0, 1, 2], [3, 4], [5]]
-    ranks = [loaded(data, 30, batch_size=6, rows=mine, part=Part(i, 3), workers=0) for i, mine in enumerate(rows)]
+    ranks = [loaded(data, 30, batch_size=6, rows=mine, part=StreamPart(i, 3), workers=0) for i, mine in enumerate(rows)]
     ranks.append(loaded(data, 30, batch_size=6, rows=[], part=None))
     for batches in zip(*ranks, strict=True):
         for batch, mine in zip(batches, [*rows, []], strict=True):
@@ -163,7 +163,7 @@ def test_evaluation_gives_all_once_also_with_fewer_shards_than_parts(address: st
     for number in range(parts):
         rows = [number, number + parts]
         loader = StreamEvalLoader(
-            whole(address), EVAL, batch_size=2 * parts, rows=rows, part=Part(number, parts), workers=workers
+            whole(address), EVAL, batch_size=2 * parts, rows=rows, part=StreamPart(number, parts), workers=workers
         )
         batches = list(islice(loader, 12))
         ended = [batch.ended for batch in batches].index(True)

@@ -131,7 +131,7 @@ def test_initial_parameters_go_where_the_import_finds_them() -> None:
         def named_parameters(self, *args: object, **kwargs: object):
             return iter(self.values.items())
 
-    options = {"patch_size": 2, "image_size": 4, "width": 8, "depth": 1, "heads": 2, "num_classes": 3}
+    options = {"patch_size": 2, "image_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
     job, theirs = Job("timm_loop", "vit_custom", 2, options), Theirs()
     start_as_ours(theirs, job)
     made = parts(renamed("it", theirs.shapes), job.config)

@@ -63,7 +63,7 @@ EVERYTHING = {
     "dropout": 0.1,
     "qk_norm": True,
     "layer_scale": 0.1,
-    "registers": 2,
+    "num_reg_tokens": 2,
     "distillation": True,
 }
 

@@ -105,7 +105,7 @@ def log(place: Path, run_dir: str) -> str:
 
 @pytest.mark.slow
 def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place: Path, hosts: Hosts) -> None:
-    mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.otherwise=["fsdp"]')
+    mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.fallback_meshes=["fsdp"]')
     first, _ = hosts.start(mesh), hosts.start(mesh)
     trained(place, "shrunk", 9, first)
     hosts.lose(1)
@@ -116,7 +116,7 @@ def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place:
     reason = "the plan is 'dp1', since the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"
     assert reason in log(place, "shrunk")
     parallel = read_recipe(place / "shrunk" / "recipe.toml").parallel
-    assert (parallel.mesh, parallel.otherwise) == ("pp2xdp", ("fsdp",)), "the next start chooses anew"
+    assert (parallel.mesh, parallel.fallback_meshes) == ("pp2xdp", ("fsdp",)), "the next start chooses anew"
     assert str(read_plan(place / "shrunk" / "plan.json")) == "dp1"
     same_as_through(place, "shrunk")
 

@@ -30,7 +30,7 @@ def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[s
     from vitpar.training.events import Reporter
     from vitpar.training.trainer import Trainer
 
-    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
     values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
     values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 8}
     values |= {"train.steps": 2, "train.eval_every": 2, "train.ema_decay": 0.9, "checkpoint.every_steps": 1}

@@ -125,7 +125,7 @@ def test_values_and_checkpoints_pass_a_default_group_that_takes_no_cpu_tensors(t
 def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     """So that one GPU needs no NCCL: any collective on a tensor would fail here."""
     data = pack_small(tmp_path)
-    sizes = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "drop_path": 0.1}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
     settings += ["--set=train.ema_decay=0.9", "--set=checkpoint.every_steps=2", "--set=faults.non_finite=skip"]
     common = ("--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cpu")

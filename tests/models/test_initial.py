@@ -20,7 +20,7 @@ PLANS = ("dp2", "fsdp2", "tp2", "pp2", "pp2xtp2xdp2")
 
 
 def config_of(**options: Any) -> ViTConfig:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 3, "heads": 2, "num_classes": 3}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 3}
     return model_config("vit_custom", **{**sizes, **EVERYTHING, **options})
 
 

@@ -20,14 +20,14 @@ from vitpar.models.initial import initial_value, initialise
 from vitpar.models.vit import ViT
 from vitpar.weights.formats import parts, renamed
 
-SIZES = {"image_size": 8, "patch_size": 4, "width": 192, "depth": 1, "heads": 3, "num_classes": 20}
+SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
 SEEDS = 12
 SAMPLES = 40_000  # of each parameter, at most
 TIMM = {"jax": "jax", "timm": "", "moco": "moco"}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"pool": "avg", "layer_scale": 0.1},
-    {"registers": 2, "qk_norm": True},
+    {"num_reg_tokens": 2, "qk_norm": True},
     {"distillation": True, "layer_scale": 1e-5},
 )
 
@@ -38,9 +38,9 @@ def timms(scheme: str, config: ViTConfig) -> nn.Module:
         "img_size": config.image_size,
         "patch_size": config.patch_size,
         "num_classes": config.num_classes,
-        "embed_dim": config.width,
+        "embed_dim": config.embed_dim,
         "depth": config.depth,
-        "num_heads": config.heads,
+        "num_heads": config.num_heads,
         "qk_norm": config.qk_norm,
         "init_values": config.layer_scale,
         "weight_init": TIMM[scheme],
@@ -50,7 +50,7 @@ def timms(scheme: str, config: ViTConfig) -> nn.Module:
     return timm.models.vision_transformer.VisionTransformer(
         **options,
         class_token=config.pool == "cls",
-        reg_tokens=config.registers,
+        reg_tokens=config.num_reg_tokens,
         global_pool="token" if config.pool == "cls" else "avg",
         fc_norm=False,
     )
@@ -172,7 +172,7 @@ def gradients(model: ViT) -> dict[str, float]:
     return {name: p.grad.abs().max().item() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("options", [{}, {"pool": "avg", "distillation": False, "registers": 0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"pool": "avg", "distillation": False, "num_reg_tokens": 0}], ids=str)
 def test_perturbed_values_give_every_parameter_a_gradient(options: dict[str, Any]) -> None:
     model = perturbed(representation_size=24, **options)
     found = gradients(model)

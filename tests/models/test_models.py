@@ -34,7 +34,7 @@ GIGAFLOPS = {
 
 
 def tiny(**options: Any) -> ViTConfig:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "num_classes": 3}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2, "num_classes": 3}
     return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
 
 
@@ -68,8 +68,8 @@ def test_flops(name: str) -> None:
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"pool": "avg"},
-    {"registers": 3},
-    {"registers": 2, "pool": "avg"},
+    {"num_reg_tokens": 3},
+    {"num_reg_tokens": 2, "pool": "avg"},
     {"distillation": True},
     {"representation_size": 10},
     {"position": "sincos2d"},
@@ -77,7 +77,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"qk_norm": True},
     {"layer_scale": 0.1},
     {"channels": 1},
-    {"hidden": 20},
+    {"mlp_hidden_dim": 20},
     EVERYTHING,
 )
 
@@ -106,7 +106,7 @@ def test_options_change_the_parameters_they_name(options: dict[str, Any]) -> Non
         plain = dict(ViT(tiny()).named_parameters())
         ours = dict(ViT(tiny(**options)).named_parameters())
     added = {
-        "registers": {"stem.reg_token"},
+        "num_reg_tokens": {"stem.reg_token"},
         "distillation": {"stem.dist_token", "head.fc_dist.weight", "head.fc_dist.bias"},
         "representation_size": {"head.representation.weight", "head.representation.bias"},
         "qk_norm": {f"blocks.{i}.attn.{n}_norm.{p}" for i in range(4) for n in "qk" for p in ("weight", "bias")},
@@ -158,7 +158,7 @@ def test_sincos_positions_are_unlike_and_bounded() -> None:
 
 
 def test_registers_and_tokens_are_left_out_of_the_mean() -> None:
-    config = tiny(pool="avg", registers=2)
+    config = tiny(pool="avg", num_reg_tokens=2)
     head = filled(config).head
     x = torch.randn(3, config.tokens, 24)
     changed = x.clone()
@@ -265,7 +265,9 @@ def test_compiler_makes_one_graph_for_all_blocks_and_one_for_evaluation() -> Non
 
 
 def refused(message: str, name: str = "vit_custom", **options: Any) -> None:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2} if name == "vit_custom" else {}
+    sizes = (
+        {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2} if name == "vit_custom" else {}
+    )
     with pytest.raises(ModelError, match=message):
         model_config(name, **{**sizes, **options})
 
@@ -276,19 +278,19 @@ def test_unknown_names_and_options_point_to_the_nearest() -> None:
     refused("unknown model 'vit_small'", "vit_small")
     refused("unknown model 'vit_small_patch16_'", "vit_small_patch16_")
     refused("unknown model option 'drop_paht' .did you mean 'drop_path'", drop_paht=0.1)
-    with pytest.raises(ModelError, match="vit_custom needs the model options depth, heads, patch_size"):
-        model_config("vit_custom", width=24)
+    with pytest.raises(ModelError, match="vit_custom needs the model options depth, num_heads, patch_size"):
+        model_config("vit_custom", embed_dim=24)
 
 
 @pytest.mark.parametrize(
     ("message", "options"),
     [
         ("patches of 3 pixels do not tile images of 8 .* use an image size of 9", {"patch_size": 3}),
-        ("5 heads do not divide the width 24", {"heads": 5}),
-        ("need a width that 4 divides, vit_custom has 30", {"position": "sincos2d", "width": 30}),
+        ("5 heads do not divide embed_dim 24", {"num_heads": 5}),
+        ("need an embed_dim that 4 divides, vit_custom has 30", {"position": "sincos2d", "embed_dim": 30}),
         ("distillation token .* needs pool 'cls', not 'avg'", {"distillation": True, "pool": "avg"}),
         ("unknown pool 'cl' of vit_custom .did you mean 'cls'.*use cls or avg", {"pool": "cl"}),
-        ("registers .* is -1", {"registers": -1}),
+        ("num_reg_tokens .* is -1", {"num_reg_tokens": -1}),
         ("drop_path .* is 1.0", {"drop_path": 1.0}),
         ("dropout .* is -0.1", {"dropout": -0.1}),
         ("depth .* is 0", {"depth": 0}),
@@ -301,8 +303,8 @@ def test_options_that_do_not_fit_are_refused(message: str, options: dict[str, An
 
 def test_any_patch_and_image_size_of_a_family_is_a_name() -> None:
     config = model_config("vit_tiny_patch4_32", num_classes=10)
-    assert (config.patch_size, config.image_size, config.width, config.patches) == (4, 32, 192, 64)
-    assert model_config("vit_tiny_patch4_32", width=96).hidden == 384
+    assert (config.patch_size, config.image_size, config.embed_dim, config.patches) == (4, 32, 192, 64)
+    assert model_config("vit_tiny_patch4_32", embed_dim=96).mlp_hidden_dim == 384
     assert dataclasses.replace(config, image_size=16).tokens == 17
 
 
@@ -325,10 +327,10 @@ HUGE = 10**400
     [
         *(
             ({name: HUGE}, f"{name} of vit_custom is 10+…: it must be from 1 to")
-            for name in ("depth", "width", "heads")
+            for name in ("depth", "embed_dim", "num_heads")
         ),
         ({"depth": 1_025}, "depth of vit_custom is 1025: it must be from 1 to 1,024"),
-        ({"hidden": 131_073}, "hidden of vit_custom is 131073: it must be from 1 to 131,072"),
+        ({"mlp_hidden_dim": 131_073}, "mlp_hidden_dim of vit_custom is 131073: it must be from 1 to 131,072"),
         ({"num_classes": 10**9}, "num_classes of vit_custom is 1000000000: it must be from 1 to 1,000,000"),
         ({"image_size": HUGE}, "image_size of vit_custom is 10+…: it must be from 1 to 16,384"),
         ({"patch_size": 10**9}, "patch_size of vit_custom is 1000000000: it must be from 1 to 16,384"),
@@ -337,7 +339,7 @@ HUGE = 10**400
             {"representation_size": 10**9},
             "representation_size of vit_custom is 1000000000: it must be from 1 to 131,072",
         ),
-        ({"registers": HUGE}, "images of vit_custom have 10+… tokens, above 1,048,576: use larger patches"),
+        ({"num_reg_tokens": HUGE}, "images of vit_custom have 10+… tokens, above 1,048,576: use larger patches"),
         ({"image_size": 16_384, "patch_size": 8}, "images of vit_custom have 4194305 tokens, above 1,048,576"),
         ({"norm_eps": 0.0}, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),
         ({"norm_eps": float("nan")}, "norm_eps of vit_custom is nan"),
@@ -381,7 +383,15 @@ def test_names_that_no_model_has(name: str, message: str) -> None:
     ],
 )
 def test_a_configuration_in_json(said: dict[str, Any], message: str) -> None:
-    whole = {"name": "x", "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "hidden": 96, "image_size": 8}
+    whole = {
+        "name": "x",
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depth": 4,
+        "num_heads": 2,
+        "mlp_hidden_dim": 96,
+        "image_size": 8,
+    }
     assert config_from_json(whole) == ViTConfig(**whole)
     with pytest.raises(ModelError, match=message):
         config_from_json(whole | said)

@@ -141,7 +141,7 @@ TABLE = (
 
 
 def built(device: torch.device, row: Row) -> tuple[ParallelModel, ShardedOptimizer]:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "num_classes": 3}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
     config = model_config("vit_custom", **{**sizes, **row.model})
     plan = validate(replace(parse(row.mesh), **row.plan), config, BATCH)
     communication = Communication(**row.communication)

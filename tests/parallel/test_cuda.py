@@ -18,7 +18,7 @@ from vitpar.checkpoint import Writer, load_tensors
 from vitpar.models import model_config
 from vitpar.parallel.attention import CANDIDATES, choose_attention, use_attention
 from vitpar.parallel.float8 import float8_fault
-from vitpar.parallel.precision import precision
+from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.measure import model as model_profile
 from vitpar.planner.measure.device import AllocatedBytes, LiveBytes
 from vitpar.planner.measure.model import LayerBench, Subject, built
@@ -68,7 +68,7 @@ def test_offloaded_layers_equal_one_process(mesh: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars", "muon"])
 def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path) -> None:
     data = pack_small(tmp_path)
-    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "position": "sincos2d"}
+    sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 24, "depth": 4, "num_heads": 2, "position": "sincos2d"}
     settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "4", "--batch-size", "8")
     runs = []
@@ -82,7 +82,7 @@ def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path)
 
 def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
     data = pack_small(tmp_path)
-    sizes = {"image_size": 8, "patch_size": 2, "width": 24, "depth": 4, "heads": 2, "drop_path": 0.1}
+    sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 24, "depth": 4, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "10", "--batch-size", "8")
     runs = {}
@@ -109,7 +109,15 @@ def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
         "from vitpar_cli.main import main\n"
         "sys.exit(main())\n"
     )
-    sizes = {"image_size": 8, "patch_size": 2, "width": 64, "depth": 4, "heads": 2, "drop_path": 0.1, "dropout": 0.1}
+    sizes = {
+        "image_size": 8,
+        "patch_size": 2,
+        "embed_dim": 64,
+        "depth": 4,
+        "num_heads": 2,
+        "drop_path": 0.1,
+        "dropout": 0.1,
+    }
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
     settings += [f"--set=augment.mixup={mixup}", "--set=train.ema_decay=0.9", "--precision", "bf16"]
     words = ["train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "8", "--batch-size", "8"]
@@ -168,7 +176,7 @@ def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tokens: int, tmp_path: Path) -> 
     """With 257 tokens it may fail by the last digits: see the test of attention's order of sums below."""
     data = pack_small(tmp_path)
     side = 2 * math.isqrt(tokens - 1)
-    sizes = {"image_size": side, "patch_size": 2, "width": 128, "depth": 4, "heads": 2, "drop_path": 0.1}
+    sizes = {"image_size": side, "patch_size": 2, "embed_dim": 128, "depth": 4, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cuda")
     saving = ("--set=checkpoint.every_steps=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
@@ -215,11 +223,11 @@ def attention_of_torch() -> Iterator[None]:
 def test_no_attention_becomes_matrix_products_without_a_word(alone: None, attention_of_torch: None) -> None:
     config = model_config("vit_tiny_patch16_224")
     plan, device = validate(parse("dp1"), config, 8), torch.device("cuda")
-    assert choose_attention("auto", config, plan, 8, precision("bf16"), device).backend in CANDIDATES
+    assert choose_attention("auto", config, plan, 8, resolve_precision("bf16"), device).backend in CANDIDATES
     q = torch.randn(2, 3, 197, 64, device="cuda", dtype=torch.float64)
     with pytest.raises(RuntimeError, match=r"(?i)no available kernel"):
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    found = choose_attention("auto", config, plan, 8, precision("fp64"), device)
+    found = choose_attention("auto", config, plan, 8, resolve_precision("fp64"), device)
     assert found.backend is None and found.warning is not None
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
 

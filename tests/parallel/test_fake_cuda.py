@@ -22,7 +22,7 @@ FOREACH = {"optimizer.implementation": "foreach"}
 DROPS = {"model.drop_path": 0.1, "model.dropout": 0.1}
 MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0, "train.label_smoothing": 0.1}
 OPTIONS = {
-    **{"model.qk_norm": True, "model.layer_scale": 0.1, "model.registers": 2, "model.distillation": True},
+    **{"model.qk_norm": True, "model.layer_scale": 0.1, "model.num_reg_tokens": 2, "model.distillation": True},
     **{"model.position": "sincos2d", "model.representation_size": 48},
 }
 SOME_OFFLOADED = "pp1: stem=dp1+offload, *=dp1"

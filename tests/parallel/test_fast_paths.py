@@ -20,9 +20,9 @@ from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.data import Normalize
 from vitpar.errors import RecipeError
 from vitpar.parallel import attention, compiling
-from vitpar.parallel.attention import Attention, choose_attention, probe, use_attention
+from vitpar.parallel.attention import AttentionChoice, choose_attention, probe, use_attention
 from vitpar.parallel.compiling import Compiling, choose_compiling, compiler_fault
-from vitpar.parallel.precision import precision, slow_here
+from vitpar.parallel.precision import resolve_precision, slow_here
 from vitpar.strategy import Plan
 from vitpar.training.step import Garbage
 
@@ -55,7 +55,15 @@ def plan_of(mesh: str = "dp1", **fields: Any) -> tuple[ViTConfig, Plan]:
 
 
 def losses(place: Path, data: Path, name: str, settings: dict[str, Any]) -> list[float]:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "drop_path": 0.1, "init": "moco"}
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 4,
+        "drop_path": 0.1,
+        "init": "moco",
+    }
     values = {f"model.{key}": value for key, value in sizes.items()}
     values |= {"train.precision": "fp32", "train.log_every": 1, "augment.mixup": 0.8, "optimizer.lr": 1e-3, **settings}
     words = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
@@ -153,23 +161,23 @@ def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypat
         return {name: rates[name] for name in names}
 
     monkeypatch.setattr(attention, "probe", pretended)
-    numbers = precision("bf16")
-    found = choose_attention("auto", config, plan, BATCH, numbers, CUDA)
+    precision = resolve_precision("bf16")
+    found = choose_attention("auto", config, plan, BATCH, precision, CUDA)
     assert found.backend == "cudnn" and found.to_json()["milliseconds"] == {
         **{"cudnn": 1000.0, "flash": 2000.0, "efficient": None}
     }
     assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
     assert not torch.backends.cuda.math_sdp_enabled() and found.warning is None
-    assert choose_attention("auto", config, plan, BATCH, numbers, CUDA, kept="flash").backend == "flash"
-    assert choose_attention("auto", config, plan, BATCH, numbers, CUDA, kept="efficient").backend == "cudnn"
+    assert choose_attention("auto", config, plan, BATCH, precision, CUDA, kept="flash").backend == "flash"
+    assert choose_attention("auto", config, plan, BATCH, precision, CUDA, kept="efficient").backend == "cudnn"
     rates.update(flash=math.inf, cudnn=math.inf)
-    without = choose_attention("auto", config, plan, BATCH, numbers, CUDA)
+    without = choose_attention("auto", config, plan, BATCH, precision, CUDA)
     assert without.backend is None and without.warning is not None
     assert "no attention kernel computes heads of 8 features in torch.bfloat16 on this GPU" in without.warning
     assert "(cudnn, flash, efficient were tried)" in without.warning
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(RecipeError, match=r"'flash' cannot compute heads of 8 features in torch.bfloat16 on this cuda"):
-        choose_attention("flash", config, plan, BATCH, numbers, CUDA)
+        choose_attention("flash", config, plan, BATCH, precision, CUDA)
 
 
 def test_matrix_products_stand_in_on_cpus_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,16 +187,16 @@ def test_matrix_products_stand_in_on_cpus_alone(alone: None, monkeypatch: pytest
     q = torch.randn(2, 4, 9, 8)
     masked = {"attn_mask": torch.zeros(9, 9, requires_grad=True)}  # FlashAttention has no gradient of a mask
     attend = torch.nn.functional.scaled_dot_product_attention
-    choose_attention("flash", config, plan, BATCH, precision("bf16"), CUDA)
+    choose_attention("flash", config, plan, BATCH, resolve_precision("bf16"), CUDA)
     attend(q, q, q)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # as `vitpar check` computes its side
         attend(q, q, q)
     assert not torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(RuntimeError, match=r"(?i)no (available|viable)"):
         attend(q, q, q, **masked)
-    choose_attention("math", config, plan, BATCH, precision("bf16"), CUDA)
+    choose_attention("math", config, plan, BATCH, resolve_precision("bf16"), CUDA)
     attend(q, q, q, **masked)
-    choose_attention("flash", config, plan, BATCH, precision("bf16"), CPU)
+    choose_attention("flash", config, plan, BATCH, resolve_precision("bf16"), CPU)
     attend(q, q, q, **masked)
 
 
@@ -199,7 +207,7 @@ from vitpar import model_config
 from vitpar.models.vit import Attention
 from vitpar.parallel.attention import use_attention
 
-attention = Attention(model_config("vit_custom", patch_size=4, width=32, depth=1, heads=4))
+attention = Attention(model_config("vit_custom", patch_size=4, embed_dim=32, depth=1, num_heads=4))
 forward = torch.compile(attention.forward, backend=sys.argv[1])
 for backend in sys.argv[2:]:
     use_attention(backend)
@@ -236,19 +244,19 @@ def test_small_differences_do_not_choose(alone: None, monkeypatch: pytest.Monkey
     config, plan = plan_of()
     rates = {"cudnn": 1.0, "flash": 0.98, "efficient": 1.5}
     monkeypatch.setattr(attention, "probe", lambda names, *_: {name: rates[name] for name in names})
-    assert choose_attention("auto", config, plan, BATCH, precision("bf16"), CUDA).backend == "cudnn"
+    assert choose_attention("auto", config, plan, BATCH, resolve_precision("bf16"), CUDA).backend == "cudnn"
 
 
 def test_on_a_cpu_torch_chooses_unless_it_is_named(alone: None) -> None:
     config, plan = plan_of()
-    numbers = precision("fp32")
-    assert choose_attention("auto", config, plan, BATCH, numbers, CPU, kept="cudnn") == Attention()
-    seconds = probe(("flash", "math", "cudnn"), config, plan, BATCH, numbers, CPU)
+    precision = resolve_precision("fp32")
+    assert choose_attention("auto", config, plan, BATCH, precision, CPU, kept="cudnn") == AttentionChoice()
+    seconds = probe(("flash", "math", "cudnn"), config, plan, BATCH, precision, CPU)
     assert 0 < seconds["flash"] < math.inf and 0 < seconds["math"] < math.inf
-    assert choose_attention("math", config, plan, BATCH, numbers, CPU).backend == "math"
+    assert choose_attention("math", config, plan, BATCH, precision, CPU).backend == "math"
     assert not torch.backends.cuda.flash_sdp_enabled()
     with pytest.raises(RecipeError, match=r"'cudnn' does not run on a cpu device: use auto, flash or math"):
-        choose_attention("cudnn", config, plan, BATCH, numbers, CPU)
+        choose_attention("cudnn", config, plan, BATCH, precision, CPU)
 
 
 def test_the_command_refuses_an_attention_that_does_not_run_here(

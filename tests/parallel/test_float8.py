@@ -13,7 +13,7 @@ from vitpar.errors import PlannerError, RecipeError
 from vitpar.launch import ALONE, join, leave
 from vitpar.models.vit import Block
 from vitpar.parallel import Execution, float8, parallelize
-from vitpar.parallel.precision import precision, slow_here
+from vitpar.parallel.precision import resolve_precision, slow_here
 from vitpar.planner.measure.hardware import products
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
@@ -83,11 +83,11 @@ def test_only_the_linear_layers_of_blocks_compute_in_it() -> None:
     found = {name for name, module in named.items() if getattr(module, "float8", False)}
     layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
     assert found == {f"blocks.{i}.{layer}" for i in range(CONFIG.depth) for layer in layers}
-    assert precision("fp8").compute is torch.bfloat16 and precision("fp8").parameters is torch.float32
+    assert resolve_precision("fp8").compute is torch.bfloat16 and resolve_precision("fp8").parameters is torch.float32
 
 
 def test_weights_that_gpus_cannot_multiply_are_refused() -> None:
-    block = Block(model_config("vit_nano_patch4_16", width=24, heads=4, hidden=48), 3)
+    block = Block(model_config("vit_nano_patch4_16", embed_dim=24, num_heads=4, mlp_hidden_dim=48), 3)
     with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
         float8.compute_in_float8(block)
 
@@ -109,9 +109,11 @@ def test_a_cpu_is_told_to_be_slow_and_an_older_gpu_to_have_no_rates() -> None:
 
 
 def test_reduction_is_bf16_s() -> None:
-    assert precision("fp8", "bf16").reduce is torch.bfloat16 and precision("fp8").reduce is torch.float32
+    assert (
+        resolve_precision("fp8", "bf16").reduce is torch.bfloat16 and resolve_precision("fp8").reduce is torch.float32
+    )
     with pytest.raises(RecipeError, match="fp8 cannot reduce gradients in 'fp16': it reduces in fp32 or bf16"):
-        precision("fp8", "fp16")
+        resolve_precision("fp8", "fp16")
 
 
 def test_its_rate_can_be_measured() -> None:

@@ -59,7 +59,7 @@ def test_random_plans_equal_one_process(ranks: Callable[[int], RankPool]) -> Non
 
 def check_deep(device: torch.device, mesh: str) -> CheckResult:
     """Check a plan of 8 ranks on a narrow ViT of 32 blocks, ViT-H's depth; runs on every rank."""
-    config = model_config("vit_custom", patch_size=4, image_size=8, width=16, depth=32, heads=2, num_classes=5)
+    config = model_config("vit_custom", patch_size=4, image_size=8, embed_dim=16, depth=32, num_heads=2, num_classes=5)
     plan = validate(parse(mesh), config, 16)
     return check(config, plan, 16, device, precision="fp64")
 

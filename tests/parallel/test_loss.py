@@ -22,7 +22,7 @@ MIXED = (  # a label, the partner's, what is left of the first; None for an imag
 
 
 def model_of(smoothing: float) -> ParallelModel:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2, "num_classes": CLASSES}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": CLASSES}
     config = model_config("vit_custom", **sizes)
     plan = validate(parse("dp1"), config, BATCH)
     cpu = torch.device("cpu")

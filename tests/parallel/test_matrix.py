@@ -29,8 +29,8 @@ from vitpar.strategy.support import (
 STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
 DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
 TENSOR = {"no tp": "", "tp": "tp2", "+sp": "tp2", "+2d": "tp4", "+2.5d": "tp8", "+3d": "tp8"}
-SMALL = {"width": 24, "heads": 4, "hidden": 48, "qk_norm": True, "drop_path": 0.1}
-FLOAT8 = {"width": 64, "hidden": 128}  # whose parts are multiples of 16
+SMALL = {"embed_dim": 24, "num_heads": 4, "mlp_hidden_dim": 48, "qk_norm": True, "drop_path": 0.1}
+FLOAT8 = {"embed_dim": 64, "mlp_hidden_dim": 128}  # whose parts are multiples of 16
 
 
 def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:

@@ -17,7 +17,7 @@ from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import Execution, ParallelModel, parallelize
-from vitpar.parallel.precision import NarrowCopies
+from vitpar.parallel.precision import LowPrecisionParams
 
 CONFIG = model_config("vit_nano_patch4_16", num_classes=10, depth=4, init="perturbed")
 
@@ -57,7 +57,7 @@ def test_copies_take_the_places_of_parameters_and_bring_gradients_back() -> None
     unused = layer.register_parameter("unused", nn.Parameter(torch.ones(3))) or layer.unused
     parameters = dict(layer.named_parameters())
     x = torch.randn(5, 4).bfloat16()
-    with NarrowCopies([layer], torch.bfloat16).in_place():
+    with LowPrecisionParams([layer], torch.bfloat16).in_place():
         for _ in range(2):  # micro-batches
             y = layer(x)
             y.sum().backward()
@@ -75,7 +75,7 @@ def test_copies_take_the_places_of_parameters_and_bring_gradients_back() -> None
 def test_parameters_come_back_after_an_error() -> None:
     layer = nn.Linear(4, 4)
     before = dict(layer.named_parameters())
-    with pytest.raises(ZeroDivisionError), NarrowCopies([layer], torch.bfloat16).in_place():
+    with pytest.raises(ZeroDivisionError), LowPrecisionParams([layer], torch.bfloat16).in_place():
         assert layer.weight.dtype is torch.bfloat16
         raise ZeroDivisionError
     assert dict(layer.named_parameters()) == before and layer.weight is before["weight"]
@@ -93,7 +93,7 @@ def test_parameters_come_back_where_memory_ends_while_copies_are_made(monkeypatc
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty_like", run_out)
-    with pytest.raises(torch.OutOfMemoryError), NarrowCopies(layers, torch.bfloat16).in_place():
+    with pytest.raises(torch.OutOfMemoryError), LowPrecisionParams(layers, torch.bfloat16).in_place():
         raise AssertionError("there was memory")
     assert [dict(layer.named_parameters()) for layer in layers] == before
 

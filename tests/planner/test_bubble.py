@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from vitpar.planner.cost.pipeline import Part, duration, idle_share, order, replay
+from vitpar.planner.cost.pipeline import ActionPart, duration, idle_share, order, replay
 from vitpar.strategy import Plan, parse
 
 
@@ -52,7 +52,7 @@ def test_idle_share(plan: Plan, microbatches: int, share: float) -> None:
     assert idle_share(plan, microbatches) == pytest.approx(share)
 
 
-def actions(text: str) -> list[list[Part]]:
+def actions(text: str) -> list[list[ActionPart]]:
     """`0F1 0F2+0B1`: stage, kind and micro-batch; a plus between two that are overlapped."""
     return [[(part[1], int(part[0]), int(part[2])) for part in word.split("+")] for word in text.split()]
 

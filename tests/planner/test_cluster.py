@@ -12,7 +12,7 @@ from helpers.paths import ROOT
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Group, Links
+from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import ERROR_BAND, estimate_model
@@ -89,12 +89,12 @@ intra = { bandwidth = 1e11, latency = 1e-5 }
 def test_links_between_nodes_are_slower_and_shared() -> None:
     links = Links(find_cluster("4x8xH100").hardware())
     size = 10**9
-    within, across = (links.seconds("all_reduce", group, size) for group in (Group(8, 1, 1), Group(16, 1, 2)))
+    within, across = (links.seconds("all_reduce", group, size) for group in (RankGroup(8, 1, 1), RankGroup(16, 1, 2)))
     assert within < across < 2 * within  # 8 wires of a node together
-    strided = links.seconds("all_reduce", Group(4, 8, 4), size)
-    assert strided > 4 * links.seconds("all_reduce", Group(4, 1, 1), size)  # one wire
+    strided = links.seconds("all_reduce", RankGroup(4, 8, 4), size)
+    assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # one wire
     for operation in ("all_gather", "reduce_scatter", "all_to_all"):
-        assert links.seconds(operation, Group(8, 1, 1), size) < within
+        assert links.seconds(operation, RankGroup(8, 1, 1), size) < within
 
 
 def mfu(cluster: str, model: str, precision: str = "bf16", compiled: bool = True, batch: int = 64) -> float:

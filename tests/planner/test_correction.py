@@ -7,14 +7,14 @@ import pytest
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.measure.steps import Measured, Run
+from vitpar.planner.measure.steps import Measured, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
-from vitpar.planner.report.accuracy import LEAST, Correction, Evidence, Row, accuracy, correction
+from vitpar.planner.report.accuracy import LEAST, AccuracyRow, Correction, Evidence, accuracy, correction
 from vitpar.strategy import parse, validate
 
-CONFIG = model_config("vit_custom", width=256, depth=4, heads=4, patch_size=8, image_size=64, num_classes=10)
+CONFIG = model_config("vit_custom", embed_dim=256, depth=4, num_heads=4, patch_size=8, image_size=64, num_classes=10)
 PLANS = ("dp4", "fsdp4", "tp4", "dp2xtp2", "tp4+sp", "dp4+zero1")
 
 
@@ -49,7 +49,7 @@ def test_corrected_profiles_predict_what_was_measured(tmp_path: Path) -> None:
     hardware, model = profiles()
     truth = Correction(1.4, 2.0, 50_000_000, 1).of(hardware, model)
     rows = [
-        Row(predicted, Measured((Run((true.seconds,)),), (round(true.memory_bytes),)))
+        AccuracyRow(predicted, Measured((PlanSteps((true.seconds,)),), (round(true.memory_bytes),)))
         for predicted, true in zip(prices(hardware, model), prices(*truth), strict=True)
     ]
     found = correction([row.evidence for row in rows])
@@ -57,7 +57,7 @@ def test_corrected_profiles_predict_what_was_measured(tmp_path: Path) -> None:
     for record, name in zip(better, ("hardware.json", "model.json"), strict=True):
         record.save(tmp_path / name)
     read = Hardware.read(tmp_path / "hardware.json"), ModelProfile.read(tmp_path / "model.json")
-    after = [Row(p, row.measured) for p, row in zip(prices(*read), rows, strict=True)]
+    after = [AccuracyRow(p, row.measured) for p, row in zip(prices(*read), rows, strict=True)]
     memory = accuracy(after).memory
     assert accuracy(rows).time[0] > 0.25 and accuracy(after).time[0] < 0.02
     assert memory is not None and memory[1] < 1e-6

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from helpers.ranks import RankPool
 from vitpar.errors import PlannerError
-from vitpar.planner.measure.hardware import Effort, profile_hardware
+from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
 from vitpar.planner.measure.sending import group_of
 from vitpar.planner.profile.cluster import group_shapes
 from vitpar.planner.profile.profiles import OPERATIONS, Curve, Hardware, Timing, fit
 from vitpar_cli.profile import hardware
 
-LITTLE = Effort(0.002, ("float32",), (16, 32), (2**10, 2**14), (2**12,))
+LITTLE = MeasureEffort(0.002, ("float32",), (16, 32), (2**10, 2**14), (2**12,))
 
 
 def curve(*points: tuple[int, float]) -> Curve:
@@ -136,7 +136,7 @@ def test_the_command_writes_what_it_shows(
     environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(Effort, "usual", lambda device, seconds: LITTLE)
+    monkeypatch.setattr(MeasureEffort, "usual", lambda device, seconds: LITTLE)
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(hardware)
     path = tmp_path / "one.json"

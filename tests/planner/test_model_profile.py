@@ -26,7 +26,15 @@ CPU = torch.device("cpu")
 
 
 def tiny(**options: Any) -> ViTConfig:
-    sizes = {"patch_size": 4, "image_size": 8, "channels": 1, "width": 32, "depth": 2, "heads": 4, "num_classes": 5}
+    sizes = {
+        "patch_size": 4,
+        "image_size": 8,
+        "channels": 1,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 4,
+        "num_classes": 5,
+    }
     return model_config("vit_custom", **{**sizes, **options})
 
 
@@ -56,9 +64,9 @@ def test_what_fits_the_model_is_measured(profile: ModelProfile) -> None:
     assert [(w.layer, w.tensor) for w in profile.weights] == [
         (kind, tensor) for tensor in fitting for kind in ("stem", "block", "head")
     ]
-    assert "tp3" in tensors(tiny(heads=6, width=36), 6)
-    assert tensors(tiny(heads=3, width=24), 4) == ("tp1",)
-    wide = tensors(tiny(heads=8), 8)
+    assert "tp3" in tensors(tiny(num_heads=6, embed_dim=36), 6)
+    assert tensors(tiny(num_heads=3, embed_dim=24), 4) == ("tp1",)
+    wide = tensors(tiny(num_heads=8), 8)
     assert "tp8+3d" in wide and "tp8+2d" not in wide
     both = {(tensor, wrapped) for tensor, _, wrapped in Subject(tiny(), "bf16", 4).strategies()}
     assert {("tp2", False), ("tp2", True), ("tp4+2d", True)} <= both and ("tp4+2d", False) not in both
@@ -74,7 +82,7 @@ def test_rows_are_those_of_a_tensor_group(profile: ModelProfile) -> None:
 
 def test_memory_is_what_the_policy_keeps(profile: ModelProfile) -> None:
     config = tiny()
-    token_bytes = 4 * config.tokens * config.width
+    token_bytes = 4 * config.tokens * config.embed_dim
     kept, selected, dropped = (of(profile, "block", "tp1", name).saved for name in ("none", "selective", "full"))
     assert dropped == Bytes(fixed=0, per_row=token_bytes)  # the output, which the next layer takes
     assert dropped.per_row < selected.per_row < kept.per_row
@@ -127,7 +135,7 @@ def test_live_bytes_come_and_go() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_estimated_memory_is_what_is_counted(precision: str) -> None:
     """To a few numbers of each token that norms and attention keep besides."""
-    config = tiny(width=64, heads=8, hidden=320, depth=1, image_size=32, channels=3)
+    config = tiny(embed_dim=64, num_heads=8, mlp_hidden_dim=320, depth=1, image_size=32, channels=3)
     hardware = find_cluster("1x8xH100").hardware()
     names = ("tp1", "tp4", "tp4+sp", "tp4+2d", "tp8+3d")
     estimate = estimate_model(config, precision, hardware, names)

@@ -12,25 +12,25 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure import clock as clocks
-from vitpar.planner.measure.clock import PACES, Clock, CoreUse, Neighbours, Pace, load_share, others_share
-from vitpar.planner.measure.steps import TURNS, Measured, Run, Runner
+from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, load_share, others_share
+from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.report.accuracy import Row, accuracy
+from vitpar.planner.report.accuracy import AccuracyRow, accuracy
 from vitpar.strategy import parse, validate
 
 
 def test_work_takes_some_of_a_core() -> None:
-    assert 0 < Pace().read() < 1
+    assert 0 < CpuSpeedProbe().read() < 1
 
 
 @pytest.fixture
 def paces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What `Pace` reads after its first readings, which are 1; the clock goes on by a second whenever it is read."""
+    """Readings of `CpuSpeedProbe` after its first ones, which are 1. Each reading advances the clock by one second."""
     later: list[float] = []
     read: Iterator[float] = chain(repeat(1.0, PACES), later)
     seconds = map(float, count())
-    monkeypatch.setattr(Pace, "read", lambda self: next(read))
+    monkeypatch.setattr(CpuSpeedProbe, "read", lambda self: next(read))
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(seconds))
     yield later
 
@@ -45,7 +45,7 @@ def test_readings_are_divided_by_the_pace_around_them(paces: list[float]) -> Non
 
 def test_profiles_of_another_pace_are_brought_together() -> None:
     """A machine that took twice as long when its links were measured."""
-    config = model_config("vit_custom", width=64, depth=2, heads=4, patch_size=8, image_size=32, num_classes=10)
+    config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
     hardware = find_cluster("4xA100").hardware()
     model = estimate_model(config, "fp32", hardware, tensors(config, 4)).model_copy(update={"pace": 1.0})
     slow = hardware.slower(2.0, 2.0).model_copy(update={"pace": 2.0})
@@ -60,18 +60,18 @@ def test_profiles_of_another_pace_are_brought_together() -> None:
 
 
 def test_steps_are_compared_at_the_profiled_pace() -> None:
-    config = model_config("vit_custom", width=64, depth=2, heads=4, patch_size=8, image_size=32, num_classes=10)
+    config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
     hardware = find_cluster("4xA100").hardware()
     costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
     predicted = price(validate(parse("dp4"), config, 32), costs, 32)
     s = predicted.seconds
-    measured = Measured((Run((2 * s, 3 * s, 8 * s), (0.002, 0.003, 0.004)),), (None,) * 4)
-    row = Row(predicted, measured, pace=0.001)
+    measured = Measured((PlanSteps((2 * s, 3 * s, 8 * s), (0.002, 0.003, 0.004)),), (None,) * 4)
+    row = AccuracyRow(predicted, measured, pace=0.001)
     assert row.time_error == pytest.approx(0.0) and row.seconds == pytest.approx(s)
     found = accuracy([row])
     assert found.slowdown == pytest.approx(3.0) and found.repeat is None
     assert found.clocked[0] == pytest.approx(2 / 3) and found.time[0] < 1e-9
-    unknown = Row(predicted, measured)
+    unknown = AccuracyRow(predicted, measured)
     assert unknown.slowdown == 1.0 and unknown.seconds == unknown.clocked == pytest.approx(3 * s)
 
 
@@ -110,7 +110,7 @@ def test_systems_without_counters_are_not_read(tmp_path: Path) -> None:
     assert load is None or 0 <= load <= 1
 
 
-class Unsteady(Runner):
+class Unsteady(PlanRunner):
     """The second plan meets a slow minute in its second run."""
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class Unsteady(Runner):
     def memory(self, training: object, plan: object) -> tuple[int]:
         return (100,)
 
-    def run(self, training: object, plan: object) -> Run:
-        return Run((next(self.seconds),) * 3)
+    def run(self, training: object, plan: object) -> PlanSteps:
+        return PlanSteps((next(self.seconds),) * 3)
 
 
 def test_plans_whose_two_runs_disagree_run_again() -> None:
@@ -129,8 +129,8 @@ def test_plans_whose_two_runs_disagree_run_again() -> None:
     assert [index for index, _ in runs] == [0, 1, 0, 1, 1, *[0, 1] * TURNS]
     first, second = runs[2][1], runs[-1][1]
     assert first.apart == pytest.approx(0.05) and second.apart == pytest.approx(2.5) and second.memory == (100,)
-    config = model_config("vit_custom", width=64, depth=2, heads=4, patch_size=8, image_size=32, num_classes=10)
+    config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
     hardware = find_cluster("4xA100").hardware()
     costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
-    row = Row(price(validate(parse("dp4"), config, 32), costs, 32), second)
+    row = AccuracyRow(price(validate(parse("dp4"), config, 32), costs, 32), second)
     assert row.seconds == pytest.approx(2.2) and accuracy([row]).repeat == pytest.approx((2.5, 2.5))

@@ -24,9 +24,9 @@ RECIPE = """
 name = "vit_custom"
 image_size = 8
 patch_size = 2
-width = 32
+embed_dim = 32
 depth = 2
-heads = 4
+num_heads = 4
 [data]
 path = "unused"
 [train]
@@ -63,7 +63,7 @@ def vitpar(tmp_path: Path) -> Command:
 
 def others_beside(device: torch.device) -> float | None:
     """The share of the cores that others use while a tiny model trains. Runs on every rank."""
-    config = model_config("vit_custom", width=16, depth=2, heads=2, patch_size=8, image_size=16, num_classes=2)
+    config = model_config("vit_custom", embed_dim=16, depth=2, num_heads=2, patch_size=8, image_size=16, num_classes=2)
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "compile": False}})
     plan = validate(parse("dp2"), config, 8)
     return _steps(Training(recipe, config), plan, device, seconds=0.5).others

@@ -7,7 +7,7 @@ import pytest
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Group, Links, layer_groups
+from vitpar.planner.cost.links import Links, RankGroup, layer_groups
 from vitpar.planner.cost.memory import _Walk
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
@@ -28,7 +28,7 @@ from vitpar.planner.profile.profiles import (
 )
 from vitpar.strategy import parse, validate
 
-CONFIG = model_config("vit_custom", patch_size=8, image_size=32, width=64, depth=8, heads=4, num_classes=10)
+CONFIG = model_config("vit_custom", patch_size=8, image_size=32, embed_dim=64, depth=8, num_heads=4, num_classes=10)
 MB = 2**20
 
 
@@ -151,7 +151,7 @@ def test_memory_is_that_of_every_action(
         pytest.skip("several stages a rank are even and of one strategy")
     fields = {"schedule": schedule, "virtual_stages": virtual} if "pp" in mesh else {}
     for width in (64, 1024):  # activations are most, or parameters and gradients
-        config = replace(CONFIG, width=width, hidden=4 * width)
+        config = replace(CONFIG, embed_dim=width, mlp_hidden_dim=4 * width)
         costs = LayerCosts(config, machine(), model(config))
         quick = step(mesh, 128, costs, microbatches=16, **fields).memory
         with monkeypatch.context() as patch:
@@ -194,21 +194,23 @@ def test_the_slowest_rank_is_waited_for() -> None:
 def test_groups_are_where_the_string_puts_them() -> None:
     strategy = parse("dp2xtp4").strategy
     groups = layer_groups(strategy, (-1, 1), 4)
-    assert groups.j == Group(4, 1, 1) and groups.replicate == Group(2, 4, 2) and groups.stage == Group(8, 1, 2)
+    assert (
+        groups.j == RankGroup(4, 1, 1) and groups.replicate == RankGroup(2, 4, 2) and groups.stage == RankGroup(8, 1, 2)
+    )
     strided = layer_groups(parse("tp4xdp2").strategy, (-1, 1), 4)
-    assert strided.j == Group(4, 2, 2) and strided.replicate == Group(2, 1, 1)
+    assert strided.j == RankGroup(4, 2, 2) and strided.replicate == RankGroup(2, 1, 1)
     cube = layer_groups(parse("tp8+3d").strategy, (-1, 1), 8)
-    assert (cube.shard, cube.j, cube.k) == (Group(2, 4, 1), Group(2, 2, 1), Group(2, 1, 1))
+    assert (cube.shard, cube.j, cube.k) == (RankGroup(2, 4, 1), RankGroup(2, 2, 1), RankGroup(2, 1, 1))
     inner = layer_groups(parse("dp2xtp2").strategy, (1, 4), 16)  # dp2 x pp4 x tp2
-    assert inner.j == Group(2, 1, 1) and inner.replicate == Group(2, 8, 1)
+    assert inner.j == RankGroup(2, 1, 1) and inner.replicate == RankGroup(2, 8, 1)
 
 
 def test_a_group_that_was_not_measured_takes_as_long_as_a_ring_would() -> None:
     links = Links(machine(per_byte=1e-9))
-    two = links.seconds("all_reduce", Group(2, 1, 1), 10**9)
+    two = links.seconds("all_reduce", RankGroup(2, 1, 1), 10**9)
     assert two == pytest.approx(1.0)
-    assert links.seconds("all_reduce", Group(4, 1, 1), 10**9) == pytest.approx(1.5)  # 3/4 against 1/2
-    assert links.seconds("all_reduce", Group(1, 1, 1), 10**9) == 0
+    assert links.seconds("all_reduce", RankGroup(4, 1, 1), 10**9) == pytest.approx(1.5)  # 3/4 against 1/2
+    assert links.seconds("all_reduce", RankGroup(1, 1, 1), 10**9) == 0
 
 
 def test_what_sending_takes_counts_where_it_is_sent() -> None:

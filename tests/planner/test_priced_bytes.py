@@ -11,7 +11,7 @@ from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Group, Links
+from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
@@ -21,7 +21,9 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 
 BATCH = 16
-CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=32, depth=3, heads=4, hidden=64, num_classes=4)
+CONFIG = model_config(
+    "vit_custom", patch_size=4, image_size=12, embed_dim=32, depth=3, num_heads=4, mlp_hidden_dim=64, num_classes=4
+)
 NOTHING = 1e-15
 
 
@@ -32,7 +34,7 @@ class Bytes(Links):
         super().__init__(hardware)
         self._operation = operation
 
-    def seconds(self, operation: str, group: Group, size: float) -> float:
+    def seconds(self, operation: str, group: RankGroup, size: float) -> float:
         return size if operation == self._operation and not group.alone else 0.0
 
 
@@ -65,7 +67,7 @@ def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
     """What a rank sends in its second step; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
     model = parallelize(CONFIG, plan, Execution(BATCH), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.heads)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.num_heads)
     images = torch.randn(len(model.image_rows(BATCH)), CONFIG.channels, CONFIG.image_size, CONFIG.image_size)
     labels = torch.zeros(BATCH, dtype=torch.int64)
 
@@ -88,7 +90,7 @@ def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
 def test_a_price_counts_the_bytes_that_are_sent(mesh: str, microbatches: int, ranks: Callable[[int], RankPool]) -> None:
     """But for a loss and a norm of a few bytes; of several micro-batches one gathers the head once more."""
     (found, *_) = ranks(4).run(sent, mesh, microbatches)
-    head = 4 * torch.float32.itemsize * layer_elements(CONFIG, "head", parse(mesh).strategy).held
+    head = 4 * torch.float32.itemsize * layer_elements(CONFIG, "head", parse(mesh).strategy).local_numel
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):
         more = head if operation == "all_gather" and microbatches > 1 else 0
         expected = priced(mesh, microbatches, operation)

@@ -18,7 +18,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, LayerProfile
 from vitpar.planner.report import svg
-from vitpar.planner.report.data import Findings, Origin, duration, figures, findings, noise_words, trace
+from vitpar.planner.report.data import Findings, Provenance, duration, figures, findings, noise_words, trace
 from vitpar.planner.report.maps import layer_map, rank_grid
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, timeline
@@ -29,7 +29,7 @@ from vitpar.strategy import parse, validate
 from vitpar.text import size
 
 CONFIG = model_config("vit_small_patch16_224")
-ORIGIN = Origin("1.2.3", "vitpar search --cluster 8xH100")
+ORIGIN = Provenance("1.2.3", "vitpar search --cluster 8xH100")
 
 
 def costs_of(**changed: Any) -> LayerCosts:

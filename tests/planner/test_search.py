@@ -16,15 +16,15 @@ from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, LayerProfile, Overlap
 from vitpar.planner.search.best import Search
-from vitpar.planner.search.expand import Effort
+from vitpar.planner.search.expand import SearchEffort
 from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.strategy.support import refuse_clashes
 
-EVERYTHING = Effort(tolerance=0.0, kinds=10**9, prices=10**9, nodes=10**9, runs=10**9, seconds=10**9)
-SMALL = {"patch_size": 8, "image_size": 32, "heads": 4, "num_classes": 10}
+EVERYTHING = SearchEffort(tolerance=0.0, kinds=10**9, prices=10**9, nodes=10**9, runs=10**9, seconds=10**9)
+SMALL = {"patch_size": 8, "image_size": 32, "num_heads": 4, "num_classes": 10}
 
 
 def cluster(
@@ -57,7 +57,7 @@ def late(layer: LayerProfile) -> LayerProfile:
 
 def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, processes: int = 1) -> LayerCosts:
     """cores: of a machine whose ranks are CPU processes, `processes` of them profiled at a time; None for GPUs."""
-    config = model_config("vit_custom", width=width, depth=depth, **SMALL)
+    config = model_config("vit_custom", embed_dim=width, depth=depth, **SMALL)
     hardware = drawn.hardware()
     model = estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks))
     if cores is not None:

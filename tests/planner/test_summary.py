@@ -152,7 +152,7 @@ def test_redistributions(strategy: str, changes: list[tuple[str, int, float, flo
 
 
 UNEVEN = model_config(
-    "vit_nano_patch4_16", num_classes=10, qk_norm=True, layer_scale=0.1, registers=3, distillation=True
+    "vit_nano_patch4_16", num_classes=10, qk_norm=True, layer_scale=0.1, num_reg_tokens=3, distillation=True
 )
 INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
 V_SHAPED = {"schedule": "zbvzerobubble", "virtual_stages": 2}

@@ -23,7 +23,7 @@ from vitpar.text import divisors
 
 pytestmark = pytest.mark.timeout(20)
 HUGE = 10**400
-DEEP = model_config("vit_custom", patch_size=16, width=64, depth=1024, heads=4)
+DEEP = model_config("vit_custom", patch_size=16, embed_dim=64, depth=1024, num_heads=4)
 
 
 def refused(make: Callable[[], Any], message: str) -> str:

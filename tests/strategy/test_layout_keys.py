@@ -12,7 +12,7 @@ from vitpar.strategy.layout import token_layout_key
 
 @pytest.mark.parametrize("ranks", [8, 12, 16, 64])
 def test_keys_are_equal_exactly_where_layouts_are(ranks: int) -> None:
-    config = model_config("vit_custom", patch_size=4, width=96, depth=2, heads=12)
+    config = model_config("vit_custom", patch_size=4, embed_dim=96, depth=2, num_heads=12)
     strategies = Space(config, ranks, (ranks,), flags=("sp", "2d", "2.5d", "3d")).strategies(ranks)
     first = {token_layout_key(strategy): strategy for strategy in reversed(strategies)}
     for strategy in strategies:

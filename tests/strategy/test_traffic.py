@@ -16,7 +16,9 @@ from vitpar.strategy.layout import mesh_axes
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
 
 ROWS = 16
-CONFIG = model_config("vit_custom", patch_size=4, image_size=12, width=24, depth=2, heads=4, hidden=72, num_classes=3)
+CONFIG = model_config(
+    "vit_custom", patch_size=4, image_size=12, embed_dim=24, depth=2, num_heads=4, mlp_hidden_dim=72, num_classes=3
+)
 
 
 def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) -> tuple[Counter, Counter]:
@@ -26,7 +28,7 @@ def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) 
     model = parallelize(config, plan, Execution(ROWS), device)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[model.pipe.get_local_rank("stage")]
-    shape = (len(part.row_range(ROWS)), config.tokens, len(part.feature_range(config.width)))
+    shape = (len(part.row_range(ROWS)), config.tokens, len(part.feature_range(config.embed_dim)))
     x = torch.randn(shape, requires_grad=True)
     axes = stage.layers()["blocks.1"].attn.qkv.tensor_mesh
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
@@ -87,7 +89,7 @@ def received(traffic: Traffic) -> float:
 )
 def test_volumes_follow_the_published_algorithms(mesh: str, batch: int, width: int, millions: int) -> None:
     """With gathered activations kept for backward, and weights gathered once: what the modes' papers count."""
-    model = model_config("vit_custom", patch_size=16, width=width, depth=1, heads=64)
+    model = model_config("vit_custom", patch_size=16, embed_dim=width, depth=1, num_heads=64)
     strategy = parse(mesh).strategy
     forward, backward = block_traffic(model, strategy, batch)
     again = Counter({c: times for c, times in forward.items() if c.operation == "all_gather"})
@@ -101,7 +103,7 @@ def test_volumes_follow_the_published_algorithms(mesh: str, batch: int, width: i
 
 def test_known_volumes() -> None:
     """Width 4096, 8 ranks, batch 512: 1d receives 2892 million elements a block, as a ring's formula says."""
-    wide = model_config("vit_custom", patch_size=16, width=4096, depth=2, heads=64)
+    wide = model_config("vit_custom", patch_size=16, embed_dim=4096, depth=2, num_heads=64)
     forward, backward = block_traffic(wide, parse("tp8").strategy, 512)
     assert received(forward) == received(backward)
     assert round((received(forward) + received(backward)) / 1e6) == 2892

@@ -17,17 +17,17 @@ from vitpar.strategy.batch import schedule_objection
 class Shape:
     name: str = "vit"
     depth: int = 8
-    heads: int = 12
-    hidden: int = 768
+    num_heads: int = 12
+    mlp_hidden_dim: int = 768
     features: int = 192
-    width: int = 192
+    embed_dim: int = 192
 
     @property
     def layer_names(self) -> tuple[str, ...]:
         return ("stem", *(f"blocks.{i}" for i in range(self.depth)), "head")
 
 
-SMALL = Shape("vit_small_patch16_224", depth=12, heads=6, hidden=1536, features=384)
+SMALL = Shape("vit_small_patch16_224", depth=12, num_heads=6, mlp_hidden_dim=1536, features=384)
 
 
 def plan_of(text: str, **fields: Any) -> Plan:
@@ -111,11 +111,11 @@ def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
             SMALL,
             "tp4 does not divide the 6 heads of vit_small_patch16_224: use tp2, tp3 or tp6",
         ),
-        (parse("tp2"), Shape(heads=1), "tp2 does not divide the 1 head of vit: leave tp out"),
-        (parse("tp2"), Shape(heads=3, hidden=6), "tp2 does not divide the 3 heads of vit: use tp3"),
+        (parse("tp2"), Shape(num_heads=1), "tp2 does not divide the 1 head of vit: leave tp out"),
+        (parse("tp2"), Shape(num_heads=3, mlp_hidden_dim=6), "tp2 does not divide the 3 heads of vit: use tp3"),
         (
             parse("tp3"),
-            Shape(heads=12, hidden=512),
+            Shape(num_heads=12, mlp_hidden_dim=512),
             "tp3 does not divide the 512 hidden features of vit: use tp2 or tp4",
         ),
         (parse("tp2xdp"), Shape(), "the degree of 'dp' is open: give it a number or resolve it for a world size"),
@@ -132,12 +132,12 @@ def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
         ),
         (
             parse("tp4+2d"),
-            Shape(heads=3, hidden=6, features=6, width=6),
+            Shape(num_heads=3, mlp_hidden_dim=6, features=6, embed_dim=6),
             "the side 2 of tp4+2d does not divide the 3 heads of vit: use sides of 3",
         ),
         (
             parse("tp8+3d"),
-            Shape(width=191),
+            Shape(embed_dim=191),
             "the side 2 of tp8+3d does not divide the 191 features of vit: use dp or fsdp instead",
         ),
         (

@@ -42,7 +42,7 @@ SEED = 1
 
 
 def config_of() -> ViTConfig:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2, "dropout": 0.2}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2, "dropout": 0.2}
     return model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
 from helpers.trained import CPU, recipe_of, train
-from vitpar.data import EvalLoader, EvalTransform, Normalize, Order, ShardSet, TrainLoader, TrainTransform
+from vitpar.data import EvalLoader, EvalTransform, Normalize, SampleOrder, ShardSet, TrainLoader, TrainTransform
 from vitpar.models.initial import initialise
 from vitpar.models.vit import ViT
 from vitpar.training.recipe import Recipe
@@ -41,7 +41,7 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
     settings, shards = recipe.data, ShardSet.open(data, "train")
     normalize = Normalize(settings.mean, settings.std)
     transform = TrainTransform(8, settings.crop_scale, settings.crop_ratio, settings.flip, settings.interpolation)
-    loader = iter(TrainLoader(shards, transform, order=Order(3, len(shards)), batch_size=12, workers=0))
+    loader = iter(TrainLoader(shards, transform, order=SampleOrder(3, len(shards)), batch_size=12, workers=0))
     steps = []
     for rate in RATES:
         batch = next(loader)

@@ -28,9 +28,9 @@ RECIPE = """
 name = "vit_custom"
 image_size = 8
 patch_size = 4
-width = 24
+embed_dim = 24
 depth = 4
-heads = 2
+num_heads = 2
 init = "moco"
 
 [data]
@@ -118,7 +118,7 @@ def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) ->
 
 
 def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 2}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2}
     config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
     model = parallelize(config, validate(parse(mesh), config, BATCH), Execution(BATCH), device)
     return model, Input(recipe, model)

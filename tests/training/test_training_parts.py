@@ -30,7 +30,7 @@ LABELS = torch.arange(BATCH) % 3
 
 
 def config_of(**options: Any) -> ViTConfig:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "num_classes": 3}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
     return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
 
 
@@ -305,7 +305,7 @@ def test_shape_of_saved_weights(saved: tuple[ParallelModel, Path], tmp_path: Pat
     _, folder = saved
     with pytest.raises(DataError, match=r"holds no weights \(config.json is missing\)"):
         read_config(tmp_path / "nowhere")
-    for wrong in ("{", "[1]", '{"colour": 3}', '{"name": "x"}', json.dumps({**config_of().__dict__, "width": 0})):
+    for wrong in ("{", "[1]", '{"colour": 3}', '{"name": "x"}', json.dumps({**config_of().__dict__, "embed_dim": 0})):
         (folder / CONFIG).write_text(wrong)
         with pytest.raises(DataError, match="cannot be read"):
             read_config(folder)

@@ -1,4 +1,4 @@
-"""Imported weights in vitpar's ViT against the libraries they come from: logits, and every parameter's gradient."""
+"""Imported weights in vitpar's ViT against the libraries they come from: logits and every parameter's gradient."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from helpers.foreign_weights import (
 from helpers.imported import IMAGES, model_of
 from helpers.oracles import transformers
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.importing import Imported, import_weights
+from vitpar.weights.importing import ImportedWeights, import_weights
 
 LABELS = torch.arange(len(IMAGES)) % CLASSES
 TIMM: dict[str, tuple[dict[str, Any], str]] = {
@@ -42,7 +42,7 @@ def gradients_of(model: nn.Module, folder: Path, config: dict[str, Any] | None) 
     return dict(model_of(folder / "imported").named_parameters())
 
 
-def assert_equal(model: nn.Module, folder: Path, config: dict[str, Any] | None) -> Imported:
+def assert_equal(model: nn.Module, folder: Path, config: dict[str, Any] | None) -> ImportedWeights:
     """Import the weights of `model`; both models have equal logits and gradients in float64."""
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     imported = import_weights(saved(folder / "weights", weights, config), folder / "imported")
@@ -69,7 +69,7 @@ def test_timm(case: str, tmp_path: Path) -> None:
     config = TIMM_CONFIG | {"global_pool": {"cls": "token"}.get(pool, pool)}
     # The shapes of qk_norm tell the number of heads, which else only a configuration does.
     imported = assert_equal(timm_model(timm_state(**options), pool), tmp_path, None if "qk_norm" in options else config)
-    assert imported.format == "timm" and (imported.config.heads, imported.config.pool) == (HEADS, pool)
+    assert imported.format == "timm" and (imported.config.num_heads, imported.config.pool) == (HEADS, pool)
 
 
 @pytest.mark.parametrize(("kind", "teacher"), [("vit", False), ("deit", False), ("deit", True)])

@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_reads_no_weights_again(place: Path, tmp_path: Path, 
     ("words", "message"),
     [
         (["--weights", "gone"], "'gone' holds no weights (config.json is missing)"),
-        (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "width is 192 where they have 24"),
+        (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "embed_dim is 192 where they have 24"),
         (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg where they have cls"),
     ],
 )

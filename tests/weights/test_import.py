@@ -28,7 +28,7 @@ from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
-from vitpar.weights.importing import Imported, import_weights, resampled
+from vitpar.weights.importing import ImportedWeights, import_weights, resampled
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_vitpars_own_weights_come_back(tmp_path: Path) -> None:
         import_weights(tmp_path / "x.pt", tmp_path / "bare")
 
 
-def imported(tmp_path: Path, **options: Any) -> Imported:
+def imported(tmp_path: Path, **options: Any) -> ImportedWeights:
     source = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
     return import_weights(source, tmp_path / "here", **options)
 
@@ -150,7 +150,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         (put("norm.bias", torch.ones(WIDTH, dtype=torch.int64)), {}, "I64, which is no parameter"),
         (without("patch_embed.proj.weight"), {}, "neither as timm nor as transformers"),
         (without("head.weight", "head.bias"), {}, "no classifier: say how many classes .* --classes N"),
-        (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its width is 24 where that has 192"),
+        (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its embed_dim is 24 where that has 192"),
         (lambda state: None, {"model": "vit_huge"}, "unknown model 'vit_huge'"),
         (lambda state: None, {"image_size": 9}, "patches of 4 pixels do not tile images of 9"),
     ],
@@ -177,7 +177,7 @@ def test_heads_are_not_guessed(tmp_path: Path) -> None:
     [
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"model_type": "dinov2"}, "model_type 'dinov2'"),
-        ({"num_attention_heads": 5}, "5 heads do not divide the width 24"),
+        ({"num_attention_heads": 5}, "5 heads do not divide embed_dim 24"),
         ({"num_attention_heads": 10**12}, "heads of vit_custom is 1000000000000: it must be from 1 to 131,072"),
     ],
 )

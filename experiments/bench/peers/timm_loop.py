@@ -18,10 +18,10 @@ def train(job: Job, turns: Turns) -> NoReturn:
         img_size=c.image_size,
         patch_size=c.patch_size,
         num_classes=c.num_classes,
-        embed_dim=c.width,
+        embed_dim=c.embed_dim,
         depth=c.depth,
-        num_heads=c.heads,
-        mlp_ratio=c.hidden / c.width,
+        num_heads=c.num_heads,
+        mlp_ratio=c.mlp_hidden_dim / c.embed_dim,
     ).to(job.device)
     start_as_ours(model, job)
     model.set_grad_checkpointing(job.saving)

@@ -61,10 +61,10 @@ def model_of(job: Job) -> nn.Module:
     """vitpar's shape, in transformers' words."""
     c = job.config
     config = ViTConfig(
-        hidden_size=c.width,
+        hidden_size=c.embed_dim,
         num_hidden_layers=c.depth,
-        num_attention_heads=c.heads,
-        intermediate_size=c.hidden,
+        num_attention_heads=c.num_heads,
+        intermediate_size=c.mlp_hidden_dim,
         image_size=c.image_size,
         patch_size=c.patch_size,
         num_channels=c.channels,

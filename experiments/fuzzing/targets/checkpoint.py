@@ -18,7 +18,7 @@ from fuzzing.attacks.binary import small
 from fuzzing.attacks.jsons import json_attack
 from fuzzing.target import Case, Files, FileTarget, Refused, read_folder, tolerated
 from vitpar.checkpoint import Checkpoint, Facts, Writer, load_tensors
-from vitpar.checkpoint.folder import Best
+from vitpar.checkpoint.folder import BestEvaluation
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE, STATE, Index
 from vitpar.checkpoint.reader import read_whole
 from vitpar.models.config import ViTConfig
@@ -27,7 +27,9 @@ from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text
 from vitpar.weights.folder import open_weights
 
-TINY = ViTConfig("vit_tiny", patch_size=4, width=8, depth=1, heads=2, hidden=16, image_size=8, num_classes=3)
+TINY = ViTConfig(
+    "vit_tiny", patch_size=4, embed_dim=8, depth=1, num_heads=2, mlp_hidden_dim=16, image_size=8, num_classes=3
+)
 TOML = '[model]\nname = "vit_tiny"\n[data]\npath = "data"\n[train]\nsteps = 5\n'
 
 
@@ -43,7 +45,7 @@ class CheckpointFolder(FileTarget):
         model = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
         state = {name.replace("model.", "optimizer.exp_avg."): value.bfloat16() for name, value in model.items()}
         self._tensors = model | state | {"rng": torch.arange(9, dtype=torch.uint8), "count": torch.tensor(5)}
-        facts = Facts(step=5, samples=40, data="abc", best=Best(step=4, top1=0.5))
+        facts = Facts(step=5, samples=40, data="abc", best=BestEvaluation(step=4, top1=0.5))
         texts = {
             STATE: facts.model_dump_json(),
             RECIPE: TOML,

@@ -16,7 +16,9 @@ from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
-TINY = ViTConfig("vit_tiny", patch_size=4, width=8, depth=2, heads=2, hidden=16, image_size=8, num_classes=3)
+TINY = ViTConfig(
+    "vit_tiny", patch_size=4, embed_dim=8, depth=2, num_heads=2, mlp_hidden_dim=16, image_size=8, num_classes=3
+)
 CLUSTER = b"""
 name = "ours"
 nodes = 2

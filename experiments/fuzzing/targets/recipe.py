@@ -33,7 +33,7 @@ epochs = 3
 precision = "bf16"
 [parallel]
 mesh = "pp2: stem=fsdp4, *=tp2xfsdp2+ckpt"
-otherwise = ["dp2", "dp1"]
+fallback_meshes = ["dp2", "dp1"]
 """
 KEYS = tuple(
     f"{section}.{name}"

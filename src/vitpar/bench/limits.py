@@ -26,10 +26,10 @@ from torch import Tensor
 from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.float8 import E4M3
-from vitpar.planner.measure.clock import Group
+from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.hardware import ProductShape, copied, products
 from vitpar.sharded import local
-from vitpar.training.build import Trained
+from vitpar.training.build import TrainingComponents
 
 READINGS = 7
 LONG = 0.05  # seconds of a piece of work at least: ranks that share cores have to take turns on them, as in a step
@@ -38,7 +38,7 @@ BACKWARD = 2  # products of backward for one of forward
 
 
 @dataclass(frozen=True)
-class Limits:
+class PhaseLimits:
     """Of one rank. phases: seconds of a step, by phase; what has no limit is left out. matmul_rate: FLOP/s of products
     as a step has them. bandwidth: bytes a second that a copy reads and writes."""
 
@@ -47,7 +47,7 @@ class Limits:
     bandwidth: float
 
 
-def measure_limits(trained: Trained) -> Limits:
+def measure_limits(trained: TrainingComponents) -> PhaseLimits:
     """After a step at least, so that there is optimizer state. Collective: all ranks measure at the same time, as they
     train."""
     model = trained.model
@@ -67,7 +67,7 @@ def measure_limits(trained: Trained) -> Limits:
     if not any(local(p).device != model.device for _, p in model.named_parameters()):
         # What is offloaded is updated by the host, whose memory was not measured.
         phases |= {"norm and clipping": norm / bandwidth, "update": update / bandwidth}
-    return Limits(phases, flops / sum(seconds), bandwidth)
+    return PhaseLimits(phases, flops / sum(seconds), bandwidth)
 
 
 def rank_flops(model: ParallelModel) -> float:
@@ -100,12 +100,12 @@ def block_products(model: ParallelModel) -> list[ProductShape]:
     parts = plan.strategies(config.layer_names)["blocks.0"].data_parallel
     tensor = plan.stage_size // parts
     rows = max(1, model.batch.microbatch_rows // parts) * config.tokens
-    inner, hidden = config.width // tensor, config.hidden // tensor
-    qkv, projection = (rows, config.width, 3 * inner), (rows, inner, config.width)
-    return [qkv, projection, (rows, config.width, hidden), (rows, hidden, config.width)]
+    inner, hidden = config.embed_dim // tensor, config.mlp_hidden_dim // tensor
+    qkv, projection = (rows, config.embed_dim, 3 * inner), (rows, inner, config.embed_dim)
+    return [qkv, projection, (rows, config.embed_dim, hidden), (rows, hidden, config.embed_dim)]
 
 
-def update_bytes(trained: Trained) -> tuple[int, int]:
+def update_bytes(trained: TrainingComponents) -> tuple[int, int]:
     """What a rank has to read and write at least: for the norm of its gradients and to clip them; to update."""
     parameters = _bytes(p for _, p in trained.model.named_parameters())
     state = _bytes(trained.optimizer.state().values())
@@ -135,7 +135,7 @@ def _sending(model: ParallelModel) -> float:
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """How long `work` takes, while all ranks do it again and again: for the slowest rank, when that was fastest, since
     what slows down some of the readings limits nothing. Collective."""
-    group = Group(device)
+    group = ClockedRanks(device)
 
     def read(times: int) -> float:
         group.meet()

@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from vitpar.bench.feeds import Feed, Loaded, Synthetic, Take
 from vitpar.bench.kernels import record
-from vitpar.bench.limits import Limits, measure_limits
+from vitpar.bench.limits import PhaseLimits, measure_limits
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated, WarmUp
 from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.phases import Phase, PhaseClock, untimed
-from vitpar.planner.measure.clock import Group
+from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
-from vitpar.training.build import Trained, build
+from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import ImageSet
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
@@ -70,7 +70,7 @@ def bench(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # what was tried when attention was chosen
     feed: Feed = Synthetic(trained.model) if images is None else Loaded(recipe, trained.model, images)
-    runner = Runner(trained)
+    runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
     memory = int(runner.most(memory_bytes(device)))
     synthetic = feed if images is None else Synthetic(trained.model)
@@ -121,12 +121,12 @@ def bench(
 
 
 def _over_ranks(
-    phased: list[Phased], limits: Limits, peak: float | None
+    phased: list[Phased], limits: PhaseLimits, peak: float | None
 ) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
     """Phases, whole steps and rates of all ranks together. Collective."""
     world = dist.get_world_size()
     gathered = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
-    every = [([Phased(**run) for run in runs], Limits(**found)) for runs, found in gathered]
+    every = [([Phased(**run) for run in runs], PhaseLimits(**found)) for runs, found in gathered]
     names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
 
     def mean(values: Iterable[float]) -> float:
@@ -160,12 +160,12 @@ class Phased:
     phases: dict[str, float]
 
 
-class Runner:
+class StepRunner:
     """Runs steps of a model. All of it is collective."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: TrainingComponents) -> None:
         self._model, self._device, self._step = trained.model, trained.model.device, trained.step()
-        self._group = Group(self._device)
+        self._group = ClockedRanks(self._device)
 
     def step(self, take: Take, phase: Phase = untimed) -> None:
         """One step, with learning rate 0."""

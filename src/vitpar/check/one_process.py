@@ -23,7 +23,7 @@ from vitpar.models.config import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.vit import Block, ViT
 from vitpar.parallel.float8 import compute_in_float8
-from vitpar.parallel.precision import precision
+from vitpar.parallel.precision import resolve_precision
 from vitpar.training.input import mixing, order_of
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import OptimizerSection
@@ -59,7 +59,7 @@ class OneProcess:
         self, recipe: Recipe, config: ViTConfig, device: torch.device, *, scale: float = 1.0, noisy: int | None = None
     ) -> None:
         self._recipe, self._config, self._device, self._scale = recipe, config, device, scale
-        self._numbers = precision(recipe.train.precision)
+        self._numbers = resolve_precision(recipe.train.precision)
         self._noise = 0.0 if noisy is None else NOISE[recipe.train.precision]
         self._draws = torch.Generator().manual_seed(noisy or 0)
         self._model = ViT(config).to(device=device, dtype=self._numbers.parameters)
@@ -89,7 +89,7 @@ class OneProcess:
         trace.parameters = self._parameters
         if not samples.pixels:
             return trace
-        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.heads)
+        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.num_heads)
         average, decay = self._copies(), self._recipe.train.ema_decay
         for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
             images, target = self._mixed(pixels, labels, samples.mixed[step - 1])

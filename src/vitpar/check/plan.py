@@ -19,7 +19,7 @@ from vitpar.models.vit import ViT
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
-from vitpar.training.build import Trained, build
+from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import Input
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.norms import multiply_
@@ -105,7 +105,7 @@ def _for_check(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changed)
 
 
-def _under_plan(trained: Trained, samples: Samples, scale: float) -> Trace:
+def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> Trace:
     """Take all steps on this rank."""
     model, trace = trained.model, Trace()
     parameters = dict(model.named_parameters())

@@ -1,7 +1,7 @@
 """The state of a run as a folder that any plan reads, whatever plan wrote it."""
 
-from vitpar.checkpoint.folder import Best, Checkpoint, Checkpoints, Facts, Scale
+from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale
 from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.writer import Writer
 
-__all__ = ["Best", "Checkpoint", "Checkpoints", "Facts", "Scale", "Writer", "load_tensors"]
+__all__ = ["BestEvaluation", "Checkpoint", "Checkpoints", "Facts", "Scale", "Writer", "load_tensors"]

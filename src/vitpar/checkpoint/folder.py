@@ -35,7 +35,7 @@ class Scale(BaseModel):
     hysteresis_left: NonNegativeInt
 
 
-class Best(BaseModel):
+class BestEvaluation(BaseModel):
     """The best evaluation so far."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -53,7 +53,7 @@ class Facts(BaseModel):
     samples: NonNegativeInt
     data: str
     loss_scale: Scale | None = None
-    best: Best | None = None
+    best: BestEvaluation | None = None
     attention: str | None = None
     compiled: bool | None = None
 

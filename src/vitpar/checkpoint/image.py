@@ -31,7 +31,7 @@ _NAMES = {
 }
 
 
-class FileImage:
+class SafetensorsBuffer:
     """The bytes of a file that holds tensors of these dtypes and shapes, by name.
 
     pinned: whether GPUs copy into it by themselves, while the host goes on.
@@ -58,7 +58,7 @@ class FileImage:
             self._views[name] = self._buffer[begin : begin + dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> FileImage | None:
+    def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> SafetensorsBuffer | None:
         """Return an image for this rank's parts of the tensors called `names`; None where there are none."""
         kinds = {name: (tensors[name].dtype, local(tensors[name]).shape) for name in names}
         return cls(kinds, pinned=any(local(tensors[name]).is_cuda for name in names)) if names else None

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.checkpoint import atomic
-from vitpar.checkpoint.image import FileImage
+from vitpar.checkpoint.image import SafetensorsBuffer
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, damage
 from vitpar.checkpoint.sharing import agreed, shard_name
 from vitpar.errors import CheckpointError
@@ -72,7 +72,7 @@ class Writer:
     def __init__(self) -> None:
         self._layout: dict[str, tuple[torch.dtype, torch.Size]] | None = None
         self._tensors: dict[str, StoredTensor] = {}
-        self._image: FileImage | None = None
+        self._image: SafetensorsBuffer | None = None
         self._beside: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._wait = False
@@ -107,7 +107,7 @@ class Writer:
             names, self._tensors = agreed(here)
             try:
                 self._image = None  # before there is room for the next
-                self._image = FileImage.of(here, names)
+                self._image = SafetensorsBuffer.of(here, names)
             except RuntimeError as error:  # what torch makes of too little memory
                 wrong = _cause(error)
             _raise_first(folder, all_gather_json(wrong))

@@ -8,13 +8,13 @@
 """
 
 from vitpar.data.loader import Batch, EvalLoader, Loader, LoaderSettings, Skipped, TrainLoader
-from vitpar.data.randomness import Order
+from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels, index, scan
 from vitpar.data.shards.pack import Reencode, pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.shards.verify import verify
 from vitpar.data.stream.loader import StreamEvalLoader, StreamLoader
-from vitpar.data.stream.stream_set import Part, StreamSet
+from vitpar.data.stream.stream_set import StreamPart, StreamSet
 from vitpar.data.survey import survey
 from vitpar.data.transforms.batch import Mix, Mixed, Normalize
 from vitpar.data.transforms.policies import parse_policy
@@ -30,13 +30,13 @@ __all__ = [
     "Mix",
     "Mixed",
     "Normalize",
-    "Order",
-    "Part",
     "Reencode",
+    "SampleOrder",
     "ShardSet",
     "Skipped",
     "StreamEvalLoader",
     "StreamLoader",
+    "StreamPart",
     "StreamSet",
     "TrainLoader",
     "TrainTransform",

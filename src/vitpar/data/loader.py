@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.images import BadImage, decode
-from vitpar.data.randomness import Draws, Order, sample_keys
+from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
@@ -49,7 +49,7 @@ class Encoded(Protocol):
 
 
 @dataclass
-class Job:
+class BatchJob:
     """A batch to fill with pixels."""
 
     source: Encoded
@@ -154,7 +154,7 @@ class Loader:
         self.skipped = Skipped()
         self._size, self._transform, self._pin_memory = len(data), transform, settings.get("pin_memory", False)
 
-    def _jobs(self) -> Generator[Job]:
+    def _jobs(self) -> Generator[BatchJob]:
         """Yield the batches to fill, in order."""
         raise NotImplementedError
 
@@ -165,7 +165,7 @@ class Loader:
                 labels, keys, epoch = torch.from_numpy(job.labels), torch.from_numpy(job.keys), samples / self._size
                 yield Batch(job.images, labels, keys, epoch, samples, self.whole, job.ended)
 
-    def _filled(self, jobs: Iterable[Job]) -> Generator[Job]:
+    def _filled(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         """The jobs in order, with pixels; a skipped row has label IGNORED. Closing the iterator ends the threads."""
         if not len(self.rows):
             yield from jobs
@@ -176,14 +176,14 @@ class Loader:
                 self.skipped += Skipped(len(job.skipped), problems, len(job.broken))
                 yield job
 
-    def _inline(self, jobs: Iterable[Job]) -> Generator[Job]:
+    def _inline(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         for job in jobs:
             self._allocate(job)
             self._fill(job, 0, len(self.rows))
             yield job
 
-    def _threaded(self, jobs: Iterable[Job]) -> Generator[Job]:
-        waiting: deque[tuple[Job, list[Future[None]]]] = deque()
+    def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
+        waiting: deque[tuple[BatchJob, list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-decode")
         try:
             for job in jobs:
@@ -195,17 +195,17 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, job: Job) -> list[Future[None]]:
+    def _submit(self, pool: ThreadPoolExecutor, job: BatchJob) -> list[Future[None]]:
         self._allocate(job)
         rows = len(self.rows)
         task = min(_TASK, -(-rows // self.workers))
         return [pool.submit(self._fill, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
-    def _allocate(self, job: Job) -> None:
+    def _allocate(self, job: BatchJob) -> None:
         size = self._transform.size
         job.images = torch.zeros(len(self.rows), 3, size, size, dtype=torch.uint8, pin_memory=self._pin_memory)
 
-    def _fill(self, job: Job, start: int, stop: int) -> None:
+    def _fill(self, job: BatchJob, start: int, stop: int) -> None:
         """Decode the images `start` to `stop` - 1 of the job."""
         assert job.images is not None
         pixels = job.images.numpy()
@@ -229,7 +229,7 @@ class Loader:
         return transform(image, Draws(key)) if isinstance(transform, TrainTransform) else transform(image)
 
 
-def _finished(job: Job, tasks: list[Future[None]]) -> Job:
+def _finished(job: BatchJob, tasks: list[Future[None]]) -> BatchJob:
     for task in tasks:
         task.result()
     return job
@@ -244,7 +244,7 @@ class TrainLoader(Loader):
         shards: ShardSet,
         transform: TrainTransform,
         *,
-        order: Order,
+        order: SampleOrder,
         start: int = 0,
         **settings: Unpack[LoaderSettings],
     ) -> None:
@@ -252,7 +252,7 @@ class TrainLoader(Loader):
         super().__init__(shards, transform, start, **settings)
         self._shards, self._order = shards, order
 
-    def _jobs(self) -> Generator[Job]:
+    def _jobs(self) -> Generator[BatchJob]:
         checked = -1
         for start in itertools.count(self.start, self.batch_size):
             epochs, samples, repeats = self._order.batch(start, self.batch_size)
@@ -260,7 +260,7 @@ class TrainLoader(Loader):
                 self._shards.refuse_changed()
                 checked = int(epochs[-1])
             keys = sample_keys(self._order.seed, epochs, samples, repeats)
-            yield Job(self._shards, samples, keys, self._shards.labels[samples].astype(np.int64))
+            yield BatchJob(self._shards, samples, keys, self._shards.labels[samples].astype(np.int64))
 
 
 class EvalLoader(Loader):
@@ -276,10 +276,10 @@ class EvalLoader(Loader):
     def __len__(self) -> int:
         return -(-len(self._shards) // self.batch_size)
 
-    def _jobs(self) -> Generator[Job]:
+    def _jobs(self) -> Generator[BatchJob]:
         for step in range(len(self)):
             samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
             real = samples < len(self._shards)
             labels = np.full(len(samples), IGNORED, dtype=np.int64)
             labels[real] = self._shards.labels[samples[real]]
-            yield Job(self._shards, np.where(real, samples, IGNORED), np.zeros_like(samples), labels)
+            yield BatchJob(self._shards, np.where(real, samples, IGNORED), np.zeros_like(samples), labels)

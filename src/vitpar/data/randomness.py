@@ -134,7 +134,7 @@ def shuffled(places: Samples, size: int, *key: int) -> Samples:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order in which `size` samples come.
 
     repeats: how often a sample comes in a row, each time with randomness of its own (Hoffer et al. 2020); a pass over

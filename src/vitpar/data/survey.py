@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vitpar.data.images import BadImage, decode, image_size
-from vitpar.data.randomness import Draws, Order, sample_keys
+from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.batch import Mix
@@ -82,7 +82,7 @@ def _made_of(shards: ShardSet, i: int, make: Callable[[bytes], T]) -> T:
 
 
 def contact_sheet(
-    shards: ShardSet, evaluated: EvalTransform, train: TrainTransform, mix: Mix, order: Order
+    shards: ShardSet, evaluated: EvalTransform, train: TrainTransform, mix: Mix, order: SampleOrder
 ) -> Image.Image:
     """Draw the first samples of the run, a row each, with the name of the class: as evaluation sees it, then as several
     epochs augment it. Mixed images are mixed with the next row. Raises DataError for a damaged image."""

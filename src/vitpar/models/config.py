@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vitpar.errors import ModelError
+from vitpar.former_names import present_field
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
 from vitpar.text import nearest, shown
 
 _LARGEST = {
     "patch_size": MAX_IMAGE_SIZE,
-    "width": MAX_WIDTH,
+    "embed_dim": MAX_WIDTH,
     "depth": MAX_BLOCKS,
-    "heads": MAX_WIDTH,
-    "hidden": MAX_WIDTH,
+    "num_heads": MAX_WIDTH,
+    "mlp_hidden_dim": MAX_WIDTH,
     "image_size": MAX_IMAGE_SIZE,
     "num_classes": MAX_CLASSES,
     "channels": MAX_CHANNELS,
@@ -39,42 +40,52 @@ IGNORED = -1
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """Everything that decides a ViT's parameters and its forward function.
+    """Architecture of a Vision Transformer: all that decides its parameters and its forward function.
 
-    name: what error messages call it. image_size, patch_size: pixels. width: features of a token. hidden: features
-    inside the MLP.
-    pool: "cls" reads the class token, "avg" the mean of the patch tokens (no class token then).
-    registers: extra learned tokens that are dropped at the end (arXiv 2309.16588).
-    distillation: DeiT's second token with a classifier of its own; logits are the mean of the two (arXiv 2012.12877).
-    representation_size: features of a Linear + tanh before the classifier, None for none.
-    position: "learned", or "sincos2d" (fixed, patch tokens only). qk_norm: LayerNorm of queries and keys per head.
-    norm_eps: what every LayerNorm adds to the variance (1e-6 in timm, 1e-12 in transformers).
-    layer_scale: initial value of the residual scales, None for none (arXiv 2103.17239).
-    init: scheme of initial values, timm's ``weight_init`` (docs/models.md): "jax", "timm" (timm's default) or "moco";
-    "perturbed" for tests: nothing starts where gradients vanish.
-    drop_path: rate of the last block, rising linearly from 0. dropout: after positions, attention projection and MLP.
+    Raises ModelError for values out of range, or that contradict each other.
     """
 
     name: str
+    """timm's model name or vit_custom; only messages use it."""
     patch_size: int
-    width: int
+    """Side of a patch, in pixels."""
+    embed_dim: int
+    """Features of a token."""
     depth: int
-    heads: int
-    hidden: int
+    """Number of blocks."""
+    num_heads: int
+    """Attention heads of a block; divides `embed_dim`."""
+    mlp_hidden_dim: int
+    """Hidden features of a block's MLP."""
     image_size: int = 224
+    """Side of the square input image, in pixels; a multiple of `patch_size`."""
     num_classes: int = 1000
+    """Outputs of the classifier."""
     channels: int = 3
+    """Channels of an input image."""
     pool: Literal["cls", "avg"] = "cls"
-    registers: int = 0
+    """Input of the classifier: the class token, or the mean of the patch tokens (then there is no class token)."""
+    num_reg_tokens: int = 0
+    """Register tokens: learned tokens that are dropped before the classifier (arXiv 2309.16588)."""
     distillation: bool = False
+    """Add DeiT's distillation token with its own classifier; logits are the mean of both (arXiv 2012.12877)."""
     representation_size: int | None = None
+    """Features of a Linear + tanh before the classifier; None for no such layer."""
     position: Literal["learned", "sincos2d"] = "learned"
+    """Position embedding: learned, or fixed sines and cosines on patch tokens only."""
     qk_norm: bool = False
+    """Apply LayerNorm to queries and keys in each head."""
     norm_eps: float = 1e-6
+    """Epsilon of every LayerNorm (1e-6 in timm, 1e-12 in transformers)."""
     layer_scale: float | None = None
+    """Initial value of the learned scale of each residual branch; None for no scale (arXiv 2103.17239)."""
     drop_path: float = 0.0
+    """Stochastic depth rate of the last block; it rises linearly from 0 over the blocks."""
     dropout: float = 0.0
+    """Dropout rate after positions, attention projection and MLP."""
     init: Literal["jax", "timm", "moco", "perturbed"] = "jax"
+    """Scheme of initial values, timm's ``weight_init`` (docs/models.md). "perturbed" is for tests: no gradient starts
+    at zero."""
 
     def __post_init__(self) -> None:
         name = shown(self.name)
@@ -92,20 +103,22 @@ class ViTConfig:
                 raise ModelError(
                     f"unknown {field} '{shown(value)}' of {name}{nearest(value, known)}: use {' or '.join(known)}"
                 )
-        if self.width % self.heads:
+        if self.embed_dim % self.num_heads:
             raise ModelError(
-                f"{self.heads} heads do not divide the width {self.width} of {name}: change one of the two"
+                f"{self.num_heads} heads do not divide embed_dim {self.embed_dim} of {name}: change one of the two"
             )
-        if self.position == "sincos2d" and self.width % 4:
-            raise ModelError(f"2-D sincos positions need a width that 4 divides, {name} has {self.width}: change it")
+        if self.position == "sincos2d" and self.embed_dim % 4:
+            raise ModelError(
+                f"2-D sincos positions need an embed_dim that 4 divides, {name} has {self.embed_dim}: change it"
+            )
         if self.distillation and self.pool != "cls":
             raise ModelError(f"the distillation token of {name} needs pool 'cls', not '{self.pool}'")
-        if self.registers < 0:
-            raise ModelError(f"registers of {name} is {shown(self.registers)}: it must be 0 or more")
+        if self.num_reg_tokens < 0:
+            raise ModelError(f"num_reg_tokens of {name} is {shown(self.num_reg_tokens)}: it must be 0 or more")
         if self.tokens > MAX_TOKENS:
             raise ModelError(
                 f"images of {name} have {shown(self.tokens)} tokens, above {MAX_TOKENS:,}: use larger patches, smaller "
-                "images or fewer registers"
+                "images or fewer register tokens"
             )
         if not 0.0 < self.norm_eps <= 1.0:
             raise ModelError(f"norm_eps of {name} is {shown(self.norm_eps)}: it must be above 0 and at most 1")
@@ -121,7 +134,7 @@ class ViTConfig:
     @property
     def prefix_tokens(self) -> int:
         """Class, distillation and register tokens, which stand before the patches in that order."""
-        return (self.pool == "cls") + self.distillation + self.registers
+        return (self.pool == "cls") + self.distillation + self.num_reg_tokens
 
     @property
     def tokens(self) -> int:
@@ -131,12 +144,12 @@ class ViTConfig:
     @property
     def features(self) -> int:
         """Features that the classifier reads."""
-        return self.representation_size or self.width
+        return self.representation_size or self.embed_dim
 
     @property
     def head_dim(self) -> int:
         """Features of one attention head."""
-        return self.width // self.heads
+        return self.embed_dim // self.num_heads
 
     @property
     def stochastic(self) -> bool:
@@ -151,8 +164,8 @@ class ViTConfig:
     @property
     def layer_flops(self) -> dict[str, int]:
         """Floating-point operations of one image's training step (forward × 3) by layer, matrix products only."""
-        s, d = self.tokens, self.width
-        block = 6 * (s * (4 * d * d + 2 * d * self.hidden) + 2 * s * s * d)
+        s, d = self.tokens, self.embed_dim
+        block = 6 * (s * (4 * d * d + 2 * d * self.mlp_hidden_dim) + 2 * s * s * d)
         features = self.representation_size or d
         head = 6 * (features * self.num_classes * (1 + self.distillation) + d * (self.representation_size or 0))
         stem = 6 * self.patches * self.channels * self.patch_size**2 * d
@@ -172,7 +185,10 @@ def config_from_json(said: Mapping[str, Any]) -> ViTConfig:
     from pydantic import TypeAdapter, ValidationError
 
     if unknown := said.keys() - FIELDS:
-        raise ModelError(f"it says '{shown(min(unknown))}', which no model has")
+        name = min(unknown)
+        if present := present_field(name):
+            raise ModelError(f"its field '{name}' is now called '{present}': rename it")
+        raise ModelError(f"it says '{shown(name)}', which no model has")
     try:
         return TypeAdapter(ViTConfig).validate_json(json.dumps(said), strict=True)
     except ValidationError as error:
@@ -183,8 +199,9 @@ def config_from_json(said: Mapping[str, Any]) -> ViTConfig:
         raise ModelError(f"{place}{': ' * bool(place)}{shown(first['msg'])}") from None
 
 
-def _sizes(width: int, depth: int, heads: int, hidden: int | None = None, **options: Any) -> dict[str, Any]:
-    return {"width": width, "depth": depth, "heads": heads, "hidden": hidden or 4 * width, **options}
+def _sizes(embed_dim: int, depth: int, num_heads: int, mlp_hidden_dim: int = 0, **options: Any) -> dict[str, Any]:
+    hidden = mlp_hidden_dim or 4 * embed_dim
+    return {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "mlp_hidden_dim": hidden, **options}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -226,18 +243,20 @@ def model_config(name: str, **options: Any) -> ViTConfig:
     """
     known = FIELDS - {"name"}
     for option in options:
+        if present := present_field(option):
+            raise ModelError(f"model option '{option}' is now called '{present}': rename it")
         if option not in known:
             raise ModelError(
                 f"unknown model option '{shown(option)}'{nearest(option, known)}: options are "
                 f"{', '.join(sorted(known))}"
             )
     if name == "vit_custom":
-        missing = {"patch_size", "width", "depth", "heads"} - set(options)
+        missing = {"patch_size", "embed_dim", "depth", "num_heads"} - set(options)
         if missing:
             raise ModelError(
                 f"vit_custom needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}"
             )
-        return ViTConfig(name=name, **{"hidden": 4 * options["width"], **options})
+        return ViTConfig(name=name, **{"mlp_hidden_dim": 4 * options["embed_dim"], **options})
     family, _, sizes = name.partition("_patch")
     patch, _, image = sizes.partition("_")
     if family not in FAMILIES or not all(re.fullmatch("[0-9]{1,9}", size) for size in (patch, image)):
@@ -246,6 +265,6 @@ def model_config(name: str, **options: Any) -> ViTConfig:
             "vit_custom"
         )
     fields = {**FAMILIES[family], "patch_size": int(patch), "image_size": int(image), **options}
-    if "width" in options and "hidden" not in options:
-        fields["hidden"] = 4 * options["width"]
+    if "embed_dim" in options and "mlp_hidden_dim" not in options:
+        fields["mlp_hidden_dim"] = 4 * options["embed_dim"]
     return ViTConfig(name=name, **fields)

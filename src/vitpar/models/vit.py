@@ -78,13 +78,13 @@ class Stem(Layer):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        c, d = config, config.width
+        c, d = config, config.embed_dim
         self.patch_size, self.dropout = c.patch_size, c.dropout
         self.grid = c.image_size // c.patch_size
         self.proj = nn.Linear(c.channels * c.patch_size**2, d)
         self.cls_token = nn.Parameter(torch.empty(1, 1, d)) if c.pool == "cls" else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, d)) if c.distillation else None
-        self.reg_token = nn.Parameter(torch.empty(1, c.registers, d)) if c.registers else None
+        self.reg_token = nn.Parameter(torch.empty(1, c.num_reg_tokens, d)) if c.num_reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, c.tokens, d)) if c.position == "learned" else None
         self.width, self.first_feature = d, 0
         if c.position == "sincos2d":
@@ -129,10 +129,10 @@ class Attention(nn.Module):
         super().__init__()
         c = config
         self.head_dim = c.head_dim
-        self.qkv = nn.Linear(c.width, 3 * c.width)
+        self.qkv = nn.Linear(c.embed_dim, 3 * c.embed_dim)
         self.q_norm = nn.LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        self.proj = nn.Linear(c.width, c.width)
+        self.proj = nn.Linear(c.embed_dim, c.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> the same shape. Works on however many heads `qkv` gives here."""
@@ -175,14 +175,14 @@ class Block(Layer):
     def __init__(self, config: ViTConfig, index: int) -> None:
         super().__init__()
         c = config
-        self.norm1 = nn.LayerNorm(c.width, eps=c.norm_eps)
+        self.norm1 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.attn = Attention(c)
-        self.norm2 = nn.LayerNorm(c.width, eps=c.norm_eps)
-        self.mlp = MLP(c.width, c.hidden)
-        self.gamma1 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
-        self.gamma2 = nn.Parameter(torch.empty(c.width)) if c.layer_scale is not None else None
+        self.norm2 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim)
+        self.gamma1 = nn.Parameter(torch.empty(c.embed_dim)) if c.layer_scale is not None else None
+        self.gamma2 = nn.Parameter(torch.empty(c.embed_dim)) if c.layer_scale is not None else None
         self.index, self.dropout, self.drops_paths = index, c.dropout, c.drop_path > 0
-        self.width, self.first_feature = c.width, 0
+        self.width, self.first_feature = c.embed_dim, 0
         self.drop_path_rate = c.drop_path * index / max(1, c.depth - 1)
         # Tensors, since the compiler would make a graph for every value of a number: one graph serves all blocks.
         self.register_buffer("place", torch.empty((), dtype=torch.int64), persistent=False)
@@ -226,11 +226,11 @@ class Head(Layer):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c = config
-        features = c.representation_size or c.width
+        features = c.representation_size or c.embed_dim
         self.pool, self.prefix_tokens = c.pool, c.prefix_tokens
-        self.norm = nn.LayerNorm(c.width, eps=c.norm_eps)
+        self.norm = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.pooled = nn.Identity()  # a place for collectives
-        self.representation = nn.Linear(c.width, features) if c.representation_size else None
+        self.representation = nn.Linear(c.embed_dim, features) if c.representation_size else None
         self.fc = nn.Linear(features, c.num_classes)
         self.fc_dist = nn.Linear(features, c.num_classes) if c.distillation else None
 

@@ -40,7 +40,7 @@ CLEARLY = 0.97
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionChoice:
     """backend: a name of the table; None for whatever torch takes. seconds: of attention forward and backward in one
     block by each that was tried, the slowest rank's; not finite for one that cannot do the shape. warning: what to tell
     the user, where a GPU has no kernel for the shape but matrix products."""
@@ -60,10 +60,10 @@ def choose_attention(
     config: ViTConfig,
     plan: Plan,
     batch_size: int,
-    numbers: Precision,
+    precision: Precision,
     device: torch.device,
     kept: str | None = None,
-) -> Attention:
+) -> AttentionChoice:
     """Let attention be computed by `wanted`: a name of the table, or "auto" for the fastest on a GPU and torch's choice
     on a CPU. Collective; equal on all ranks.
 
@@ -73,15 +73,15 @@ def choose_attention(
     refuse_attention(wanted, device.type)
     if wanted == "auto" and device.type == "cpu":
         use_attention(None)
-        return Attention()
+        return AttentionChoice()
     known = KNOWN[device.type]
     tries = [(wanted,)] if wanted != "auto" else [(kept,), CANDIDATES] if kept in known else [CANDIDATES]
     for names in tries:
-        seconds = probe(names, config, plan, batch_size, numbers, device)
+        seconds = probe(names, config, plan, batch_size, precision, device)
         if (best := _fastest(seconds)) is not None:
             use_attention(best, math=best == "math" or device.type == "cpu")
-            return Attention(best, tuple(seconds.items()))
-    shape = f"heads of {config.width // config.heads} features in {numbers.compute}"
+            return AttentionChoice(best, tuple(seconds.items()))
+    shape = f"heads of {config.embed_dim // config.num_heads} features in {precision.compute}"
     if wanted != "auto":
         raise RecipeError(
             f"train.attention '{wanted}' cannot compute {shape} on this {device.type} device, or not in its memory: "
@@ -92,7 +92,7 @@ def choose_attention(
         f"no attention kernel computes {shape} on this GPU but matrix products, which keep weights of tokens x tokens "
         f"a head in memory ({', '.join(seconds)} were tried): use bf16, or heads of 64 or 128 features"
     )
-    return Attention(None, tuple(seconds.items()), warning)
+    return AttentionChoice(None, tuple(seconds.items()), warning)
 
 
 def _fastest(seconds: dict[str, float]) -> str | None:
@@ -134,14 +134,14 @@ def probe(
     config: ViTConfig,
     plan: Plan,
     batch_size: int,
-    numbers: Precision,
+    precision: Precision,
     device: torch.device,
 ) -> dict[str, float]:
     """Seconds of attention forward and backward in one block, for one rank's part of a micro-batch, by each of `names`;
     infinite for those that cannot, or for which there is no memory. Collective: the slowest rank's."""
     rows = max(1, batch_arithmetic(plan, batch_size).microbatch_rows // plan.stage_size)
-    shape = (rows, config.tokens, 3 * config.width)
-    mine = [_seconds(name, shape, config.heads, numbers.compute, device) for name in names]
+    shape = (rows, config.tokens, 3 * config.embed_dim)
+    mine = [_seconds(name, shape, config.num_heads, precision.compute, device) for name in names]
     _enable(None, math=True)
     seconds = torch.tensor(mine, dtype=torch.float64, device=device)
     all_reduce_(seconds, dist.ReduceOp.MAX)

@@ -37,7 +37,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -48,13 +48,13 @@ class _Enter(torch.autograd.Function):
         return all_reduce(gradient, ctx.group), None
 
 
-def enter(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """A replicated activation into a region where each rank computes a part: Replicate -> Replicate, the gradient
     Partial -> Replicate."""
-    return _Enter.apply(x, group)
+    return _CopyToTPRegion.apply(x, group)
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         return all_reduce(x, group)
@@ -64,12 +64,12 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
-def leave(x: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_from_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial sums out of such a region: Partial -> Replicate, the gradient Replicate -> Replicate."""
-    return _Leave.apply(x, group)
+    return _ReduceFromTPRegion.apply(x, group)
 
 
-class _LeaveInParts(torch.autograd.Function):
+class _ReduceScatterToTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -80,12 +80,12 @@ class _LeaveInParts(torch.autograd.Function):
         return all_gather(gradient, 0, ctx.group), None
 
 
-def leave_in_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial sums to the rows (dim 0) of their total: Partial -> Shard(0), the gradient Shard(0) -> Replicate."""
-    return _LeaveInParts.apply(x, group)
+    return _ReduceScatterToTPRegion.apply(x, group)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -97,13 +97,13 @@ class _Gather(torch.autograd.Function):
         return mine.contiguous(), None, None
 
 
-def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def gather_from_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Parts to a replicated whole that every rank goes on with in the same way: Shard(dim) -> Replicate, the gradient
     Replicate -> Shard(dim)."""
-    return _Gather.apply(x, dim, group)
+    return _GatherFromTPRegion.apply(x, dim, group)
 
 
-class _Cut(torch.autograd.Function):
+class _ScatterToTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -114,9 +114,9 @@ class _Cut(torch.autograd.Function):
         return all_gather(gradient, ctx.dim, ctx.group), None, None
 
 
-def cut(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def scatter_to_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """A replicated whole to this rank's part: Replicate -> Shard(dim), the gradient Shard(dim) -> Replicate."""
-    return _Cut.apply(x, dim, group)
+    return _ScatterToTPRegion.apply(x, dim, group)
 
 
 class _GatheredLinear(torch.autograd.Function):

@@ -23,10 +23,17 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import IGNORED, ViTConfig
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.phases import Phase, untimed
-from vitpar.parallel.pipeline import Stage, build_schedule, pipeline_stage, receive_tokens, send_tokens, travel_layouts
-from vitpar.parallel.precision import NarrowCopies, precision
+from vitpar.parallel.pipeline import (
+    StageModule,
+    build_schedule,
+    pipeline_stage,
+    receive_tokens,
+    send_tokens,
+    travel_layouts,
+)
+from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.tensor import PartialGradient, TensorSums
-from vitpar.strategy import Part, Plan, batch_arithmetic, image_layout, logit_layout
+from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
 from vitpar.strategy.layout import copies
@@ -50,14 +57,14 @@ class ParallelModel:
         plan: Plan,
         execution: Execution,
         pipe: DeviceMesh,
-        stages: dict[int, Stage],
+        stages: dict[int, StageModule],
         meshes: dict[str, DeviceMesh],
         partial: Sequence[PartialGradient],
         device: torch.device,
     ) -> None:
         self.config, self.plan, self.execution, self.device = config, plan, execution, device
         self.pipe, self.stages, self.batch_size = pipe, stages, execution.batch_size
-        self.precision = numbers = precision(execution.precision, execution.reduce_dtype)
+        self.precision = precision = resolve_precision(execution.precision, execution.reduce_dtype)
         self.loss_scale: float | Tensor = 1.0
         self.phase: Phase = untimed
         self.batch = batch_arithmetic(plan, self.batch_size)
@@ -76,9 +83,9 @@ class ParallelModel:
         plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
         backwards = None if plan.splits_backward else self.batch.microbatches
         by_mesh = [(layer, meshes[name]) for name, layer in plain.items()]
-        self._gradient_sums = gradient_sums(by_mesh, backwards, numbers.reduce, execution.communication.bucket_cap_mb)
+        self._gradient_sums = gradient_sums(by_mesh, backwards, precision.reduce, execution.communication.bucket_cap_mb)
         narrow = [layer for name, layer in plain.items() if executions[name].narrow_copies]
-        self.narrow = NarrowCopies(narrow, numbers.compute)
+        self.narrow = LowPrecisionParams(narrow, precision.compute)
         self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
@@ -267,16 +274,16 @@ class ParallelModel:
         ends = [*range(0, batch, self.batch.microbatch_rows), batch]
         return [end - start for start, end in pairwise(ends)]
 
-    def _rows(self, part: Part, batch: int) -> list[int]:
+    def _rows(self, part: ActivationPart, batch: int) -> list[int]:
         found, start = [], 0
         for size in self._pieces(batch):
             found += [start + row for row in part.row_range(size)]
             start += size
         return found
 
-    def _token_shape(self, part: Part, batch: int) -> tuple[int, int, int]:
+    def _token_shape(self, part: ActivationPart, batch: int) -> tuple[int, int, int]:
         rows = sum(len(part.row_range(piece)) for piece in self._pieces(batch))
-        return rows, self.config.tokens, len(part.feature_range(self.config.width))
+        return rows, self.config.tokens, len(part.feature_range(self.config.embed_dim))
 
     def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
         """What stage `index` takes and gives in a micro-batch, on meta."""

@@ -29,8 +29,8 @@ from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import compute_in_float8, float8_fault
 from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, tensor_mesh
 from vitpar.parallel.model import ParallelModel
-from vitpar.parallel.pipeline import Stage, stage_layers, travel_layouts
-from vitpar.parallel.precision import Precision, precision
+from vitpar.parallel.pipeline import StageModule, stage_layers, travel_layouts
+from vitpar.parallel.precision import Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
@@ -49,8 +49,8 @@ def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: tor
     refuse_unused(plan, execution.precision, asdict(execution.communication))
     if execution.activation_memory_budget is not None:  # of all that compiles from here on
         torch._functorch.config.activation_memory_budget = execution.activation_memory_budget
-    numbers = precision(execution.precision, execution.reduce_dtype)
-    if numbers.float8 and (fault := float8_fault(device)):
+    precision = resolve_precision(execution.precision, execution.reduce_dtype)
+    if precision.float8 and (fault := float8_fault(device)):
         raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
     pipe = pipeline_mesh(plan, device.type)
     strategies, rules = plan.strategies(config.layer_names), execution.rules(plan)
@@ -63,11 +63,11 @@ def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: tor
     stages = {}
     for index in stages_of_rank(pipe.get_local_rank("pp"), plan):
         with torch.device("meta"):
-            stage = Stage(config, parts[index]).to(numbers.parameters)
+            stage = StageModule(config, parts[index]).to(precision.parameters)
         for name, layer in stage.layers().items():
             strategy = strategies[name]
-            partial_gradients += _compute(layer, strategy, tensor_axes[strategy], numbers.float8, execution.compile)
-        _shard(stage, executions, by_name, numbers, execution.communication.prefetch)
+            partial_gradients += _compute(layer, strategy, tensor_axes[strategy], precision.float8, execution.compile)
+        _shard(stage, executions, by_name, precision, execution.communication.prefetch)
         _connect(stage, index, strategies, config, plan, pipe)
         _materialise(stage, executions, device)
         initialise(stage, execution.seed, config)
@@ -91,25 +91,25 @@ def _compute(
 
 
 def _shard(
-    stage: Stage,
+    stage: StageModule,
     executions: dict[str, LayerExecution],
     meshes: dict[str, DeviceMesh],
-    numbers: Precision,
+    precision: Precision,
     prefetched: int | None,
 ) -> None:
     """Step 6. prefetched: how many layers ahead parameters are gathered, None as FSDP2 does by itself."""
     wrapped = [(name, layer) for name, layer in stage.layers().items() if executions[name].wrapped]
     for name, layer in wrapped:
-        shard(layer, meshes[name], numbers.policy, executions[name])
+        shard(layer, meshes[name], precision.policy, executions[name])
     if wrapped:
-        shard_stage(stage, meshes[wrapped[-1][0]], numbers.policy)
+        shard_stage(stage, meshes[wrapped[-1][0]], precision.policy)
         reduce_always(stage, [layer for name, layer in wrapped if executions[name].reduced == "every micro-batch"])
         if prefetched is not None:
             prefetch(stage.layers().values(), prefetched)
 
 
 def _connect(
-    stage: Stage, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
+    stage: StageModule, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
 ) -> None:
     """Step 7."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
@@ -118,13 +118,13 @@ def _connect(
         wanted = token_layout(strategies[name])
         stage.rows[name] = wanted[me]
         if name != "stem" and layout != wanted:
-            stage.before[name] = Redistribute(layout, wanted, config.width, group)
+            stage.before[name] = Redistribute(layout, wanted, config.embed_dim, group)
         layout = wanted
     if index < plan.num_stages - 1 and layout != travel[index]:
-        stage.after = Redistribute(layout, travel[index], config.width, group)
+        stage.after = Redistribute(layout, travel[index], config.embed_dim, group)
 
 
-def _materialise(stage: Stage, executions: dict[str, LayerExecution], device: torch.device) -> None:
+def _materialise(stage: StageModule, executions: dict[str, LayerExecution], device: torch.device) -> None:
     """Step 8, but for the values."""
     for name, layer in stage.layers().items():
         layer.to_empty(device=torch.device("cpu") if executions[name].offloaded else device)

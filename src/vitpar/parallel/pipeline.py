@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import ViT
 from vitpar.parallel.redistribute import Redistribute
-from vitpar.strategy import Part, Plan, Strategy, rank_of_stage, split_blocks, token_layout
+from vitpar.strategy import ActivationPart, Plan, Strategy, rank_of_stage, split_blocks, token_layout
 from vitpar.strategy.layout import Layout
 
 CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -125,7 +125,7 @@ def receive_tokens(
     return tokens
 
 
-class Stage(ViT):
+class StageModule(ViT):
     """The layers `names` of a model, each computing this rank's part of a micro-batch.
 
     before: what to do with the activation before a layer, by its name. after: and behind the last layer.
@@ -136,7 +136,7 @@ class Stage(ViT):
         super().__init__(config, names)
         self.before: dict[str, Redistribute] = {}
         self.after: Redistribute | None = None
-        self.rows: dict[str, Part] = {}
+        self.rows: dict[str, ActivationPart] = {}
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: this rank's part of the images or tokens. keys: int64, those of the whole micro-batch, or None."""

@@ -15,12 +15,12 @@ sharded several micro-batches then also add up in it before they are sent. Gradi
 ends at 65504 and loses what is below 6e-8, so the loss is scaled up before backward
 (``vitpar.training.optim.loss_scale``).
 
-What computes in 16 bits needs copies of its parameters. ``fully_shard`` makes them where it is around a layer;
-elsewhere `NarrowCopies` takes the places of the parameters in their modules, for the time of a step or an evaluation
-batch. One operation a layer makes them, and its backward brings the gradients back: so those of a layer are float32 as
-soon as backward has passed it, and several micro-batches add up in float32. ``fully_shard`` would do the same with
-every copy made twice through a buffer, and hooks around every layer (more than half of the host's time in a small
-model's step).
+Layers that compute in 16 bits need 16-bit copies of their parameters. Where ``fully_shard`` wraps a layer, it makes
+them. Elsewhere `LowPrecisionParams` puts the copies into the modules in place of the parameters for one step or one
+evaluation batch. One operation per layer makes the copies, and its backward returns the gradients: a layer's gradients
+are float32 as soon as backward has passed it, and micro-batches accumulate in float32. ``fully_shard`` would make
+every copy twice, through a buffer, and add hooks to every layer (more than half of the host time of a small model's
+step).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vitpar.errors import RecipeError
 from vitpar.sharded import to_local
-from vitpar.strategy.execution import NARROW
+from vitpar.strategy.execution import REDUCE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ PRECISIONS = {
 }
 
 
-def precision(name: str, reduce_dtype: str | None = None) -> Precision:
+def resolve_precision(name: str, reduce_dtype: str | None = None) -> Precision:
     """The precision called `name`, with gradients reduced in `reduce_dtype` ("fp32", "bf16", "fp16"; None: in what the
     table says first).
 
@@ -78,13 +78,13 @@ def precision(name: str, reduce_dtype: str | None = None) -> Precision:
     """
     if name not in PRECISIONS:
         raise RecipeError(f"unknown precision '{name}': use {', '.join(PRECISIONS)}")
-    numbers = PRECISIONS[name]
+    precision = PRECISIONS[name]
     if reduce_dtype is None:
-        return numbers
-    if reduce_dtype not in ("fp32", NARROW.get(name)) or name not in NARROW:
-        kinds = f"fp32 or {NARROW[name]}" if name in NARROW else "itself alone"
+        return precision
+    if reduce_dtype not in ("fp32", REDUCE_DTYPES.get(name)) or name not in REDUCE_DTYPES:
+        kinds = f"fp32 or {REDUCE_DTYPES[name]}" if name in REDUCE_DTYPES else "itself alone"
         raise RecipeError(f"{name} cannot reduce gradients in '{reduce_dtype}': it reduces in {kinds}")
-    return replace(numbers, reduce=PRECISIONS[reduce_dtype].compute)
+    return replace(precision, reduce=PRECISIONS[reduce_dtype].compute)
 
 
 def slow_here(name: str, device: torch.device) -> str | None:
@@ -119,7 +119,7 @@ def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, .
     return tuple(copies)
 
 
-class NarrowCopies:
+class LowPrecisionParams:
     """Of the parameters of some layers, in `dtype`."""
 
     def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from vitpar.strategy.layout import Layout, Part, moves
+from vitpar.strategy.layout import ActivationPart, Layout, moves
 
 
 class Redistribute:
@@ -86,7 +86,7 @@ def _pieces(
     return given, taken, any(m.sender != m.receiver for m in every)
 
 
-def _slices(part: Part, rows: range, features: range, batch: int, width: int) -> _Piece:
+def _slices(part: ActivationPart, rows: range, features: range, batch: int, width: int) -> _Piece:
     first_row, first_feature = part.row_range(batch).start, part.feature_range(width).start
     return (
         slice(rows.start - first_row, rows.stop - first_row),

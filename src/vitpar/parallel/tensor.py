@@ -39,12 +39,12 @@ from vitpar.models.vit import Layer
 from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
-    cut,
-    enter,
-    gather,
+    copy_to_tp_region,
+    gather_from_tp_region,
     gathered_linear,
-    leave,
-    leave_in_parts,
+    reduce_from_tp_region,
+    reduce_scatter_to_tp_region,
+    scatter_to_tp_region,
     split_layer_norm,
 )
 from vitpar.sharded import to_local
@@ -93,15 +93,15 @@ def _in_float8(module: SplitModule) -> bool:
 
 
 def _column(module: SplitModule, x: Tensor) -> Tensor:
-    return _product(module, enter(x, _group(module, "j")), to_local(module.bias))
+    return _product(module, copy_to_tp_region(x, _group(module, "j")), to_local(module.bias))
 
 
 def _row(module: SplitModule, x: Tensor) -> Tensor:
-    return leave(_product(module, x), _group(module, "j")) + to_local(module.bias)
+    return reduce_from_tp_region(_product(module, x), _group(module, "j")) + to_local(module.bias)
 
 
 def _row_of_whole(module: SplitModule, x: Tensor) -> Tensor:
-    return _row(module, cut(x, -1, _group(module, "j")))
+    return _row(module, scatter_to_tp_region(x, -1, _group(module, "j")))
 
 
 def _column_of_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
@@ -109,11 +109,11 @@ def _column_of_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
 
 
 def _row_to_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
-    return leave_in_parts(_product(module, x), _group(module, "j")) + to_local(module.bias)
+    return reduce_scatter_to_tp_region(_product(module, x), _group(module, "j")) + to_local(module.bias)
 
 
 def _gather_batch(module: SplitModule, x: Tensor) -> Tensor:
-    return gather(x, 0, _group(module, "j"))
+    return gather_from_tp_region(x, 0, _group(module, "j"))
 
 
 def _features(axis: str) -> Forward:
@@ -129,7 +129,7 @@ def _features_to_whole(axis: str) -> Forward:
     """A linear of split features to whole ones."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
-        return leave(_product(module, x), _group(module, axis)) + to_local(module.bias)
+        return reduce_from_tp_region(_product(module, x), _group(module, axis)) + to_local(module.bias)
 
     return forward
 
@@ -146,7 +146,7 @@ def _on_cube(gathered: str, summed: str) -> Forward:
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
         products = _gathered_product(module, x, 0, gathered)
-        return leave_in_parts(products, _group(module, summed)) + to_local(module.bias)
+        return reduce_scatter_to_tp_region(products, _group(module, summed)) + to_local(module.bias)
 
     return forward
 

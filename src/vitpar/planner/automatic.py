@@ -104,7 +104,7 @@ def make_search(
     moments: copies of the parameters that the optimizer and the running average keep. Raises PlannerError.
     """
     from vitpar.planner.search.best import Search
-    from vitpar.planner.search.expand import Effort
+    from vitpar.planner.search.expand import SearchEffort
     from vitpar.planner.search.space import FLAGS, ROLES, Space
     from vitpar.planner.sources import known_flags
 
@@ -131,7 +131,7 @@ def make_search(
         tensors=costs.model.tensors,
         microbatch_counts=microbatches,
     )
-    return Search(space, costs, moments, Effort(seconds=seconds))
+    return Search(space, costs, moments, SearchEffort(seconds=seconds))
 
 
 def run_search(searching: Search, budget: float, progress: Progress | None = None) -> Result:

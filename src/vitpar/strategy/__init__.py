@@ -7,7 +7,7 @@ from vitpar.strategy.batch import BatchArithmetic, batch_arithmetic
 from vitpar.strategy.execution import Communication, Execution
 from vitpar.strategy.grammar import parse
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
-from vitpar.strategy.layout import Part, image_layout, logit_layout, token_layout
+from vitpar.strategy.layout import ActivationPart, image_layout, logit_layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES, Schedule
 from vitpar.strategy.stages import (
@@ -27,12 +27,12 @@ __all__ = [
     "SCHEDULES",
     "SPLITS",
     "TENSOR_MODES",
+    "ActivationPart",
     "Axis",
     "BatchArithmetic",
     "Communication",
     "Execution",
     "ModelShape",
-    "Part",
     "Plan",
     "Role",
     "Schedule",

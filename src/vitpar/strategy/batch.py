@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BATCH_SIZE
 from vitpar.strategy.layer import Strategy
-from vitpar.strategy.layout import Part, row_parts
+from vitpar.strategy.layout import ActivationPart, row_parts
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.text import closest, count, divisors, either, shown
@@ -33,7 +33,7 @@ class BatchArithmetic:
         """Images of a micro-batch over all ranks of a stage."""
         return self.data_parallel * self.microbatch_size
 
-    def rows(self, part: Part) -> list[int]:
+    def rows(self, part: ActivationPart) -> list[int]:
         """The images of the global batch that a rank with `part` of every micro-batch works on, in its order."""
         n = self.microbatch_rows
         return [m * n + row for m in range(self.microbatches) for row in part.row_range(n)]

@@ -25,7 +25,7 @@ from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
 
-NARROW = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+REDUCE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """By precision that computes in 16 bits: what gradients can be reduced in besides fp32."""
 
 Reduced = Literal["every micro-batch", "last micro-batch", "end of step"]
@@ -117,7 +117,7 @@ class Rules:
     @classmethod
     def under(cls, plan: Plan, precision: str, communication: Communication = Communication()) -> Rules:
         """Return the rules for the layers of `plan` in a precision."""
-        return cls(plan.pp != 1, plan.splits_backward, precision in NARROW, communication)
+        return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication)
 
     def of(self, strategy: Strategy, layer: str) -> LayerExecution:
         """The execution of the layer called `layer` ("stem", "blocks.0" …, "head") under `strategy`."""

@@ -26,7 +26,7 @@ from vitpar.strategy.layer import Strategy
 
 
 @dataclass(frozen=True)
-class Part:
+class ActivationPart:
     """Part `row` of `rows` equal parts of the batch, and `feature` of `features` of the features, from 0."""
 
     row: int = 0
@@ -42,7 +42,7 @@ class Part:
         """The features, of `width` in all."""
         return _range(self.feature, self.features, width)
 
-    def overlap(self, other: Part, batch: int, width: int) -> tuple[range, range] | None:
+    def overlap(self, other: ActivationPart, batch: int, width: int) -> tuple[range, range] | None:
         """Rows and features that are in both, None where there are none."""
         rows = _meet(self.row_range(batch), other.row_range(batch))
         features = _meet(self.feature_range(width), other.feature_range(width))
@@ -54,7 +54,7 @@ class Part:
         return 1 / (self.rows * self.features)
 
 
-Layout = tuple[Part, ...]
+Layout = tuple[ActivationPart, ...]
 """The part of every rank of a stage, in rank order."""
 
 
@@ -172,7 +172,7 @@ def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
 
     Of several ranks that hold a part, the receivers take turns.
     """
-    holders: dict[Part, list[int]] = {}
+    holders: dict[ActivationPart, list[int]] = {}
     for rank, part in enumerate(source):
         holders.setdefault(part, []).append(rank)
     rows, features = source[0].rows, source[0].features
@@ -180,7 +180,7 @@ def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
     for receiver, wanted in enumerate(target):
         for row in _meeting(wanted.row, wanted.rows, rows):
             for feature in _meeting(wanted.feature, wanted.features, features):
-                part = Part(row, rows, feature, features)
+                part = ActivationPart(row, rows, feature, features)
                 piece = part.overlap(wanted, batch, width)
                 assert piece is not None, f"{part} does not meet {wanted}"
                 ranks = holders[part]
@@ -219,7 +219,7 @@ def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]
     parts = []
     for rank in range(strategy.size):
         at = place(strategy, rank)
-        parts.append(Part(*_index(rows, at, sizes), *_index(features, at, sizes)))
+        parts.append(ActivationPart(*_index(rows, at, sizes), *_index(features, at, sizes)))
     return tuple(parts)
 
 

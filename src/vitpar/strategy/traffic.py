@@ -54,7 +54,7 @@ def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
         return _cube(model, shape["j"], cells)
     if strategy.tensor_mode != "1d":
         return _square(model, shape["j"], cells)
-    whole = cells * model.width
+    whole = cells * model.embed_dim
     if strategy.sequence_parallel:
         gather, scatter = (Collective(kind, "j", shape["j"], whole) for kind in ("all_gather", "reduce_scatter"))
         return Counter({gather: 2, scatter: 2}), Counter({gather: 4, scatter: 2}), scatter
@@ -79,7 +79,7 @@ def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traf
     images, classifiers = rows // strategy.data_parallel, 1 + model.distillation
     if strategy.tensor_mode == "1d":
         if strategy.sequence_parallel:
-            forward[Collective("all_gather", "j", side, images * model.width)] += classifiers
+            forward[Collective("all_gather", "j", side, images * model.embed_dim)] += classifiers
         last = Collective("all_reduce", "j", side, images * model.num_classes)
         forward[last] += classifiers
         backward[Collective("all_gather", "j", side, images * model.features)] += classifiers
@@ -90,7 +90,7 @@ def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traf
     forward[Collective("all_reduce", axis, side, normed)] += 2
     backward[Collective("all_reduce", axis, side, 2 * normed)] += 1
     if model.representation_size:
-        pooled = images * model.width
+        pooled = images * model.embed_dim
         forward[Collective("all_gather", axis, side, pooled)] += classifiers
         backward[Collective("all_gather", axis, side, pooled)] += classifiers
         backward[Collective("reduce_scatter", axis, side, pooled)] += classifiers
@@ -104,7 +104,7 @@ def _square(model: ModelShape, q: int, cells: int) -> _Kept:
     scattered; the statistics of two norms."""
     forward: Traffic = Counter({Collective("all_reduce", "j", q, cells): 4})
     backward: Traffic = Counter({Collective("all_reduce", "j", q, 2 * cells): 2})
-    for features in (model.width, model.width, model.width, model.hidden):
+    for features in (model.embed_dim, model.embed_dim, model.embed_dim, model.mlp_hidden_dim):
         forward[Collective("all_gather", "j", q, cells * features)] += 1
         backward[Collective("all_gather", "j", q, cells * features)] += 1
         backward[Collective("reduce_scatter", "j", q, cells * features)] += 1
@@ -115,7 +115,7 @@ def _cube(model: ModelShape, q: int, cells: int) -> _Kept:
     """3d: rows gathered over one axis, sums scattered over the other, the axes swapped from product to product."""
     forward: Traffic = Counter({Collective("all_reduce", "k", q, cells // q): 4})
     backward: Traffic = Counter({Collective("all_reduce", "k", q, 2 * cells // q): 2})
-    width, hidden = model.width, model.hidden
+    width, hidden = model.embed_dim, model.mlp_hidden_dim
     products = (
         ("j", "k", width, 3 * width),
         ("k", "j", width, width),

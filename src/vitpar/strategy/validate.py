@@ -25,15 +25,15 @@ class ModelShape(Protocol):
         """Blocks."""
 
     @property
-    def width(self) -> int:
+    def embed_dim(self) -> int:
         """Features of a token."""
 
     @property
-    def heads(self) -> int:
+    def num_heads(self) -> int:
         """Attention heads of a block."""
 
     @property
-    def hidden(self) -> int:
+    def mlp_hidden_dim(self) -> int:
         """Hidden features of a block's MLP."""
 
     @property
@@ -90,9 +90,9 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
 def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
     """What tp, or a side of its square or cube, has to divide."""
     tp, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    split = {"head": model.heads, "hidden feature": model.hidden, "classifier feature": model.features}
+    split = {"head": model.num_heads, "hidden feature": model.mlp_hidden_dim, "classifier feature": model.features}
     if strategy.tensor_mode != "1d":
-        split["feature"] = model.width
+        split["feature"] = model.embed_dim
     divides = math.gcd(*split.values())
     for noun, number in split.items():
         if number % side == 0:

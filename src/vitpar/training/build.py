@@ -10,7 +10,7 @@ import torch
 
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import Communication, ParallelModel, parallelize
-from vitpar.parallel.attention import Attention, choose_attention
+from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
@@ -24,7 +24,7 @@ from vitpar.training.step import TrainStep, nothing
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingComponents:
     """The parts of one rank. scaler: of the loss, in fp16 alone. ema: the averaged parameters, where the recipe wants
     them. warnings: what makes steps slower than they would be elsewhere."""
 
@@ -36,7 +36,7 @@ class Trained:
     ema: EMA | None
     warnings: tuple[str, ...]
 
-    def choose_attention(self, kept: str | None = None) -> Attention:
+    def choose_attention(self, kept: str | None = None) -> AttentionChoice:
         """``vitpar.parallel.attention.choose_attention`` for the recipe. Collective. Raises RecipeError."""
         model, train = self.model, self.recipe.train
         shape = (model.config, model.plan, train.batch_size, model.precision, model.device)
@@ -75,7 +75,7 @@ def execution(recipe: Recipe, plan: Plan, compile_blocks: bool) -> Execution:
     )
 
 
-def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> Trained:
+def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> TrainingComponents:
     """The parts that `recipe` asks for, with initial values. Collective.
 
     config: ``recipe.config`` for the data's classes. plan: validated against it and the recipe's batch. Raises
@@ -86,9 +86,9 @@ def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks look into blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
     model = parallelize(config, plan, execution(recipe, plan, compiling.blocks), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.heads)
+    optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.num_heads)
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
     warnings = tuple(filter(None, (because, slow_here(train.precision, device))))
-    return Trained(recipe, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)
+    return TrainingComponents(recipe, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Origin:
+class SettingsOrigin:
     """Where settings of a recipe come from that nobody gave."""
 
     default_images: int | None = None
@@ -41,7 +41,7 @@ class RunHeader:
     val_samples: int
     steps: int
     folder: str
-    origin: Origin = Origin()
+    origin: SettingsOrigin = SettingsOrigin()
 
 
 class Reporter:

@@ -19,12 +19,12 @@ from vitpar.data import (
     LoaderSettings,
     Mix,
     Normalize,
-    Order,
-    Part,
+    SampleOrder,
     ShardSet,
     Skipped,
     StreamEvalLoader,
     StreamLoader,
+    StreamPart,
     StreamSet,
     TrainLoader,
     TrainTransform,
@@ -104,10 +104,10 @@ def mixing(recipe: Recipe) -> Mix:
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
 
-def order_of(recipe: Recipe, samples: int) -> Order:
+def order_of(recipe: Recipe, samples: int) -> SampleOrder:
     """The order in which `samples` training samples come. Raises RecipeError for a setting out of its range."""
     data, augment = recipe.data, recipe.augment
-    return Order(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)
+    return SampleOrder(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)
 
 
 class Input:
@@ -234,7 +234,7 @@ class Input:
         """Return the rows of a training batch that this rank and its peers decode: their own, and those mixed in."""
         return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
 
-    def _part(self) -> tuple[Part | None, int]:
+    def _part(self) -> tuple[StreamPart | None, int]:
         """Return the number of this rank among those that decode a batch (None: it does not), and their count."""
         groups, rank = self._model.image_groups, dist.get_rank()
         count = self._model.batch_size // len(groups)  # rows that a group takes
@@ -242,7 +242,7 @@ class Input:
         decoding = -(-count // share)  # of a group; in a large one the last may have nothing to do
         assert not self._rows or len(self._rows) == count, "groups take equally many rows"
         readers = [reader for group in groups for reader in group[:decoding]]
-        return (Part(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
+        return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
     def _settings(self, rows: Sequence[int]) -> LoaderSettings:
         """Return settings of a loader that gives this rank's share of `rows`."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitpar.checkpoint import Best, Checkpoint, Facts
+from vitpar.checkpoint import BestEvaluation, Checkpoint, Facts
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest
@@ -21,7 +21,7 @@ from vitpar.text import count
 from vitpar.training.begin import begin
 from vitpar.training.build import build
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.events import Logged, Origin, Reporter, RunHeader
+from vitpar.training.events import Logged, Reporter, RunHeader, SettingsOrigin
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
 from vitpar.training.input import Input, InputWatch, decoding_threads, open_data
@@ -62,7 +62,7 @@ class Trainer:
         resume: Path | None = None,
         allow_change: Sequence[str] = (),
         notes: Sequence[str] = (),
-        origin: Origin = Origin(),
+        origin: SettingsOrigin = SettingsOrigin(),
         watchdog: Watchdog | None = None,
     ) -> None:
         self.watchdog = watchdog or Watchdog()
@@ -207,7 +207,7 @@ class Trainer:
             beat = partial(self.watchdog.beat, EVALUATING, self.done)
             return evaluate(self.model, self.input, self.val_set, beat)
 
-    def _texts(self, step: int, samples: int, best: Best | None) -> dict[str, str]:
+    def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
         paths = {"attention": self.attention.backend, "compiled": self.model.execution.compile}
         facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)

@@ -77,7 +77,7 @@ class Renamed:
 
 
 @dataclass(frozen=True)
-class Part:
+class MappedParameter:
     """A parameter of vitpar's, made of others. names: theirs. shape: when made."""
 
     names: tuple[str, ...]
@@ -111,26 +111,26 @@ def renamed(place: object, shapes: Shapes) -> Renamed:
     return Renamed(format, names, {ours: shapes[name] for ours, name in names.items()}, notes)
 
 
-def parts(found: Renamed, config: ViTConfig) -> dict[str, Part]:
+def parts(found: Renamed, config: ViTConfig) -> dict[str, MappedParameter]:
     """How each parameter of vitpar's, by name, is made of the tensors that were found; some may be missing, further
     ones there, and their shapes others than `config` has."""
-    made = {ours: Part((name,), found.shapes[ours]) for ours, name in found.names.items()}
+    made = {ours: MappedParameter((name,), found.shapes[ours]) for ours, name in found.names.items()}
     if found.format != "vitpar":
         _unfold_patches(made)
-        _fuse_queries(made, config.heads)
+        _fuse_queries(made, config.num_heads)
         _make_registers(made, config)
     _complete_positions(made, config)
     return made
 
 
-def _unfold_patches(made: dict[str, Part]) -> None:
+def _unfold_patches(made: dict[str, MappedParameter]) -> None:
     part = made.get("stem.proj.weight")
     if part and len(part.shape) == 4:
         shape = (part.shape[0], part.shape[1] * part.shape[2] * part.shape[3])
-        made["stem.proj.weight"] = Part(part.names, shape, lambda kernel: kernel.flatten(1))
+        made["stem.proj.weight"] = MappedParameter(part.names, shape, lambda kernel: kernel.flatten(1))
 
 
-def _fuse_queries(made: dict[str, Part], heads: int) -> None:
+def _fuse_queries(made: dict[str, MappedParameter], heads: int) -> None:
     """Rows in the order (head, q|k|v, feature), from one tensor or from three."""
 
     def ordered(*tensors: Tensor) -> Tensor:
@@ -145,12 +145,12 @@ def _fuse_queries(made: dict[str, Part], heads: int) -> None:
                 three = [made.pop(name) for name in apart]
                 if len({part.shape for part in three}) == 1:
                     rows, *columns = three[0].shape
-                    made[fused] = Part(tuple(part.names[0] for part in three), (3 * rows, *columns), ordered)
+                    made[fused] = MappedParameter(tuple(part.names[0] for part in three), (3 * rows, *columns), ordered)
             elif fused in made:
-                made[fused] = Part(made[fused].names, made[fused].shape, ordered)
+                made[fused] = MappedParameter(made[fused].names, made[fused].shape, ordered)
 
 
-def _make_registers(made: dict[str, Part], config: ViTConfig) -> None:
+def _make_registers(made: dict[str, MappedParameter], config: ViTConfig) -> None:
     """Tokens that take part and are not read, in the order they stand in."""
     unread = [
         *(["stem.cls_token"] if config.pool == "avg" else []),
@@ -163,13 +163,15 @@ def _make_registers(made: dict[str, Part], config: ViTConfig) -> None:
         tokens.append(made.pop("stem.reg_token"))
     count = sum(part.shape[1] for part in tokens if len(part.shape) == 3)
     names = tuple(name for part in tokens for name in part.names)
-    made["stem.reg_token"] = Part(names, (1, count, config.width), lambda *each: torch.cat(each, dim=1))
+    made["stem.reg_token"] = MappedParameter(names, (1, count, config.embed_dim), lambda *each: torch.cat(each, dim=1))
 
 
-def _complete_positions(made: dict[str, Part], config: ViTConfig) -> None:
+def _complete_positions(made: dict[str, MappedParameter], config: ViTConfig) -> None:
     """Zero positions of the tokens before the patches, where there are none."""
     part = made.get("stem.pos_embed")
-    if part and part.shape == (1, config.patches, config.width) and config.prefix_tokens:
-        zeros = torch.zeros(1, config.prefix_tokens, config.width)
-        shape = (1, config.tokens, config.width)
-        made["stem.pos_embed"] = Part(part.names, shape, lambda table: torch.cat([zeros.to(table.dtype), table], dim=1))
+    if part and part.shape == (1, config.patches, config.embed_dim) and config.prefix_tokens:
+        zeros = torch.zeros(1, config.prefix_tokens, config.embed_dim)
+        shape = (1, config.tokens, config.embed_dim)
+        made["stem.pos_embed"] = MappedParameter(
+            part.names, shape, lambda table: torch.cat([zeros.to(table.dtype), table], dim=1)
+        )

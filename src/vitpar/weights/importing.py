@@ -29,7 +29,7 @@ POSITIONS = "stem.pos_embed"
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedWeights:
     """format: whose names they had. notes: what is not as it was, and what the user should know."""
 
     format: str
@@ -48,7 +48,7 @@ def import_weights(
     trust: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Imported:
+) -> ImportedWeights:
     """Write the weights of the file or folder `path` to the new `folder`, in float32.
 
     model: its name, for what neither tensors nor a config.json tell. classes: of a classifier that begins anew, from
@@ -100,7 +100,7 @@ def import_weights(
         shard_bytes=shard_bytes,
         progress=progress,
     )
-    return Imported(found.format, config, files, notes)
+    return ImportedWeights(found.format, config, files, notes)
 
 
 def interpolated(before: ViTConfig, after: ViTConfig) -> str:
@@ -144,7 +144,7 @@ def _section(config: ViTConfig) -> dict[str, Any]:
     try:
         plain = model_config(config.name)
     except ModelError:
-        plain = ViTConfig(name="vit_custom", patch_size=1, width=1, depth=1, heads=1, hidden=1)
+        plain = ViTConfig(name="vit_custom", patch_size=1, embed_dim=1, depth=1, num_heads=1, mlp_hidden_dim=1)
     # How many classes there are is said by the data; a recipe's images have three channels.
     said = [field.name for field in fields(config) if field.name not in ("name", "num_classes", "channels")]
     changed = {name: value for name in said if (value := getattr(config, name)) != getattr(plain, name)}

@@ -51,7 +51,7 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         return _timm(config)
     pool = config.get("pool")
     return Hints(
-        heads=_number(config.get("heads")),
+        heads=_number(config.get("num_heads")),
         pool=pool if isinstance(pool, str) else None,
         image_size=_number(config.get("image_size")),
         patch_size=_number(config.get("patch_size")),
@@ -97,8 +97,8 @@ def _timm(config: Mapping[str, Any]) -> Hints:
     sizes = FAMILIES.get(f"vit_{family[1]}") if family else None
     arguments = config.get("model_args")
     heads = _number(arguments.get("num_heads")) if isinstance(arguments, dict) else None
-    if heads is None and sizes and _number(config.get("num_features")) in (None, sizes["width"]):
-        heads = sizes["heads"]
+    if heads is None and sizes and _number(config.get("num_features")) in (None, sizes["embed_dim"]):
+        heads = sizes["num_heads"]
     size = said.get("input_size")
     pool = {"token": "cls", "avg": "avg"}.get(str(said.get("global_pool")))
     return Hints(heads, pool, _number(size[-1]) if isinstance(size, list) and size else None, data=data)
@@ -137,7 +137,7 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
     if channels != 3:
         raise DataError(f"'{place}' takes images of {channels} channels, where vitpar's have 3: it cannot be imported")
     norm = shapes.get("blocks.0.attn.q_norm.weight")
-    heads = width // norm[0] if norm and norm[0] else hints.heads or (named.heads if named else None)
+    heads = width // norm[0] if norm and norm[0] else hints.heads or (named.num_heads if named else None)
     if heads is None:
         raise DataError(
             f"the tensors in '{place}' do not tell how many heads there are: name the model with --model"
@@ -158,15 +158,15 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
         config = ViTConfig(
             name=model or "vit_custom",
             patch_size=patch,
-            width=width,
+            embed_dim=width,
             depth=len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
-            heads=heads,
-            hidden=size("blocks.0.mlp.fc1.weight", 0),
+            num_heads=heads,
+            mlp_hidden_dim=size("blocks.0.mlp.fc1.weight", 0),
             image_size=grid * patch,
             num_classes=size("head.fc.weight", 0) if "head.fc.weight" in shapes else 1,
             channels=channels,
             pool="cls" if read else "avg",
-            registers=registers,
+            num_reg_tokens=registers,
             distillation=distilled,
             representation_size=size("head.representation.weight", 0)
             if "head.representation.weight" in shapes
@@ -178,7 +178,7 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
         )
     except ModelError as error:
         raise DataError(f"'{place}' is no model of vitpar's: {error}") from None
-    for field in ("patch_size", "width", "depth", "heads", "hidden"):
+    for field in ("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim"):
         if named and getattr(named, field) != getattr(config, field):
             raise DataError(
                 f"'{place}' is no {model}: its {field} is {getattr(config, field)} where that has "
@@ -225,5 +225,5 @@ def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int
 
 def _likely(width: int, patch: int) -> str:
     """An example of that width."""
-    family = next((name for name, sizes in FAMILIES.items() if sizes["width"] == width), None)
+    family = next((name for name, sizes in FAMILIES.items() if sizes["embed_dim"] == width), None)
     return f", perhaps {family}_patch{patch}_224" if family else ""

@@ -44,7 +44,7 @@ _SMALL = 1 << 16  # bytes that need no look at what there is
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignWeights:
     """Named tensors of somebody else. place: for messages. shapes: by name. configs: of the JSON files beside them,
     by name. notes: what the user should know of how they were read."""
 
@@ -55,7 +55,7 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def open_source(path: Path, trust: bool = False) -> Source:
+def open_source(path: Path, trust: bool = False) -> ForeignWeights:
     """Open a file, or a folder with a model and its config.json. Raises DataError.
 
     trust: whether a file that could run code is read all the same.
@@ -83,13 +83,13 @@ def open_source(path: Path, trust: bool = False) -> Source:
     raise DataError(f"'{path}' holds no weights under a name that is known ({known}): name the file itself")
 
 
-def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]) -> Source:
+def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
     around = _around(shards.shapes)
     shapes = {name.removeprefix(around): shape for name, shape in shards.shapes.items()}
-    return Source(place, shapes, lambda name: shards.read(around + name), configs)
+    return ForeignWeights(place, shapes, lambda name: shards.read(around + name), configs)
 
 
-def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str, dict[str, Any]]) -> Source:
+def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
@@ -105,7 +105,7 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     around = _around(tensors)
     tensors = {name.removeprefix(around): tensor for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Source(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
+    return ForeignWeights(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:

@@ -26,9 +26,9 @@ RECIPE = """
 name = "vit_custom"
 image_size = 8
 patch_size = 4
-width = 24
+embed_dim = 24
 depth = 2
-heads = 4
+num_heads = 4
 
 [data]
 path = "data"

@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
-    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2}
+    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
     sizes["init"] = "moco"  # every parameter has a gradient from the first step on
     values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
     values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 8}

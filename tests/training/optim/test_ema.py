@@ -16,7 +16,7 @@ VALUES = {"data.path": "x", "train.steps": 9, "train.batch_size": BATCH}
 
 
 def config_of() -> ViTConfig:
-    sizes = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2, "num_classes": 3}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 3}
     return model_config("vit_custom", **sizes)
 
 

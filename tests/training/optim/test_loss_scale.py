@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitpar.errors import RecipeError
-from vitpar.parallel.precision import PRECISIONS, precision
+from vitpar.parallel.precision import PRECISIONS, resolve_precision
 from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
 from vitpar.training.optim.norms import clip_, global_norm
 from vitpar.training.recipe import Recipe, read_recipe
@@ -136,10 +136,12 @@ def test_gradients_are_unscaled_and_clipped_at_once() -> None:
 
 
 def test_precision_refuses_other_reductions() -> None:
-    assert precision("fp16").reduce is torch.float32 and precision("bf16", "bf16").reduce is torch.bfloat16
+    assert (
+        resolve_precision("fp16").reduce is torch.float32 and resolve_precision("bf16", "bf16").reduce is torch.bfloat16
+    )
     for name, reduce_dtype in (("fp32", "bf16"), ("fp64", "fp32"), ("bf16", "fp16"), ("fp16", "bf16")):
         with pytest.raises(RecipeError, match=f"{name} cannot reduce gradients in '{reduce_dtype}'"):
-            precision(name, reduce_dtype)
+            resolve_precision(name, reduce_dtype)
 
 
 BASE = {"data.path": "x", "train.steps": 1}

@@ -108,7 +108,7 @@ def vit(mesh: str | None, device: torch.device) -> Any:
     from vitpar.models.initial import initialise
     from vitpar.models.vit import ViT
 
-    sizes = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 2, "heads": 2, "num_classes": 3}
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 3}
     config = model_config("vit_custom", **sizes, layer_scale=0.1, qk_norm=True, init="perturbed")
     if mesh is None:
         model = ViT(config).double()

@@ -137,7 +137,10 @@ def test_numbers_that_no_setting_has(key: str) -> None:
         ("faults.hang_minutes=1e300", "less than or equal to 1000000"),
         ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
         ("data.mean=" + "[" * 50 + "]" * 50, "recipe key 'data.mean"),
-        ("parallel.otherwise=[" + "'dp1'," * 20_000 + "]", f"'parallel.otherwise' is .*…: .*{MAX_ALTERNATIVES} items"),
+        (
+            "parallel.fallback_meshes=[" + "'dp1'," * 20_000 + "]",
+            f"fallback_meshes' is .*…: .*{MAX_ALTERNATIVES} items",
+        ),
         ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
     ],
 )
@@ -169,9 +172,11 @@ def test_plans_that_claim_too_much(assignment: str, message: str) -> None:
 
 def test_strategies_that_do_not_fit_are_told_briefly() -> None:
     layers = ",".join(f"{index}=dp2{'+ckpt' * (index % 2)}" for index in range(500))
-    otherwise = [f"pp1: {layers},*=dp2"] * MAX_ALTERNATIVES
-    recipe = read(None, f"parallel.mesh=pp1: {layers},*=dp2", f"parallel.otherwise={otherwise}")
-    with pytest.raises(StrategyError, match=r"neither parallel\.mesh nor any of parallel\.otherwise fits") as caught:
+    fallbacks = [f"pp1: {layers},*=dp2"] * MAX_ALTERNATIVES
+    recipe = read(None, f"parallel.mesh=pp1: {layers},*=dp2", f"parallel.fallback_meshes={fallbacks}")
+    with pytest.raises(
+        StrategyError, match=r"neither parallel\.mesh nor any of parallel\.fallback_meshes fits"
+    ) as caught:
         recipe.chosen(recipe.config(10), lambda plan: plan.resolve(3))
     assert len(str(caught.value)) < (1 + MAX_ALTERNATIVES) * 4 * MAX_QUOTED_CHARS
 

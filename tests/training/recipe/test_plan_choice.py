@@ -1,4 +1,4 @@
-"""`parallel.otherwise`: the plan that a recipe runs under where its own does not fit."""
+"""`parallel.fallback_meshes`: the plan that a recipe runs under where its own does not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from vitpar.strategy.plan_json import write_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.recipe import Chosen
 
-MODEL = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "width": 24, "depth": 4, "heads": 4}
+MODEL = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 4}
 
 
-def recipe(mesh: str, otherwise: list[str], **parallel: Any) -> Recipe:
+def recipe(mesh: str, fallbacks: list[str], **parallel: Any) -> Recipe:
     """Of batches of 8 images, for a model of 4 blocks and 4 heads."""
     options = {f"model.{key}": value for key, value in MODEL.items()} | {"data.path": "x", "train.steps": 1}
-    options |= {"train.batch_size": 8, "parallel.mesh": mesh, "parallel.otherwise": otherwise}
+    options |= {"train.batch_size": 8, "parallel.mesh": mesh, "parallel.fallback_meshes": fallbacks}
     return read_recipe(None, options | {f"parallel.{key}": value for key, value in parallel.items()})
 
 
@@ -27,7 +27,7 @@ def chosen(made: Recipe, ranks: int) -> Chosen:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "otherwise", "ranks", "plan", "because"),
+    ("mesh", "fallbacks", "ranks", "plan", "because"),
     [
         ("pp2xdp", ["fsdp"], 4, "pp2xdp2", None),
         ("pp2xdp", ["fsdp"], 1, "dp1", "the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"),
@@ -38,14 +38,14 @@ def chosen(made: Recipe, ranks: int) -> Chosen:
     ],
 )
 def test_the_first_that_fits_is_used_and_says_why(
-    mesh: str, otherwise: list[str], ranks: int, plan: str | None, because: str | None
+    mesh: str, fallbacks: list[str], ranks: int, plan: str | None, because: str | None
 ) -> None:
-    made = recipe(mesh, otherwise)
+    made = recipe(mesh, fallbacks)
     if plan is None:
         with pytest.raises(StrategyError) as refused:
             chosen(made, ranks)
         assert str(refused.value).startswith(
-            "neither parallel.mesh nor any of parallel.otherwise fits: dp: a batch of 8"
+            "neither parallel.mesh nor any of parallel.fallback_meshes fits: dp: a batch of 8"
         )
         assert "; tp3xdp: tp3 does not divide the 4 heads" in str(refused.value)
         assert "; pp2xdp: a batch of 8" in str(refused.value)
@@ -101,8 +101,8 @@ def test_a_wrong_alternative_is_refused_before_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "dp2", "--world-size", "2", "--batch-size", "8", "--set"]
-    assert "unknown role 'zp'" in refusal([*words, 'parallel.otherwise=["zp"]'], monkeypatch, capsys)
-    assert "'parallel.otherwise' is 'dp1'" in refusal([*words, "parallel.otherwise=dp1"], monkeypatch, capsys)
+    assert "unknown role 'zp'" in refusal([*words, 'parallel.fallback_meshes=["zp"]'], monkeypatch, capsys)
+    assert "fallback_meshes' is 'dp1'" in refusal([*words, "parallel.fallback_meshes=dp1"], monkeypatch, capsys)
 
 
 def test_the_ranks_of_a_world_that_the_program_started_choose_as_it_did(

@@ -15,9 +15,9 @@ SMALL = """
 name = "vit_custom"
 image_size = 8
 patch_size = 4
-width = 24
+embed_dim = 24
 depth = 4
-heads = 2
+num_heads = 2
 
 [data]
 path = "somewhere"
@@ -106,7 +106,7 @@ def test_both_alternatives_in_one_file_are_refused(section: str, one: dict, othe
 def test_a_model_named_later_brings_its_own_sizes(file: Path) -> None:
     recipe = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}, ["model.drop_path=0.2"])
     config = recipe.config(10)
-    assert (config.width, config.depth, config.image_size, config.drop_path) == (192, 12, 32, 0.2)
+    assert (config.embed_dim, config.depth, config.image_size, config.drop_path) == (192, 12, 32, 0.2)
     assert read_recipe(file, {}, ["model.name=vit_tiny_patch4_32"]).config(10) == config.__class__(
         **{**config.__dict__, "drop_path": 0.0}
     )
@@ -114,12 +114,12 @@ def test_a_model_named_later_brings_its_own_sizes(file: Path) -> None:
 
 
 def test_what_the_name_of_a_model_does_not_decide_stays(tmp_path: Path) -> None:
-    text = '[model]\nname = "vit_tiny_patch4_32"\nwidth = 96\npool = "avg"\ndrop_path = 0.1\n[data]\npath = "x"\n'
+    text = '[model]\nname = "vit_tiny_patch4_32"\nembed_dim = 96\npool = "avg"\ndrop_path = 0.1\n[data]\npath = "x"\n'
     file = written(tmp_path, text + "[train]\nsteps = 1\n")
     config = read_recipe(file, {"model.name": "vit_base_patch16_224"}).config(10)
-    assert (config.width, config.pool, config.drop_path) == (768, "avg", 0.1)
+    assert (config.embed_dim, config.pool, config.drop_path) == (768, "avg", 0.1)
     same = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}).config(10)
-    assert same == read_recipe(file).config(10) and same.width == 96
+    assert same == read_recipe(file).config(10) and same.embed_dim == 96
 
 
 @pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
@@ -238,7 +238,7 @@ def test_plan_and_model_of_a_recipe_are_checked(file: Path) -> None:
     for key, value, error in (
         ("parallel.mesh", "tp3", StrategyError),
         ("parallel.schedule", "zigzag", StrategyError),
-        ("model.heads", 5, ModelError),
+        ("model.num_heads", 5, ModelError),
     ):
         with pytest.raises(error):
             recipe = read_recipe(file, {key: value})

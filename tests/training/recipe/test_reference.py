@@ -33,7 +33,7 @@ def test_the_page_is_what_make_docs_writes() -> None:
         ("optimizer.betas", "2 numbers", "[0.9, 0.999]"),
         ("loss_scale.max_scale", "number above 0", "16777216.0"),
         ("augment.color_jitter", "number or 3 numbers", "0.0"),
-        ("parallel.otherwise", "list of strings, 32 at most", "[]"),
+        ("parallel.fallback_meshes", "list of strings, 32 at most", "[]"),
         ("data.flip", "number from 0 to 1", "0.5"),
         ("stream.train", "string or list of strings", "unset"),
         ("checkpoint.first", "true or false", "false"),

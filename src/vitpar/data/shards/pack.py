@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from vitpar.data.images import BadImage, decode, image_size, image_type
-from vitpar.data.randomness import Order
+from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import scan
 from vitpar.data.shards.manifest import (
     MANIFEST,
@@ -199,7 +199,7 @@ class _Packing:
             # source's order.
             order = np.arange(len(split.labels))
             if name == "train":
-                order = Order(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
+                order = SampleOrder(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
             splits[name] = self._split(name, split.subset(order), workers)
         manifest = Manifest(
             classes=list(self.source.classes),

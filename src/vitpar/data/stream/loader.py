@@ -14,9 +14,9 @@ from typing import TypeVar, Unpack
 
 import numpy as np
 
-from vitpar.data.loader import Job, Loader, LoaderSettings
+from vitpar.data.loader import BatchJob, Loader, LoaderSettings
 from vitpar.data.randomness import hash_numbers
-from vitpar.data.stream.stream_set import Fetched, Part, Reader, Sample, StreamSet
+from vitpar.data.stream.stream_set import Fetched, Reader, Sample, StreamPart, StreamSet
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.models import IGNORED
 
@@ -38,7 +38,7 @@ class _Streamed(Loader):
         self,
         data: StreamSet,
         transform: TrainTransform | EvalTransform,
-        part: Part | None,
+        part: StreamPart | None,
         *,
         seed: int,
         start: int = 0,
@@ -52,7 +52,7 @@ class _Streamed(Loader):
         """Yield the samples that this loader gives, in order."""
         raise NotImplementedError
 
-    def _jobs(self) -> Generator[Job]:
+    def _jobs(self) -> Generator[BatchJob]:
         if self._part is not None:
             stopping = threading.Event()
             reader = Reader(self._data, self._part, self._seed, bad_sample=self.bad_sample, stopping=stopping)
@@ -62,7 +62,7 @@ class _Streamed(Loader):
         while True:
             yield self._job((), ended=True)
 
-    def _read(self, reader: Reader) -> Generator[Job]:
+    def _read(self, reader: Reader) -> Generator[BatchJob]:
         """Yield jobs of as many samples as there are rows; the last one perhaps of fewer."""
         with closing(self._samples(reader)) as samples:
             while True:
@@ -73,13 +73,13 @@ class _Streamed(Loader):
                 job.skipped, job.broken, reader.skipped, reader.broken = reader.skipped, reader.broken, [], []
                 yield job
 
-    def _job(self, taken: Sequence[Sample], ended: bool = False) -> Job:
+    def _job(self, taken: Sequence[Sample], ended: bool = False) -> BatchJob:
         numbers, labels = np.full((2, self.batch_size), IGNORED, dtype=np.int64)
         keys = np.zeros(self.batch_size, np.int64)
         used = self.rows[: len(taken)]
         numbers[used], labels[used] = np.arange(len(taken)), [sample.label for sample in taken]
         keys[used] = [sample.key for sample in taken]
-        return Job(Fetched(taken), numbers, keys, labels, ended=ended)
+        return BatchJob(Fetched(taken), numbers, keys, labels, ended=ended)
 
 
 class StreamLoader(_Streamed):
@@ -89,7 +89,7 @@ class StreamLoader(_Streamed):
     start: global samples seen before, by a run that goes on: reading begins with the pass after that which they end in,
     because where every part was in it is not known, and in an order of its own, so that a run that is stopped often
     does not see the beginning of one pass again and again. seed: of the order of shards and samples and of all
-    augmentation. part: see `Part`; None for a rank without rows.
+    augmentation. part: see `StreamPart`; None for a rank without rows.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StreamLoader(_Streamed):
         transform: TrainTransform,
         *,
         seed: int,
-        part: Part | None = Part(0, 1),
+        part: StreamPart | None = StreamPart(0, 1),
         start: int = 0,
         **settings: Unpack[LoaderSettings],
     ) -> None:
@@ -120,7 +120,7 @@ class StreamEvalLoader(_Streamed):
         data: StreamSet,
         transform: EvalTransform,
         *,
-        part: Part | None = Part(0, 1),
+        part: StreamPart | None = StreamPart(0, 1),
         **settings: Unpack[LoaderSettings],
     ) -> None:
         super().__init__(data, transform, part, seed=0, **settings)

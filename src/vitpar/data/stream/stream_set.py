@@ -26,7 +26,7 @@ from vitpar.text import count, shown
 _BUFFER = 0x57E4  # sets the buffer's shuffle apart from what else hashes seed and pass
 
 
-class Part(NamedTuple):
+class StreamPart(NamedTuple):
     """The `number`-th of `parts` that read a stream, from 0."""
 
     number: int
@@ -113,7 +113,7 @@ class Reader:
     """
 
     def __init__(
-        self, data: StreamSet, part: Part, seed: int, *, bad_sample: BadSample, stopping: threading.Event
+        self, data: StreamSet, part: StreamPart, seed: int, *, bad_sample: BadSample, stopping: threading.Event
     ) -> None:
         self.data, self.part, self.seed, self.bad_sample, self.stopping = data, part, seed, bad_sample, stopping
         self.skipped: list[str] = []

@@ -28,7 +28,7 @@ _DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
 
 
 @dataclass(frozen=True)
-class Setting:
+class OperationContext:
     """Circumstances of an operation: random numbers, the colour of what comes in from outside, the sense of levels."""
 
     draws: Draws
@@ -40,10 +40,10 @@ class Setting:
         return value if self.draws.uniform() < 0.5 else -value
 
 
-Operation = Callable[[Image.Image, float, Setting], Image.Image]
+Operation = Callable[[Image.Image, float, OperationContext], Image.Image]
 
 
-def _rotate(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+def _rotate(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
     angle = setting.signed(level / HIGHEST * _DEGREES)
     return image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=setting.fill)
 
@@ -51,7 +51,7 @@ def _rotate(image: Image.Image, level: float, setting: Setting) -> Image.Image:
 def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda image: 1) -> Operation:
     """Return the shear or translation that has up to `most` units at `place` of its matrix."""
 
-    def apply(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+    def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
         matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
         matrix[place] = setting.signed(level / HIGHEST * most) * unit(image)
         bilinear = Image.Resampling.BILINEAR
@@ -61,7 +61,7 @@ def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda
 
 
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    def apply(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+    def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
         part = level / HIGHEST
         factor = max(0.1, 1 + setting.signed(0.9 * part)) if setting.increasing else 0.1 + 1.8 * part
         return kind(image).enhance(factor)
@@ -69,13 +69,13 @@ def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation
     return apply
 
 
-def _posterize(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+def _posterize(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
     """Keep 0 to 4 bits of a colour as RandAugment's reference code does, or with `increasing` 4 down to 0."""
     bits = int(level / HIGHEST * 4)
     return _keep_bits(image, 4 - bits if setting.increasing else bits)
 
 
-def _posterize_original(image: Image.Image, level: float, _: Setting) -> Image.Image:
+def _posterize_original(image: Image.Image, level: float, _: OperationContext) -> Image.Image:
     """Keep 4 to 8 bits of a colour, as AutoAugment does."""
     return _keep_bits(image, 4 + int(level / HIGHEST * 4))
 
@@ -84,17 +84,17 @@ def _keep_bits(image: Image.Image, bits: int) -> Image.Image:
     return ImageOps.posterize(image, bits) if bits else Image.new("RGB", image.size)
 
 
-def _solarize(image: Image.Image, level: float, setting: Setting) -> Image.Image:
+def _solarize(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
     threshold = int(level / HIGHEST * 256)
     return ImageOps.solarize(image, 256 - threshold if setting.increasing else threshold)
 
 
-def _solarize_add(image: Image.Image, level: float, _: Setting) -> Image.Image:
+def _solarize_add(image: Image.Image, level: float, _: OperationContext) -> Image.Image:
     added = int(level / HIGHEST * 110)
     return image.point([min(255, value + added) if value < 128 else value for value in range(256)] * 3)
 
 
-def _blur(image: Image.Image, _: float, setting: Setting) -> Image.Image:
+def _blur(image: Image.Image, _: float, setting: OperationContext) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(setting.draws.uniform(0.1, 2.0)))
 
 
@@ -164,7 +164,7 @@ class RandAugment:
     increasing: bool = False
 
     def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
-        setting = Setting(draws, fill, self.increasing)
+        setting = OperationContext(draws, fill, self.increasing)
         for _ in range(self.operations):
             name = _RANDOM[draws.below(len(_RANDOM))]
             if draws.uniform() < self.probability:
@@ -188,7 +188,7 @@ class OneOf:
     increasing: bool = False
 
     def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
-        setting = Setting(draws, fill, self.increasing)
+        setting = OperationContext(draws, fill, self.increasing)
         for name, probability, level in self.lines[draws.below(len(self.lines))]:
             if draws.uniform() < probability:
                 image = OPERATIONS[name](image, level, setting)

@@ -25,15 +25,14 @@ from vitpar.strategy.layout import mesh_axes, place, sharding_axes
 
 @dataclass(frozen=True)
 class LayerElements:
-    """Elements of one layer's parameters on a rank.
+    """Count the parameter elements of one layer on one rank."""
 
-    held: what it keeps. computed: what it computes with: gathered, but split over tensor axes. sums: gradients to be
-    added up once a step over tensor axes, by axis.
-    """
-
-    held: int
-    computed: int
+    local_numel: int
+    """Elements that the rank stores."""
+    compute_numel: int
+    """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
     sums: Mapping[str, int]
+    """Gradient elements to be summed once per step over a tensor axis, by axis name."""
 
 
 def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict[str, int]:
@@ -43,7 +42,9 @@ def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict
     first parts are the longest.
     """
     strategies = plan.strategies(config.layer_names)
-    return {name: layer_elements(config, name, strategy, stage_rank).held for name, strategy in strategies.items()}
+    return {
+        name: layer_elements(config, name, strategy, stage_rank).local_numel for name, strategy in strategies.items()
+    }
 
 
 def layer_elements(config: ViTConfig, name: str, strategy: Strategy, stage_rank: int = 0) -> LayerElements:
@@ -71,7 +72,7 @@ def _elements(layer: Layer, strategy: Strategy, stage_rank: int) -> LayerElement
     shard, shards = 0, 1
     for axis in sharding_axes(strategy):
         shard, shards = shard * sizes[axis] + at[axis], shards * sizes[axis]
-    held, computed, sums = 0, 0, Counter[str]()
+    local_numel, compute_numel, sums = 0, 0, Counter[str]()
     for name, parameter in layer.named_parameters():
         shape, split = list(parameter.shape), _split(layer, name, strategy)
         axes = split.bias if _is_bias(layer, name) else split.weight
@@ -79,13 +80,13 @@ def _elements(layer: Layer, strategy: Strategy, stage_rank: int) -> LayerElement
             if axis in sizes and isinstance(placement, Shard):
                 dim = placement.dim % len(shape)
                 shape[dim] = chunk_length(shape[dim], sizes[axis], at[axis])
-        computed += math.prod(shape)
+        compute_numel += math.prod(shape)
         shape[0] = chunk_length(shape[0], shards, shard)
-        held += math.prod(shape)
+        local_numel += math.prod(shape)
         for axis in split.sums:
             if axis in sizes and axis not in axes:
                 sums[axis] += math.prod(shape)
-    return LayerElements(held, computed, dict(sums))
+    return LayerElements(local_numel, compute_numel, dict(sums))
 
 
 def _split(layer: Layer, name: str, strategy: Strategy) -> Split:

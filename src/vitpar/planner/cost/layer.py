@@ -12,7 +12,7 @@ from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
-from vitpar.strategy.execution import NARROW, LayerExecution, Rules
+from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
 
 LAYERS: Mapping[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
@@ -21,73 +21,83 @@ LAYERS: Mapping[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": 
 
 @dataclass(frozen=True)
 class Work:
-    """A micro-batch on one rank.
-
-    forward, backward: seconds of computing, computing again included. late: how much of backward gives the gradients
-    of weights, which may come later. skew: by how many seconds the slowest rank is later, in both. forward_sent,
-    backward_sent: seconds that it waits for the ranks along tensor axes. saved: bytes kept from forward to backward.
-    workspace: bytes on top of that at most, what sending takes included.
-    """
+    """Time and memory of one layer for one micro-batch on one rank."""
 
     forward: float
+    """Seconds of computing in forward."""
     backward: float
-    late: float
+    """Seconds of computing in backward, recomputed activations included."""
+    weight_grad_time: float
+    """Seconds of `backward` that compute gradients of weights, which a zero-bubble schedule may run later."""
     skew: tuple[float, float]
+    """Seconds by which the slowest rank is later, in forward and in backward."""
     forward_sent: float
+    """Seconds of waiting for the ranks along tensor axes in forward."""
     backward_sent: float
+    """Seconds of waiting for the ranks along tensor axes in backward."""
     saved: float
+    """Bytes kept from forward to backward."""
     workspace: float
+    """Largest transient bytes on top of `saved`, communication buffers included."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """A layer's parameters on one rank.
-
-    held: bytes of parameters that it keeps. computed: elements that it computes with. gathered: bytes of the copies
-    that it computes with, 0 where these are the parameters. waiting: bytes of whole gradients, where they are not what
-    the rank keeps of them. offloaded: whether the host keeps them. gather, reduce: seconds to get the copies, and to
-    add up gradients over the ranks that see other samples. gathering, reducing: bytes that this takes meanwhile. sums:
-    elements to be added up over tensor axes, by axis.
-    """
+class LayerParameters:
+    """One layer's parameters on one rank: sizes, and the communication that a step needs for them."""
 
     elements: int
-    held: float
-    computed: int
+    """Elements that the rank stores."""
+    local_bytes: float
+    """Bytes of the parameters that the rank stores."""
+    compute_numel: int
+    """Elements that the rank computes with."""
     gathered: float
-    waiting: float
+    """Bytes of the copies that the rank computes with; 0 where it computes with the stored parameters."""
+    unreduced_grad_bytes: float
+    """Bytes of gradients before their reduce-scatter; 0 where they have the shape of the stored parameters."""
     offloaded: bool
+    """Whether parameters and optimizer state are kept in host memory."""
     gather: float
+    """Seconds to gather the copies once."""
     reduce: float
+    """Seconds to sum the gradients once over the ranks that see other samples."""
     gathering: float
+    """Transient bytes while gathering."""
     reducing: float
+    """Transient bytes while reducing."""
     sums: Mapping[str, int]
+    """Gradient elements to be summed once per step over a tensor axis, by axis name."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the ranks of a layer are, as ``groups.placed`` says it. splits: whether their schedule splits backward."""
+class PlacedStrategy:
+    """Position of a layer's ranks in the mesh, with the numbers that ``groups.placed`` takes."""
 
     inner: int = -1
+    """Number of mesh axes inside the pipeline axis; -1 for all axes."""
     pp: int = 1
+    """Pipeline stages."""
     splits: bool = False
+    """Whether the schedule splits backward into gradients of inputs and of weights."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
-    """A strategy where its ranks are: what is the same for any number of rows.
-
-    tensor: the part that changes the arithmetic. groups: who a rank sends to. executions: what a step does with a layer
-    of each kind. data: into how many parts the batch is split before tensor axes split it. computes, keeps: equal for
-    those that work alike, and whose parameters cost alike.
-    """
+class PipelinePosition:
+    """A strategy at one position of the pipeline: everything that does not depend on the number of rows."""
 
     strategy: Strategy
     tensor: str
+    """The part of the strategy that changes the arithmetic, as written in a profile."""
     groups: Groups
+    """Groups of ranks that a rank communicates with."""
     executions: Mapping[LayerKind, LayerExecution]
+    """Operations of a step for each kind of layer."""
     data: int
+    """Parts into which the batch is split before tensor axes split it."""
     computes: int
+    """Number shared by all positions with the same computing time and activations."""
     keeps: int
+    """Number shared by all positions whose parameters cost the same."""
 
     @property
     def wrapped(self) -> bool:
@@ -104,44 +114,44 @@ class LayerCosts:
     def __init__(self, config: ViTConfig, hardware: Hardware, model: ModelProfile) -> None:
         self.config, self.hardware, self.model = config, hardware.at_pace(model.pace), model
         self.links = Links(self.hardware)
-        self.numbers = PRECISIONS[model.precision]
+        self.precision = PRECISIONS[model.precision]
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {
             (p.layer, p.tensor, p.checkpoint, p.wrapped): p for p in model.layers
         }
         self._weight_profiles = {(p.layer, p.tensor): p for p in model.weights}
-        self._seats: dict[tuple[Strategy, Placement], Seat] = {}
+        self._seats: dict[tuple[Strategy, PlacedStrategy], PipelinePosition] = {}
         self._alike: dict[tuple[object, ...], int] = {}
         self._work: dict[tuple[LayerKind, int, int], Work] = {}
-        self._held: dict[tuple[LayerKind, int], Weights] = {}
+        self._parameters: dict[tuple[LayerKind, int], LayerParameters] = {}
         self._elements: dict[tuple[object, ...], LayerElements] = {}
 
     @property
     def peak(self) -> float | None:
         """FLOPs a second of a device in the dtype of its products; None where they are not known."""
-        return self.hardware.peaks.get(str(self.numbers.compute).removeprefix("torch."))
+        return self.hardware.peaks.get(str(self.precision.compute).removeprefix("torch."))
 
-    def seat(self, strategy: Strategy, where: Placement) -> Seat:
+    def seat(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """What is the same for any rows."""
         key = strategy, where
         if key not in self._seats:
             self._seats[key] = self._seated(*key)
         return self._seats[key]
 
-    def work(self, kind: LayerKind, seat: Seat, rows: int) -> Work:
+    def work(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
         """For a micro-batch of `rows` images over the stage."""
         key = kind, seat.computes, rows // seat.data
         if key not in self._work:
             self._work[key] = self._worked(kind, seat, rows)
         return self._work[key]
 
-    def weights(self, kind: LayerKind, seat: Seat) -> Weights:
+    def weights(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
         """Its parameters."""
         key = kind, seat.keeps
-        if key not in self._held:
-            self._held[key] = self._weighed(kind, seat)
-        return self._held[key]
+        if key not in self._parameters:
+            self._parameters[key] = self._weighed(kind, seat)
+        return self._parameters[key]
 
-    def computing(self, kind: LayerKind, seat: Seat, rows: int) -> float:
+    def computing(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> float:
         """Seconds of computing of a micro-batch of `rows` images over the stage, forward and backward."""
         here = rows // seat.data / _squares(seat.strategy)
         profile = self._profile(kind, seat)
@@ -163,14 +173,14 @@ class LayerCosts:
             return float("inf")
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
-    def _seated(self, strategy: Strategy, where: Placement) -> Seat:
+    def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        rules = Rules(where.pp > 1, where.splits, self.model.precision in NARROW)
+        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
         wrapped = rules.wraps(strategy)
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
         parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
-        return Seat(
+        return PipelinePosition(
             strategy,
             tensor_name(strategy),
             groups,
@@ -180,14 +190,14 @@ class LayerCosts:
             keeps=self._alike.setdefault(parameters, len(self._alike)),
         )
 
-    def _worked(self, kind: LayerKind, seat: Seat, rows: int) -> Work:
+    def _worked(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
         here = rows // seat.data / _squares(seat.strategy)  # rows that a tensor-parallel group computes
         profile, plain = self._profile(kind, seat), self._profile(kind, seat, checkpoint="none")
         forward, backward = self._traffic(kind, seat.strategy, rows)
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
-            late=(1 - plain.input_share) * plain.backward.seconds(here),
+            weight_grad_time=(1 - plain.input_share) * plain.backward.seconds(here),
             skew=(profile.forward.skew(here), profile.backward.skew(here)),
             forward_sent=self._sent(forward, seat.groups),
             backward_sent=self._sent(backward, seat.groups),
@@ -206,39 +216,39 @@ class LayerCosts:
             self._elements[key] = layer_elements(self.config, LAYERS[kind], strategy)
         return self._elements[key]
 
-    def _weighed(self, kind: LayerKind, seat: Seat) -> Weights:
-        elements, groups, numbers = self._sizes(kind, seat.strategy), seat.groups, self.numbers
+    def _weighed(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
+        elements, groups, precision = self._sizes(kind, seat.strategy), seat.groups, self.precision
         wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
         offloaded = seat.strategy.offload and self.hardware.device != "cpu"  # there the host is the device
-        gather = reduce = gathered = waiting = gathering = reducing = 0.0
-        if wrapped or numbers.compute is not numbers.parameters:
-            gathered = elements.computed * numbers.compute.itemsize
+        gather = reduce = gathered = unreduced = gathering = reducing = 0.0
+        if wrapped or precision.compute is not precision.parameters:
+            gathered = elements.compute_numel * precision.compute.itemsize
         if wrapped:
             local = self._weight_profiles[kind, seat.tensor]
-            share = elements.computed / local.elements
+            share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
-            waiting = elements.computed * numbers.reduce.itemsize
+            unreduced = elements.compute_numel * precision.reduce.itemsize
             if shards:
-                padded = elements.held * groups.shard.ranks  # every part as long as the longest
-                asked, given = padded * numbers.compute.itemsize, padded * numbers.reduce.itemsize
+                padded = elements.local_numel * groups.shard.ranks  # every part as long as the longest
+                asked, given = padded * precision.compute.itemsize, padded * precision.reduce.itemsize
                 gather += self.links.seconds("all_gather", groups.shard, asked)
                 gathering = self.links.scratch("all_gather", groups.shard, asked)
                 reduce += self.links.seconds("reduce_scatter", groups.shard, given)
                 reducing = self.links.scratch("reduce_scatter", groups.shard, given)
             reduce += local.reduce * share
             if offloaded:
-                gather += self._moved(elements.held * numbers.parameters.itemsize)
-                reduce += self._moved(elements.held * numbers.reduce.itemsize)
+                gather += self._moved(elements.local_numel * precision.parameters.itemsize)
+                reduce += self._moved(elements.local_numel * precision.reduce.itemsize)
         if copies:
-            size = elements.held * numbers.reduce.itemsize
+            size = elements.local_numel * precision.reduce.itemsize
             reduce += self.links.seconds("all_reduce", groups.replicate, size)
             reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
-        return Weights(
-            elements=elements.held,
-            held=elements.held * numbers.parameters.itemsize,
-            computed=elements.computed,
+        return LayerParameters(
+            elements=elements.local_numel,
+            local_bytes=elements.local_numel * precision.parameters.itemsize,
+            compute_numel=elements.compute_numel,
             gathered=gathered,
-            waiting=waiting,
+            unreduced_grad_bytes=unreduced,
             gather=gather,
             reduce=reduce,
             offloaded=offloaded,
@@ -261,7 +271,7 @@ class LayerCosts:
         host = self.hardware.host
         return elements * host.update if offloaded and host else self.model.optimizer.seconds(elements)
 
-    def _profile(self, kind: LayerKind, seat: Seat, checkpoint: str | None = None) -> LayerProfile:
+    def _profile(self, kind: LayerKind, seat: PipelinePosition, checkpoint: str | None = None) -> LayerProfile:
         strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"
         wrapped = always_wrapped(seat.tensor) or seat.wrapped
         found = self._layers.get((kind, seat.tensor, policy, wrapped))
@@ -278,13 +288,13 @@ class LayerCosts:
         return head_traffic(self.config, strategy, rows) if kind == "head" else (Traffic(), Traffic())
 
     def _scratch(self, traffic: Traffic, groups: Groups) -> float:
-        along, size = {"j": groups.j, "k": groups.k}, self.numbers.compute.itemsize
+        along, size = {"j": groups.j, "k": groups.k}, self.precision.compute.itemsize
         return max((self.links.scratch(c.operation, along[c.axis], c.elements * size) for c in traffic), default=0.0)
 
     def _sent(self, traffic: Traffic, groups: Groups) -> float:
         along = {"j": groups.j, "k": groups.k}
         return sum(
-            times * self.links.seconds(c.operation, along[c.axis], c.elements * self.numbers.compute.itemsize)
+            times * self.links.seconds(c.operation, along[c.axis], c.elements * self.precision.compute.itemsize)
             for c, times in traffic.items()
         )
 

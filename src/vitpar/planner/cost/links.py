@@ -19,9 +19,9 @@ class Links:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._found: dict[tuple[str, Group], tuple[Link, float, float]] = {}
+        self._found: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
 
-    def seconds(self, operation: str, group: Group, size: float) -> float:
+    def seconds(self, operation: str, group: RankGroup, size: float) -> float:
         """Of `size` bytes, counted as `Link` says."""
         if group.alone or not size:
             return 0.0
@@ -31,17 +31,17 @@ class Links:
         latency = min(link.latency, link.seconds(size))
         return latency * more_messages + (link.seconds(size) - latency) * more_bytes
 
-    def scratch(self, operation: str, group: Group, size: float) -> float:
+    def scratch(self, operation: str, group: RankGroup, size: float) -> float:
         """Bytes that it takes meanwhile, besides what is sent and received."""
         return 0.0 if group.alone or not size else self._link(operation, group)[0].scratch(size)
 
-    def _link(self, operation: str, group: Group) -> tuple[Link, float, float]:
+    def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         key = operation, group
         if key not in self._found:
             self._found[key] = self._closest(operation, group)
         return self._found[key]
 
-    def _closest(self, operation: str, group: Group) -> tuple[Link, float, float]:
+    def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         candidates = [link for link in self._hardware.links if link.operation == operation]
         if not candidates:
             raise PlannerError(
@@ -63,7 +63,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """ranks: how many. stride: from one to the next, at least. nodes: how many they are on."""
 
     ranks: int = 1
@@ -83,11 +83,11 @@ class Groups:
     replicate: hold copies of its parameters. shard: parts, which they gather. j, k: parts that they compute with.
     """
 
-    replicate: Group
-    shard: Group
-    j: Group
-    k: Group
-    stage: Group
+    replicate: RankGroup
+    shard: RankGroup
+    j: RankGroup
+    k: RankGroup
+    stage: RankGroup
 
 
 @cache
@@ -100,7 +100,7 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         axes[name] = (size, stride * (pp if stride >= behind else 1))
         stride *= size
 
-    def group(*names: str) -> Group:
+    def group(*names: str) -> RankGroup:
         return _group(tuple(axes[name] for name in names if name in axes), ranks_per_node)
 
     return Groups(
@@ -120,18 +120,18 @@ def placed(plan: Plan) -> tuple[int, int]:
     return len(plan.strategy.axes) - plan.pp_index, plan.pipeline_degree
 
 
-def pipeline_group(plan: Plan, ranks_per_node: int) -> Group:
+def pipeline_group(plan: Plan, ranks_per_node: int) -> RankGroup:
     """A rank and its neighbour along pp."""
     inner, _ = placed(plan)
     return neighbours(_inner_ranks(plan.kinds[0], inner), ranks_per_node)
 
 
-def neighbours(stride: int, ranks_per_node: int) -> Group:
+def neighbours(stride: int, ranks_per_node: int) -> RankGroup:
     """Two ranks that are `stride` apart."""
     return _group(((2, stride),), ranks_per_node)
 
 
-def all_ranks(ranks: int, ranks_per_node: int) -> Group:
+def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
     """All ranks of a world."""
     return _group(((ranks, 1),), ranks_per_node)
 
@@ -145,10 +145,10 @@ def _inner_ranks(strategy: Strategy, inner: int) -> int:
 
 
 @cache
-def _group(axes: tuple[tuple[int, int], ...], ranks_per_node: int) -> Group:
+def _group(axes: tuple[tuple[int, int], ...], ranks_per_node: int) -> RankGroup:
     """axes: (size, stride) of each that spans the group."""
     members = [0]
     for size, stride in axes:
         members = [first + index * stride for first in members for index in range(size)]
     strides = [stride for size, stride in axes if size > 1]
-    return Group(len(members), min(strides, default=1), len({member // ranks_per_node for member in members}))
+    return RankGroup(len(members), min(strides, default=1), len({member // ranks_per_node for member in members}))

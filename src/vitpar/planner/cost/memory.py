@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitpar.planner.cost.pipeline import Part
-from vitpar.planner.cost.stage import Stage, StageLayer
+from vitpar.planner.cost.pipeline import ActionPart
+from vitpar.planner.cost.stage import StageCost, StageLayer
 
 PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")
 """Of `Memory.total`."""
@@ -48,17 +48,17 @@ class Held:
     stages: by number. moments: bytes the optimizer keeps for every byte of parameters. buffers, reserved: bytes.
     """
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, StageCost]
     moments: float
     buffers: float
     microbatches: int
     reserved: float = 0.0
 
-    def at_most(self, actions: Sequence[Sequence[Part]]) -> Memory:
+    def at_most(self, actions: Sequence[Sequence[ActionPart]]) -> Memory:
         """The memory of a rank that does `actions` in order."""
         layers = [layer for stage in self.stages.values() for layer in stage.layers]
-        held = sum(layer.weights.held for layer in layers if not layer.weights.offloaded)
-        host = sum(layer.weights.held for layer in layers if layer.weights.offloaded)
+        held = sum(layer.weights.local_bytes for layer in layers if not layer.weights.offloaded)
+        host = sum(layer.weights.local_bytes for layer in layers if layer.weights.offloaded)
         walk = _Walk(self.stages, self.microbatches)
         for action in actions:
             for kind, number, _ in action:
@@ -80,7 +80,7 @@ class Held:
 class _Walk:
     """Goes through a step's actions and remembers the fullest moment."""
 
-    def __init__(self, stages: Mapping[int, Stage], microbatches: int) -> None:
+    def __init__(self, stages: Mapping[int, StageCost], microbatches: int) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._saved = {number: sum(layer.work.saved for layer in stage.layers) for number, stage in stages.items()}
         self._backwards = dict.fromkeys(stages, 0)
@@ -134,33 +134,39 @@ class _Walk:
         """The optimizer's step."""
         self._moment()
 
-    def _backward(self, number: int, stage: Stage) -> None:
+    def _backward(self, number: int, stage: StageCost) -> None:
         self._backwards[number] += 1
         last = self._backwards[number] == self._microbatches
         left = self._saved[number]
         self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
             here, weights, passing = (number, place), layer.weights, _passing(layer)
-            fresh = 0.0 if here in self._whole else (weights.waiting if layer.execution.wrapped else weights.held)
+            fresh = (
+                0.0
+                if here in self._whole
+                else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.local_bytes)
+            )
             self._moment(left, layer.work.workspace, passing, fresh)
             if layer.execution.gathers_in_backward:
                 self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved
             reduced = layer.execution.reduced
             if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
-                self._moment(left, weights.reducing, gradients=fresh + weights.waiting)
-                self._hold(here, 0.0 if layer.weights.offloaded else weights.held)
+                self._moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)
+                self._hold(here, 0.0 if layer.weights.offloaded else weights.local_bytes)
             elif not layer.execution.wrapped:
                 sent = last and weights.reduce
-                self._moment(left, weights.reducing * bool(sent), gradients=fresh + (weights.held if sent else 0.0))
-                self._hold(here, weights.held)
+                self._moment(
+                    left, weights.reducing * bool(sent), gradients=fresh + (weights.local_bytes if sent else 0.0)
+                )
+                self._hold(here, weights.local_bytes)
             else:
-                self._hold(here, weights.waiting)
+                self._hold(here, weights.unreduced_grad_bytes)
         if last:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.execution.wrapped and layer.execution.reduced == "end of step":
-                    self._moment(workspace=layer.weights.reducing, gradients=layer.weights.waiting)
-                    self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.held)
+                    self._moment(workspace=layer.weights.reducing, gradients=layer.weights.unreduced_grad_bytes)
+                    self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.local_bytes)
         if last:
             self._keep(number, 0.0)
 

@@ -39,12 +39,12 @@ def idle_share(plan: Plan, microbatches: int) -> float:
     return 1 - computing / duration(order(plan, microbatches), plan.num_stages)
 
 
-def duration(order: Order, num_stages: int) -> float:
+def duration(order: ActionOrder, num_stages: int) -> float:
     """`UNITS` until the last rank is done."""
     return replay(order, num_stages, lambda kind, stage, microbatch: UNITS[kind])[-1].end
 
 
-def order(plan: Plan, microbatches: int) -> Order:
+def order(plan: Plan, microbatches: int) -> ActionOrder:
     """What torch has every rank of the plan's pipeline compute; needs no process group."""
     if plan.schedule == "1f1b":  # torch's list (2.13) is not what it runs: the last rank starts with micro-batch 1
         return {pp: _one_forward_one_backward(pp, plan.pipeline_degree, microbatches) for pp in range(plan.num_stages)}
@@ -61,7 +61,7 @@ def order(plan: Plan, microbatches: int) -> Order:
     return {pp: [action for action in actions if action] for pp, actions in parts.items()}
 
 
-def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[list[Part]]:
+def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[list[ActionPart]]:
     first = min(microbatches, stages - stage)
     found = [("F", stage, number) for number in range(first)]
     for number in range(microbatches):
@@ -71,15 +71,15 @@ def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> lis
     return [[part] for part in found]
 
 
-def _parts(action: Any) -> list[Part]:
+def _parts(action: Any) -> list[ActionPart]:
     """What an action of torch's computes: both where two are overlapped, nothing where it only sends."""
     every = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in action.sub_actions or (action,)]
     return [part for part in every if part[0] in UNITS]
 
 
-Part = tuple[str, int, int]
+ActionPart = tuple[str, int, int]
 """(kind, stage, micro-batch); kinds: F forward, I gradients of inputs, W of weights, B of both."""
-Order = Mapping[int, Sequence[Sequence[Part]]]
+ActionOrder = Mapping[int, Sequence[Sequence[ActionPart]]]
 """By place on the pp axis: what the rank computes, one after the other; several parts together are overlapped."""
 
 
@@ -99,13 +99,13 @@ class Event:
 class _Lane:
     """One rank: its actions, each of one part or of several that are overlapped, and the first part not yet started."""
 
-    actions: deque[Sequence[Part]]
+    actions: deque[Sequence[ActionPart]]
     part: int = 0
     started: float | None = None
 
 
 def replay(
-    order: Order,
+    order: ActionOrder,
     num_stages: int,
     seconds: Callable[[str, int, int], float],
     sending: Callable[[int, int], float] = lambda source, target: 0.0,
@@ -120,9 +120,9 @@ def replay(
     lanes = {pp: _Lane(deque(actions)) for pp, actions in order.items()}
     now, progress = 0.0, 0.0  # seconds, and what a rank that has computed all the time has got done
     running: list[tuple[float, int]] = []  # (progress at which it is done, rank)
-    travelling: list[tuple[float, Part]] = []
-    there: set[Part] = set()
-    waiting: dict[Part, int] = {}
+    travelling: list[tuple[float, ActionPart]] = []
+    there: set[ActionPart] = set()
+    waiting: dict[ActionPart, int] = {}
     events = []
 
     def start(pp: int) -> None:
@@ -136,7 +136,7 @@ def replay(
             else:
                 waiting[need] = pp
 
-    def arrive(what: Part) -> None:
+    def arrive(what: ActionPart) -> None:
         there.add(what)
         if what in waiting:
             start(waiting.pop(what))
@@ -170,7 +170,7 @@ def replay(
     return events
 
 
-def _need(kind: str, stage: int, number: int, num_stages: int) -> Part | None:
+def _need(kind: str, stage: int, number: int, num_stages: int) -> ActionPart | None:
     """What must be there before: activations from the stage before, gradients from the stage behind, or the rank's own
     work on the micro-batch."""
     if kind == "F":

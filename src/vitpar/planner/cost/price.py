@@ -10,12 +10,12 @@ from itertools import pairwise
 
 from vitpar.models.config import ViTConfig
 from vitpar.parallel.pipeline import stage_layers, travel_layout
-from vitpar.planner.cost.layer import LayerCosts, Placement
-from vitpar.planner.cost.links import Group, all_ranks, neighbours, pipeline_group, placed
+from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
+from vitpar.planner.cost.links import RankGroup, all_ranks, neighbours, pipeline_group, placed
 from vitpar.planner.cost.memory import Held, Memory
-from vitpar.planner.cost.pipeline import Event, Order, replay
+from vitpar.planner.cost.pipeline import ActionOrder, Event, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
-from vitpar.planner.cost.stage import Stage, build_stage
+from vitpar.planner.cost.stage import StageCost, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
@@ -83,13 +83,13 @@ def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float 
 
 
 def _memory(
-    plan: Plan, stages: list[Stage], costs: LayerCosts, batch: BatchArithmetic, moments: float
+    plan: Plan, stages: list[StageCost], costs: LayerCosts, batch: BatchArithmetic, moments: float
 ) -> tuple[Memory, ...]:
     """Memory of the fullest rank at each place of the pp axis."""
     few = batch.microbatches
     if plan.pipeline_degree == 1:
         few = min(few, 3)  # the micro-batches after the second are like it
-        order: Order = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
+        order: ActionOrder = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
     else:
         order = actions(plan, batch.microbatches)
     buffers, found = _buffers(plan, costs, batch), []
@@ -101,13 +101,13 @@ def _memory(
     return tuple(found)
 
 
-def actions(plan: Plan, microbatches: int) -> Order:
+def actions(plan: Plan, microbatches: int) -> ActionOrder:
     """What every rank of the plan's pipeline computes, in order."""
     return _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
 
 
 @lru_cache(maxsize=4096)
-def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> Order:
+def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> ActionOrder:
     return schedule_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
 
 
@@ -120,8 +120,8 @@ class _Times:
     events: list[Event]
 
 
-def _where(plan: Plan) -> Placement:
-    return Placement(*placed(plan), plan.splits_backward)
+def _where(plan: Plan) -> PlacedStrategy:
+    return PlacedStrategy(*placed(plan), plan.splits_backward)
 
 
 @lru_cache(maxsize=64)
@@ -133,7 +133,7 @@ def _laid_out(plan: Plan, config: ViTConfig) -> tuple[tuple[tuple[tuple[LayerKin
     return stages, (None, *travel, None)
 
 
-def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[Stage]:
+def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
     where, (stages, travel) = _where(plan), _laid_out(plan, costs.config)
     return [
         build_stage(costs, layers, rows, where, taken=taken, given=given)
@@ -146,7 +146,7 @@ def kind_of(name: str) -> LayerKind:
     return "block" if name.startswith("blocks.") else "stem" if name == "stem" else "head"
 
 
-def _alone(stage: Stage, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
+def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
     """Without a pipeline. Of many micro-batches those in the middle are alike."""
     streams, skipped = Streams(costs.hardware.overlap, turns), 0.0
     events: list[Event] = []
@@ -180,7 +180,7 @@ def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
 
 
 def _pipelined(
-    plan: Plan, stages: list[Stage], order: Order, microbatches: int, rows: int, costs: LayerCosts
+    plan: Plan, stages: list[StageCost], order: ActionOrder, microbatches: int, rows: int, costs: LayerCosts
 ) -> _Times:
     at_once = costs.at_once(plan.stage_size)
     sending = crowded(at_once, plan.pipeline_degree)
@@ -212,7 +212,7 @@ def _pipelined(
         return found[key]
 
     link = pipeline_group(plan, costs.hardware.ranks_per_node)
-    whole = rows * costs.config.tokens * costs.config.width * costs.numbers.compute.itemsize
+    whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
     travel = _laid_out(plan, costs.config)[1]
     sent = [_travel_seconds(costs, link, layout[0].share * whole) for layout in travel if layout]
     events = replay(
@@ -238,7 +238,7 @@ def _pipelined(
     return _Times(done, spent, events)
 
 
-def _travel_seconds(costs: LayerCosts, link: Group, size: float) -> float:
+def _travel_seconds(costs: LayerCosts, link: RankGroup, size: float) -> float:
     # The latency of a message is in the time of a pipeline's action, where that was measured.
     least = costs.links.seconds("p2p", link, 1) if costs.hardware.pipeline else 0.0
     return max(0.0, costs.links.seconds("p2p", link, size) - least)
@@ -265,20 +265,20 @@ COMPUTED = ("forward", "backward", "other", "uneven")
 
 
 def _finished(
-    plan: Plan, stages: list[Stage], times: _Times, costs: LayerCosts
+    plan: Plan, stages: list[StageCost], times: _Times, costs: LayerCosts
 ) -> tuple[float, Spent, tuple[Event, ...]]:
     """After the last backward: partial gradients are added up, then the norm over all ranks, then the optimizer."""
     where = _where(plan)
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
-        sums: defaultdict[Group, int] = defaultdict(int)
+        sums: defaultdict[RankGroup, int] = defaultdict(int)
         elements = {False: 0, True: 0}  # by whether they are offloaded
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements[layer.weights.offloaded] += layer.weights.elements
                 groups = costs.seat(layer.strategy, where).groups
                 for axis, partial in layer.weights.sums.items():
-                    sums[groups.j if axis == "j" else groups.k] += partial * costs.numbers.parameters.itemsize
+                    sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
         times.spent[pp]["gradients"] += added
         ends.append(end + added)
@@ -296,9 +296,9 @@ def _finished(
 def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[float]:
     """Bytes of each stage: the step's images where they go in, and what torch keeps ready to receive of every
     micro-batch."""
-    config, itemsize = costs.config, costs.numbers.compute.itemsize
+    config, itemsize = costs.config, costs.precision.compute.itemsize
     stages, travel = _laid_out(plan, config)
-    whole = batch.microbatches * batch.microbatch_rows * config.tokens * config.width * itemsize
+    whole = batch.microbatches * batch.microbatch_rows * config.tokens * config.embed_dim * itemsize
     passing = [0.0 if layout is None else layout[0].share * whole for layout in travel]
     images = batch.global_batch * image_layout(stages[0][0][1])[0].share
     found = [before + behind for before, behind in pairwise(passing)]

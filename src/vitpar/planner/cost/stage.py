@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work
-from vitpar.planner.cost.links import Group, Links
-from vitpar.planner.cost.streams import Job, Streams
+from vitpar.planner.cost.layer import LayerCosts, LayerParameters, PipelinePosition, PlacedStrategy, Work
+from vitpar.planner.cost.links import Links, RankGroup
+from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import Strategy, token_layout
 from vitpar.strategy.execution import LayerExecution
@@ -34,13 +34,13 @@ class StageLayer:
     kind: LayerKind
     strategy: Strategy
     work: Work
-    weights: Weights
+    weights: LayerParameters
     execution: LayerExecution
     moved: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageCost:
     """The layers of a stage as a rank runs them.
 
     after: seconds to redistribute what goes out. in_order: whether communication waits for nothing else (gloo).
@@ -55,7 +55,7 @@ class Stage:
         gathers = [
             layer.execution.wrapped and (first or layer.execution.gathers_every_forward) for layer in self.layers
         ]
-        jobs: dict[int, Job] = {}
+        jobs: dict[int, Transfer] = {}
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
             self._gather(streams, jobs, gathers, number, +1)
@@ -66,7 +66,7 @@ class Stage:
     def backward(self, streams: Streams, last: bool) -> None:
         """Of the same. last: of the step."""
         gathers = [layer.execution.gathers_in_backward for layer in self.layers]
-        jobs: dict[int, Job] = {}
+        jobs: dict[int, Transfer] = {}
         streams.block(self.after[1], "redistribution")
         for number in reversed(range(len(self.layers))):
             layer = self.layers[number]
@@ -85,9 +85,9 @@ class Stage:
     def late(self, first: bool) -> float:
         """Seconds of backward that may come later than the rest. first: whether it is the first stage, which computes
         all of it then."""
-        return sum(layer.work.backward if first else layer.work.late for layer in self.layers)
+        return sum(layer.work.backward if first else layer.work.weight_grad_time for layer in self.layers)
 
-    def _gather(self, streams: Streams, jobs: dict[int, Job], gathers: list[bool], number: int, way: int) -> None:
+    def _gather(self, streams: Streams, jobs: dict[int, Transfer], gathers: list[bool], number: int, way: int) -> None:
         """Wait for the parameters of a layer, and ask for those of the next."""
         if self.in_order:
             if gathers[number]:
@@ -111,11 +111,11 @@ def build_stage(
     costs: LayerCosts,
     layers: Sequence[tuple[LayerKind, Strategy]],
     rows: int,
-    where: Placement,
+    where: PlacedStrategy,
     *,
     taken: Layout | None = None,
     given: Layout | None = None,
-) -> Stage:
+) -> StageCost:
     """The stage of `layers`, in order, for micro-batches of `rows` images.
 
     taken, given: the layouts in which tokens come from the stage before and go on to the next, None where there is
@@ -136,23 +136,25 @@ def build_stage(
         )
         layout = wanted
     stage = costs.seat(layers[-1][1], where).groups.stage
-    return Stage(
+    return StageCost(
         tuple(found),
         after=moving(costs, layout, given, rows, stage) if given is not None else (0.0, 0.0),
         in_order=costs.hardware.device == "cpu",
     )
 
 
-def moving(costs: LayerCosts, source: Layout | None, target: Layout, rows: int, stage: Group) -> tuple[float, float]:
+def moving(
+    costs: LayerCosts, source: Layout | None, target: Layout, rows: int, stage: RankGroup
+) -> tuple[float, float]:
     """Seconds to redistribute a micro-batch's tokens, forward and the gradients backward."""
     if source is None or source == target:
         return 0.0, 0.0
-    whole = rows * costs.config.tokens * costs.config.width * costs.numbers.compute.itemsize
+    whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
     there, back = received_share(source, target), received_share(target, source)
     return _exchanged(costs.links, stage, there * whole), _exchanged(costs.links, stage, back * whole)
 
 
-def _exchanged(links: Links, stage: Group, received: float) -> float:
+def _exchanged(links: Links, stage: RankGroup, received: float) -> float:
     """The link's size is what a rank holds, of which it receives all but its own part."""
     return links.seconds("all_to_all", stage, received * stage.ranks / (stage.ranks - 1))
 
@@ -195,9 +197,15 @@ class Load:
 
 
 def least_load(
-    costs: LayerCosts, kind: LayerKind, seat: Seat, rows: int, moments: float, update: float, pipelined: bool
+    costs: LayerCosts,
+    kind: LayerKind,
+    seat: PipelinePosition,
+    rows: int,
+    moments: float,
+    update: float,
+    pipelined: bool,
 ) -> Load:
-    """What a layer takes at least in any plan: the same pieces, sent at the same times, as `Stage` runs them.
+    """What a layer takes at least in any plan: the same pieces, sent at the same times, as `StageCost` runs them.
 
     rows: images of a micro-batch over the stage. moments: bytes that the optimizer keeps for every byte of parameters.
     update: seconds of the optimizer for an element on the device. pipelined: whether there are other stages.
@@ -224,14 +232,14 @@ def least_load(
     if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
         skew = sum(work.skew) / (costs.config.depth + 2) ** 0.5
     workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
-    fresh, reducing = weights.waiting if execution.wrapped else weights.held, 0.0
+    fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.local_bytes, 0.0
     if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:
         reducing = weights.reducing + 2 * fresh
-    shard, update = (0.0, costs.update(1, True)) if weights.offloaded else (weights.held, update)
+    shard, update = (0.0, costs.update(1, True)) if weights.offloaded else (weights.local_bytes, update)
     return Load(
         forward=work.forward,
         computes=work.forward + work.backward + skew,
-        late=work.late,
+        late=work.weight_grad_time,
         waits=waits,
         once=weights.elements * update,
         waits_once=once,
@@ -243,7 +251,7 @@ def least_load(
         kept=shard * (1 + moments),
         reduced=shard,
         gathered=0.0 if execution.reshard_after_forward else weights.gathered,
-        gradients=weights.waiting if execution.wrapped and not every else shard,
+        gradients=weights.unreduced_grad_bytes if execution.wrapped and not every else shard,
         saved=work.saved,
         working=max(workspace, (weights.reducing + fresh - work.saved) * (execution.wrapped and every)),
         fresh=fresh,

@@ -20,7 +20,7 @@ class Spent(defaultdict[str, float]):
             self[what] += times * seconds
 
 
-class Job:
+class Transfer:
     """Something to be sent in the background. left: seconds, were it alone."""
 
     __slots__ = ("left",)
@@ -40,7 +40,7 @@ class Streams:
         self._share = share
         self._compute = overlap.compute if overlap else 1.0
         self._communication = overlap.communication if overlap else 1.0
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Transfer] = deque()
         self._variance = 0.0
         self.at = 0.0
         self.spent = Spent()
@@ -60,14 +60,14 @@ class Streams:
         self.at += max(0.0, seconds)
         self.spent[what] += self.at - begun
 
-    def send(self, seconds: float) -> Job:
+    def send(self, seconds: float) -> Transfer:
         """Send in the background what takes so long alone."""
-        job = Job(seconds)
+        job = Transfer(seconds)
         if seconds > 0:
             self._queue.append(job)
         return job
 
-    def wait(self, job: Job, what: str) -> None:
+    def wait(self, job: Transfer, what: str) -> None:
         """Until it is sent, with all before it."""
         while job.left > 0 and self._queue:
             first = self._queue.popleft()

@@ -2,7 +2,7 @@
 
 On a machine whose cores others use too, the same instructions take up to twice as long as a second ago, and plans that
 are measured minutes after a profile meet another machine. So everything that is timed on a CPU is timed beside a fixed
-piece of work (`Pace`), and given as if that had always taken equally long.
+piece of work (`CpuSpeedProbe`), and given as if that had always taken equally long.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (points done, points in all, what is measured next)."""
 
 
-class Pace:
+class CpuSpeedProbe:
     """An MLP, forward and backward, that fits into no core's own caches: slowed down by what slows down a ViT's layers,
     as products alone are not."""
 
@@ -111,7 +111,7 @@ def load_share() -> float | None:
         return None
 
 
-class Group:
+class ClockedRanks:
     """The ranks of the world. The slowest counts: what they do together ends when it has."""
 
     def __init__(self, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class Neighbours:
     """Processes that share a machine and nothing else: each may pretend to be in a world of its own.
 
     The mean counts: in training nobody waits for the others after every layer. Where somebody does, it waits for the
-    slowest. Methods as in `Group`.
+    slowest. Methods as in `ClockedRanks`.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
@@ -166,14 +166,14 @@ class Neighbours:
 class Clock:
     """Times functions that all of `together` call at once. seconds: to spend on each point, about."""
 
-    def __init__(self, device: torch.device, together: Group | Neighbours, seconds: float) -> None:
+    def __init__(self, device: torch.device, together: ClockedRanks | Neighbours, seconds: float) -> None:
         self.device, self._together, self._seconds = device, together, seconds
-        self._work = Pace() if device.type == "cpu" else None
+        self._work = CpuSpeedProbe() if device.type == "cpu" else None
         self._paces: list[float] = []
 
     @cached_property
     def pace(self) -> float:
-        """What the work of `Pace` takes in all that is timed; 0 on GPUs. Collective when it is first asked for."""
+        """Seconds of `CpuSpeedProbe` in all that is timed; 0 on GPUs. Collective on first use."""
         return statistics.fmean(self._together.mean([self._paced() for _ in range(PACES)]))
 
     @property

@@ -27,7 +27,7 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.models import model_config
 from vitpar.parallel.float8 import E4M3, multiply, scaled_rows
 from vitpar.planner.cost.elements import layer_parameters
-from vitpar.planner.measure.clock import Clock, Group, Progress
+from vitpar.planner.measure.clock import Clock, ClockedRanks, Progress
 from vitpar.planner.measure.device import Peak, date_and_versions, device_name, memory_bytes
 from vitpar.planner.measure.sending import message, overlap, own_group, pipeline_action, scratch
 from vitpar.planner.measure.steps import Training
@@ -36,13 +36,13 @@ from vitpar.planner.profile.profiles import Curve, Hardware, Host, Link, Matmul,
 from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe
 
-TINY = {"width": 16, "depth": 4, "heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
+TINY = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 ProductShape = tuple[int, int, int]
 """Of a product: rows, features that are summed over, columns."""
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasureEffort:
     """How much is measured. seconds: of each point, about. sides: of matrices. messages, copies: bytes."""
 
     seconds: float
@@ -52,7 +52,7 @@ class Effort:
     copies: tuple[int, ...]
 
     @classmethod
-    def usual(cls, device: str, seconds: float = 0.25) -> Effort:
+    def usual(cls, device: str, seconds: float = 0.25) -> MeasureEffort:
         """Minutes at most."""
         if device == "cpu":
             messages = 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
@@ -67,17 +67,17 @@ def profile_hardware(
     name: str,
     device: torch.device,
     ranks_per_node: int,
-    effort: Effort | None = None,
+    effort: MeasureEffort | None = None,
     progress: Progress = lambda done, total, words: None,
 ) -> Hardware:
     """Measure the machine of this world. Collective: every rank calls it, and all return the same profile.
 
     name: what the profile is to be called. ranks_per_node: neighbouring ranks that share a node.
     """
-    effort = effort or Effort.usual(device.type)
+    effort = effort or MeasureEffort.usual(device.type)
     world = dist.get_world_size()
     shapes = list(group_shapes(world))
-    clock = Clock(device, Group(device), effort.seconds)
+    clock = Clock(device, ClockedRanks(device), effort.seconds)
     total = (
         len(effort.dtypes) * len(effort.sides)
         + len(effort.copies)
@@ -135,7 +135,7 @@ def profile_hardware(
     return profile.at_pace(clock.usual)
 
 
-def _host(clock: Clock, effort: Effort) -> Host:
+def _host(clock: Clock, effort: MeasureEffort) -> Host:
     """Pinned memory to the GPU, and AdamW on the processors, as +offload has it."""
 
     def timing(size: int) -> Timing:

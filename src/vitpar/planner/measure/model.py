@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vitpar.launch.resources import cpu_cores, keep_freed_memory
 from vitpar.models.config import ViTConfig
 from vitpar.parallel import Execution, ParallelModel, parallelize
-from vitpar.parallel.attention import Attention, choose_attention
-from vitpar.parallel.precision import precision
+from vitpar.parallel.attention import AttentionChoice, choose_attention
+from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.measure.clock import Clock, Progress
 from vitpar.planner.measure.device import date_and_versions, device_name, live_bytes
 from vitpar.planner.profile.estimate import tensors
@@ -52,7 +52,7 @@ MOST_ROWS = 512
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: `config` in `precision`, for stages of up to `ranks` ranks. attention: as in recipes."""
+    """The model to profile: `config` in `precision`, for stages of up to `ranks` ranks. attention: as in recipes."""
 
     config: ViTConfig
     precision: str
@@ -68,11 +68,13 @@ class Subject:
                 if not (checkpoint == "selective" and self.compile_blocks):
                     yield from ((tensor, checkpoint, wrapped) for wrapped in kinds)
 
-    def choose_attention(self, device: torch.device) -> Attention:
+    def choose_attention(self, device: torch.device) -> AttentionChoice:
         """Its kernel from here on, as a run on one rank with `CHOSEN_FOR` images chooses it. Raises RecipeError."""
         plan = validate(parse("dp1"), self.config, CHOSEN_FOR)
         with pretended(1):
-            return choose_attention(self.attention, self.config, plan, CHOSEN_FOR, precision(self.precision), device)
+            return choose_attention(
+                self.attention, self.config, plan, CHOSEN_FOR, resolve_precision(self.precision), device
+            )
 
 
 @contextmanager
@@ -127,7 +129,7 @@ class LayerBench:
         else:
             part = token_layout(self._strategy)[0]
             here = len(part.row_range(total))
-            shape = here, config.tokens, len(part.feature_range(config.width))
+            shape = here, config.tokens, len(part.feature_range(config.embed_dim))
         self._x = torch.randn(shape, device=self._model.device, dtype=self._model.precision.compute)
         self._keys = torch.zeros(here, dtype=torch.int64, device=self._model.device) if config.stochastic else None
         self._labels = torch.zeros(total, dtype=torch.int64, device=self._model.device)

@@ -24,7 +24,7 @@ from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.models.config import ViTConfig
-from vitpar.planner.measure.clock import CoreUse, Group, Pace, others_share
+from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, others_share
 from vitpar.planner.measure.device import Peak
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import refuse_clashes
@@ -60,13 +60,13 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlanSteps:
     """Steps of a plan, one after the other."""
 
     seconds: tuple[float, ...]
     """Of each step, for the slowest rank."""
     paces: tuple[float, ...] = ()
-    """Of the cores around each step, in the mean (`Pace`); none on GPUs."""
+    """Of the cores around each step, in the mean (`CpuSpeedProbe`); none on GPUs."""
     others: float | None = None
     """The share of the cores, 0 to 1, that other programs used meanwhile; None on GPUs and where it is not known."""
 
@@ -82,7 +82,7 @@ class Measured:
     """A plan. runs: one or more, minutes apart. memory: bytes that each rank takes at most, None where the system does
     not tell."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[PlanSteps, ...]
     memory: tuple[int | None, ...]
 
     @property
@@ -97,7 +97,7 @@ class Measured:
         return statistics.median(run.middle(1.0) for run in self.runs)
 
 
-class Runner:
+class PlanRunner:
     """Runs plans one after the other, each in processes of its own, forked from the ranks of `world`.
 
     kind: of device. seconds: to spend on the timed steps of a run, about; there are at least three, after two that do
@@ -134,7 +134,7 @@ class Runner:
         """Bytes at most on each rank. Collective; equal for all ranks."""
         return self._run(lambda device: _memory(training, plan, device))
 
-    def run(self, training: Training, plan: Plan) -> Run:
+    def run(self, training: Training, plan: Plan) -> PlanSteps:
         """Steps of a plan. Collective; equal for all ranks."""
         return self._run(lambda device: _steps(training, plan, device, self._seconds))
 
@@ -158,7 +158,9 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
     with freed_memory_given_back():
         if device.type == "cpu":  # what programs load for themselves is not the plan's
             c = training.config
-            replace(training, config=replace(c, width=8 * c.heads, hidden=16 * c.heads)).step(plan, device)()
+            replace(training, config=replace(c, embed_dim=8 * c.num_heads, mlp_hidden_dim=16 * c.num_heads)).step(
+                plan, device
+            )()
         peak = Peak(device)
         step = training.step(plan, device)
         step()
@@ -168,11 +170,11 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
     return tuple(all_gather_json(grown))
 
 
-def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> Run:
+def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> PlanSteps:
     step = training.step(plan, device)
     step()
     step()
-    work, group = Pace() if device.type == "cpu" else None, Group(device)
+    work, group = CpuSpeedProbe() if device.type == "cpu" else None, ClockedRanks(device)
 
     def paced() -> float:
         return statistics.fmean(work.read() for _ in range(PACES)) if work is not None else 0.0
@@ -188,11 +190,11 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
         taken += group.agree([time.perf_counter() - begun])[0]  # no rank goes on before all are done
         paces.append(paced())
     if work is None:
-        return Run(tuple(taken))
+        return PlanSteps(tuple(taken))
     now = CoreUse.read()
     used = all_gather_json((platform.node(), *now.since(before)) if now and before else None)
     others = None if None in used else others_share(used)
-    return Run(tuple(taken), tuple((one + two) / 2 for one, two in pairwise(group.mean(paces))), others)
+    return PlanSteps(tuple(taken), tuple((one + two) / 2 for one, two in pairwise(group.mean(paces))), others)
 
 
 def run_in_subprocess(work: Callable[[], T]) -> T:

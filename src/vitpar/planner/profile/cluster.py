@@ -31,7 +31,7 @@ from vitpar.planner.profile.profiles import (
     Timing,
     exact,
 )
-from vitpar.planner.profile.record import Amount, Ranks, Rate, Record
+from vitpar.planner.profile.record import Amount, ProfileRecord, Ranks, Rate
 from vitpar.records import first_wrong
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import divisors, nearest, shown
@@ -42,7 +42,7 @@ SIZES = (2**10, 2**20, 2**33)
 """Bytes. Seconds are straight lines over them."""
 
 
-class Wire(Record):
+class Wire(ProfileRecord):
     """A way from one device to others. bandwidth: bytes a second that a device sends, and receives at the same time.
     latency: seconds of a message."""
 
@@ -50,7 +50,7 @@ class Wire(Record):
     latency: float = Field(ge=0, le=MAX_MEASURE / MAX_AMOUNT)  # so that many messages have a sum
 
 
-class HostMemory(Record):
+class HostMemory(ProfileRecord):
     """The memory that +offload moves to. bandwidth: bytes a second from and to a device. memory_bandwidth: of the
     processors, for each device."""
 
@@ -58,7 +58,7 @@ class HostMemory(Record):
     memory_bandwidth: Rate
 
 
-class Cluster(Record):
+class Cluster(ProfileRecord):
     """nodes × devices_per_node of one device.
 
     memory_bytes: of a device. matmul: FLOPs a second, dense, by dtype. memory_bandwidth: bytes a second. sustained: the

@@ -174,7 +174,7 @@ def estimate_model(
 
 def computed_elements(config: ViTConfig, kind: LayerKind, strategy: Strategy) -> int:
     """Elements of parameters that a rank computes a layer with."""
-    return layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).computed
+    return layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).compute_numel
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class _Time:
 
 
 def _counts(config: ViTConfig, kind: LayerKind, strategy: Strategy, policy: str) -> _Counts:
-    d, h, s, t = config.width, config.hidden, config.tokens, strategy.degree("tp")
+    d, h, s, t = config.embed_dim, config.mlp_hidden_dim, config.tokens, strategy.degree("tp")
     parts = 1 if strategy.tensor_mode == "1d" and not strategy.sequence_parallel else t  # of what is between products
     side = dict(strategy.tensor_shape)["j"]  # a rank's part of input and output, where a product splits features
     sides = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
@@ -277,7 +277,7 @@ def _kept(d: int, h: int, strategy: Strategy, policy: str) -> Iterator[float]:
 
 def _space(config: ViTConfig, strategy: Strategy) -> float:
     """Elements of a token that a block takes on top, at most."""
-    d, h, t, q = config.width, config.hidden, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
+    d, h, t, q = config.embed_dim, config.mlp_hidden_dim, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
     if strategy.tensor_mode == "3d":
         return 2 * h / q**2 + h / t + 2 * d / t
     if strategy.tensor_mode != "1d":

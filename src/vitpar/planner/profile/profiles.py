@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from vitpar.limits import MAX_AMOUNT, MAX_RANKS
-from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, Ranks, Rate, Record, Seconds
+from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, ProfileRecord, Ranks, Rate, Seconds
 from vitpar.records import Many
 from vitpar.strategy import parse
 from vitpar.strategy.execution import Rules
@@ -34,7 +34,7 @@ CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
 """Policies, and how a strategy names them."""
 
 
-class Timing(Record):
+class Timing(ProfileRecord):
     """One measured point.
 
     size: bytes, or FLOPs, as the curve says. seconds: the median. spread: half the distance between the quartiles over
@@ -59,7 +59,7 @@ def exact(points: Iterable[tuple[int, float]]) -> tuple[Timing, ...]:
     return tuple(Timing(size=size, seconds=seconds, spread=0, samples=1) for size, seconds in points)
 
 
-class Curve(Record):
+class Curve(ProfileRecord):
     """Seconds over sizes: straight between the measured points, and never falling."""
 
     timings: Many[Timing] = Field(min_length=1)
@@ -151,7 +151,7 @@ class Matmul(Curve):
     dtype: str
 
 
-class Overlap(Record):
+class Overlap(ProfileRecord):
     """How many times longer things take while the other kind runs beside them, 1 or more.
 
     compute: matrix products during an all-reduce. communication: an all-reduce during matrix products.
@@ -177,7 +177,7 @@ class Hardware(Profile):
     rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
     at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
     small message included. host: what +offload takes, None where there is no other memory. reserved_bytes: of a device,
-    that no plan can use. pace: of a CPU's cores at which all of this is given (`vitpar.planner.measure.clock.Pace`), 0
+    that no plan can use. pace: of a CPU's cores at which all of this is given (``measure.clock.CpuSpeedProbe``), 0
     where it is not known. peaks: dense FLOPs a second of a device by dtype, as its data sheet has them; none where they
     are not known. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
     """
@@ -224,7 +224,7 @@ class Hardware(Profile):
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
 
 
-class Bytes(Record):
+class Bytes(ProfileRecord):
     """Memory that grows with the rows: `fixed` and `per_row` bytes."""
 
     fixed: Measure
@@ -235,7 +235,7 @@ class Bytes(Record):
         return self.fixed + self.per_row * rows
 
 
-class LayerProfile(Record):
+class LayerProfile(ProfileRecord):
     """One kind of layer as one rank computes it, without anything that is sent.
 
     Sizes of curves are rows: images of a micro-batch that one tensor-parallel group works on together.
@@ -261,7 +261,7 @@ class LayerProfile(Record):
         return self.model_copy(update=curves)
 
 
-class WeightProfile(Record):
+class WeightProfile(ProfileRecord):
     """What sharded parameters of a layer cost a rank besides sending: to be gathered and dropped again, and for their
     gradients to be reduced. elements: what is gathered."""
 

@@ -27,13 +27,13 @@ Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Notes = Annotated[dict[str, str], table_of(text)]
 
 
-class Record(records.Record):
+class ProfileRecord(records.Record):
     """Base of everything in a profile: unknown keys are errors, numbers are finite, values never change."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
-class Profile(Record):
+class Profile(ProfileRecord):
     """Base of the two profiles. kind: hardware or model, as ``vitpar profile`` calls them."""
 
     kind: ClassVar[str]

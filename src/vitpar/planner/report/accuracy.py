@@ -35,7 +35,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Row:
+class AccuracyRow:
     """One plan, as predicted and as measured. pace: of the profiles that it was predicted with, 0 where that is not
     known."""
 
@@ -133,14 +133,14 @@ class Accuracy:
     chosen: float
 
 
-def others_used(rows: Sequence[Row]) -> float | None:
+def others_used(rows: Sequence[AccuracyRow]) -> float | None:
     """The share of the cores that other programs used while plans were measured, in the mean of all runs; None where
     it is not known."""
     known = [run.others for row in rows for run in row.measured.runs if run.others is not None]
     return statistics.fmean(known) if known else None
 
 
-def accuracy(rows: Sequence[Row]) -> Accuracy:
+def accuracy(rows: Sequence[AccuracyRow]) -> Accuracy:
     """Of one row at least."""
     times = [abs(row.time_error) for row in rows]
     clocked = [abs(row.price.seconds / row.clocked - 1) for row in rows]

@@ -90,7 +90,7 @@ def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """The program that made an output."""
 
     version: str
@@ -102,7 +102,7 @@ class Origin:
         return f"vitpar {self.version}: {self.command}"
 
 
-def origin_to_json(origin: Origin, costs: LayerCosts) -> dict[str, object]:
+def origin_to_json(origin: Provenance, costs: LayerCosts) -> dict[str, object]:
     """What was predicted, by what, from what."""
     return {
         "vitpar": origin.version,
@@ -128,7 +128,7 @@ class Findings:
     reasons: tuple[Reason, ...]
     """Why the obvious plans were not chosen."""
     costs: LayerCosts
-    origin: Origin
+    origin: Provenance
     train: str = ""
     """The command that trains the best plan."""
 
@@ -171,7 +171,7 @@ class Findings:
         }
 
 
-def findings(search: Search, result: Result, budget: float, origin: Origin, train: str = "") -> Findings:
+def findings(search: Search, result: Result, budget: float, origin: Provenance, train: str = "") -> Findings:
     """Collect what there is to say of a search that found a plan."""
     best = result.plans[0]
     obvious = reasons(search, best, budget)
@@ -212,7 +212,7 @@ class Prediction:
         return self.price.memory_bytes <= self.budget
 
 
-def prediction_to_json(found: Prediction, origin: Origin) -> dict[str, object]:
+def prediction_to_json(found: Prediction, origin: Provenance) -> dict[str, object]:
     """Seconds, bytes; the plan as plan.json has it."""
     return {
         **origin_to_json(origin, found.costs),
@@ -222,7 +222,7 @@ def prediction_to_json(found: Prediction, origin: Origin) -> dict[str, object]:
     }
 
 
-def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Origin) -> dict[str, object]:
+def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> dict[str, object]:
     """By kind of scaling, a point for each number of ranks; no plan where nothing fits."""
     points = {
         kind: [
@@ -264,7 +264,7 @@ def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, 
     return rows
 
 
-def trace(price: Price, costs: LayerCosts, origin: Origin) -> dict[str, object]:
+def trace(price: Price, costs: LayerCosts, origin: Provenance) -> dict[str, object]:
     """The spans of one step in the Trace Event Format, which chrome://tracing and Perfetto show.
 
     Times are in microseconds. A process is a line of the timeline.

@@ -13,7 +13,7 @@ from vitpar.planner.report.data import (
     COLUMNS,
     SCALING_COLUMNS,
     Findings,
-    Origin,
+    Provenance,
     certainty,
     duration,
     figures,
@@ -126,7 +126,7 @@ def _facts(found: Findings) -> str:
     )
 
 
-def _source(costs: LayerCosts, origin: Origin, ranks: int) -> dict[str, str]:
+def _source(costs: LayerCosts, origin: Provenance, ranks: int) -> dict[str, str]:
     """Rows of `_about`: what was predicted by which command."""
     compiled = ", compiled" if costs.model.compiled else ""
     return {
@@ -215,7 +215,7 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
     return found
 
 
-def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Origin) -> str:
+def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> str:
     """Write images a second of a device over the number of devices, and the plans."""
     points = next(iter(found.values()))
     ticks = [str(point.ranks) for point in points]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vitpar.planner.cost.layer import LayerCosts, Placement
+from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
 from vitpar.planner.cost.links import placed
 from vitpar.planner.cost.price import Price, kind_of
 from vitpar.planner.cost.stage import build_stage
-from vitpar.planner.cost.streams import Job, Streams
+from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.strategy import batch_arithmetic
 
@@ -43,7 +43,7 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     plan = price.plan
     batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)
     layers = [(kind_of(name), strategies[name]) for name in costs.config.layer_names]
-    stage = build_stage(costs, layers, batch.microbatch_rows, Placement(*placed(plan), plan.splits_backward))
+    stage = build_stage(costs, layers, batch.microbatch_rows, PlacedStrategy(*placed(plan), plan.splits_backward))
     turns = costs.crowd(plan.stage_size)
     streams = _Recorder(costs.hardware.overlap, turns)
     for number in range(batch.microbatches):
@@ -93,8 +93,8 @@ class _Recorder(Streams):
         super().__init__(overlap, share)
         self.microbatch: int | None = None
         self._spans: list[Span] = []
-        self._jobs: list[tuple[Job, float, float, int | None]] = []
-        self._awaited: dict[Job, str] = {}
+        self._jobs: list[tuple[Transfer, float, float, int | None]] = []
+        self._awaited: dict[Transfer, str] = {}
 
     def spans(self) -> list[Span]:
         """All spans. What was sent in the background and not waited for is gradients."""
@@ -112,7 +112,7 @@ class _Recorder(Streams):
                 self._jobs.append((job, at, at + took, self.microbatch))
                 at += took
 
-    def wait(self, job: Job, what: str) -> None:
+    def wait(self, job: Transfer, what: str) -> None:
         self._awaited[job] = what
         at, queued = self.at, [(other, other.left) for other in self._queue]
         super().wait(job, what)

@@ -2,7 +2,8 @@
 
 Every kind has a bound that holds for any mix of strategies (`bounds`). Within a kind the plans of `space` are taken in
 the order of bounds of their own, and only those are priced whose bound is below the best price so far. So what is found
-is the best of the space, unless `Effort` cut a kind short; then `Result.exact` says so, and `Result.bound` still holds.
+is the best of the space, unless `SearchEffort` cut a kind short; then `Result.exact` says so, and `Result.bound` still
+holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
 from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
-from vitpar.planner.search.expand import Best, Effort, Expansion
+from vitpar.planner.search.expand import BestPlans, Expansion, SearchEffort
 from vitpar.planner.search.options import Choices, Options
 from vitpar.planner.search.relaxed import STEPS, least_seconds, split_seconds
 from vitpar.planner.search.space import Space
@@ -81,7 +82,9 @@ class Search:
     moments: bytes that the optimizer keeps for every byte of parameters.
     """
 
-    def __init__(self, space: Space, costs: LayerCosts, moments: float = 2, effort: Effort = Effort()) -> None:
+    def __init__(
+        self, space: Space, costs: LayerCosts, moments: float = 2, effort: SearchEffort = SearchEffort()
+    ) -> None:
         self.space, self.effort = space, effort
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
@@ -89,7 +92,7 @@ class Search:
         self._frontiers: dict[tuple[Plan, int], tuple[Price, ...]] = {}
 
     def best(
-        self, budget: float, progress: Progress = lambda done, total, best: None, effort: Effort | None = None
+        self, budget: float, progress: Progress = lambda done, total, best: None, effort: SearchEffort | None = None
     ) -> Result:
         """The plans with the most images a second whose ranks need no more than `budget` bytes.
 
@@ -105,7 +108,7 @@ class Search:
             found = self._again(found, budget, effort, until)
         return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
 
-    def _again(self, found: Result, budget: float, effort: Effort, until: float) -> Result:
+    def _again(self, found: Result, budget: float, effort: SearchEffort, until: float) -> Result:
         """Return `found` with what other searches found that fits: with fewer strategies to choose from, and short ones
         for less memory, those of the frontier among them."""
         for fewer in FEWER:
@@ -129,7 +132,7 @@ class Search:
     def _best(
         self,
         budget: float,
-        effort: Effort,
+        effort: SearchEffort,
         until: float,
         progress: Progress = lambda done, total, best: None,
     ) -> Result:
@@ -151,16 +154,16 @@ class Search:
             seconds=time.perf_counter() - begun,
         )
 
-    def _known(self, budget: float, effort: Effort) -> Best:
+    def _known(self, budget: float, effort: SearchEffort) -> BestPlans:
         """The best of all plans that were ever priced."""
-        found = Best(effort)
+        found = BestPlans(effort)
         for known in self._prices.values():
             if known.memory_bytes <= budget:
                 found.offer(known)
         return found
 
     @property
-    def _short(self) -> Effort:
+    def _short(self) -> SearchEffort:
         """For plans that are not asked for themselves."""
         seconds = min(3.0, self.effort.seconds)
         return replace(
@@ -168,7 +171,7 @@ class Search:
         )
 
     def _uniform(
-        self, kinds: list[tuple[float, Kind]], budget: float, found: Best, progress: Progress, until: float
+        self, kinds: list[tuple[float, Kind]], budget: float, found: BestPlans, progress: Progress, until: float
     ) -> None:
         """Offer every plan with one strategy and even stages that fits and could be the best, or those up to `until`.
 
@@ -207,9 +210,9 @@ class Search:
         self,
         kinds: list[tuple[float, Kind]],
         budget: float,
-        found: Best,
+        found: BestPlans,
         progress: Progress,
-        effort: Effort,
+        effort: SearchEffort,
         until: float,
     ) -> tuple[float, bool]:
         """Offer plans of several strategies and of uneven stages. Returns the seconds an image that nothing is faster
@@ -307,7 +310,7 @@ class Search:
         size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
         speed, sending = min(1.0, at_once), crowded(at_once, pp)
         overlap = costs.hardware.overlap
-        tokens = kind.rows * config.tokens * config.width * costs.numbers.compute.itemsize
+        tokens = kind.rows * config.tokens * config.embed_dim * costs.precision.compute.itemsize
         return Machine(
             alone=costs.crowd(1),
             sending=sending,
@@ -320,7 +323,7 @@ class Search:
             send=lambda share: travel_seconds(costs, size, share * tokens) if pp > 1 else 0.0,
             # Bounds add the same bytes up in another order than prices do.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
-            images=kind.batch_size * config.channels * config.image_size**2 * costs.numbers.compute.itemsize,
+            images=kind.batch_size * config.channels * config.image_size**2 * costs.precision.compute.itemsize,
             tokens=tokens,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.bounds import BYTES, EACH, TIMES, Kind, Machine, stage_sums
 from vitpar.planner.search.options import Array, Choices
-from vitpar.planner.search.runs import Limits, Run, Ways
+from vitpar.planner.search.runs import BlockRun, SearchLimits, Ways
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.stages import split_blocks
 
@@ -21,7 +21,7 @@ MISFITS = 4
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """Where a search stops looking.
 
     Plans with one strategy and even stages are not limited by it. tolerance: no plan that is left is better than the
@@ -41,14 +41,14 @@ class Effort:
     patient: bool = True
 
 
-class Best:
+class BestPlans:
     """The best plans so far, of each form the best.
 
     limit: seconds an image from which on nothing is better by more than the tolerance. plain: the best with one
     strategy for all layers.
     """
 
-    def __init__(self, effort: Effort) -> None:
+    def __init__(self, effort: SearchEffort) -> None:
         self.plans: list[Price] = []
         self.plain: Price | None = None
         # Half for what is not looked at, half for choosing what is simple.
@@ -104,8 +104,8 @@ class Expansion:
         depth: int,
         fits: Callable[[Plan, int], bool],
         price: Callable[[Plan, int], Price],
-        found: Best,
-        effort: Effort,
+        found: BestPlans,
+        effort: SearchEffort,
     ) -> None:
         self._kind, self._choices, self._machine, self._depth = kind, choices, machine, depth
         self._fits, self._price, self._found, self._most = fits, price, found, effort.runs
@@ -115,7 +115,7 @@ class Expansion:
         self._left = effort.prices * (1 if kind.pipeline.pipeline_degree > 1 else ALONE)
         self._misfits = MISFITS * self._left
         self._stages: dict[int, Ways] = {}
-        self._runs: dict[tuple[int, int], list[Run]] = {}
+        self._runs: dict[tuple[int, int], list[BlockRun]] = {}
         self._rooms: dict[int, int] = {}
         self._nodes = effort.nodes
         share = float(choices.token_share.min())
@@ -141,7 +141,7 @@ class Expansion:
         """Seconds of a step that would be as good as the best."""
         return self._found.limit * self._kind.batch_size
 
-    def _try(self, runs: list[Run]) -> None:
+    def _try(self, runs: list[BlockRun]) -> None:
         """Price the plan of these stages."""
         if max(run.time for run in runs) >= self._limit:
             return
@@ -207,7 +207,7 @@ class Expansion:
                 split.insert(0, int(sizes[left, one]))
                 left -= split[0]
             option = options[one]
-            self._try([Run(blocks, blocks, (option, option), time, time, 0.0) for blocks in split])
+            self._try([BlockRun(blocks, blocks, (option, option), time, time, 0.0) for blocks in split])
 
     def _stage(self, number: int) -> Ways:
         """The ways to run a stage."""
@@ -217,12 +217,12 @@ class Expansion:
         return self._stages[number]
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> SearchLimits:
         m, machine = self._kind.microbatches, self._machine
         each = machine.overhead if self._kind.pipeline.pipeline_degree == 1 else 2 * machine.action
-        return Limits(self._limit, m * each + machine.norm, machine.budget)
+        return SearchLimits(self._limit, m * each + machine.norm, machine.budget)
 
-    def _ways(self, number: int, blocks: int) -> list[Run]:
+    def _ways(self, number: int, blocks: int) -> list[BlockRun]:
         """The quickest ways to run a stage."""
         key = number, blocks
         if key not in self._runs:
@@ -241,7 +241,7 @@ class Expansion:
             self._rooms[number] = next((n - 1 for n in sizes if not self._ways(number, n)), self._depth)
         return self._rooms[number]
 
-    def _deal(self, number: int, left: int, before: float, longest: float, runs: list[Run]) -> None:
+    def _deal(self, number: int, left: int, before: float, longest: float, runs: list[BlockRun]) -> None:
         """Give stage `number` and those behind it the `left` blocks. before: seconds in which the stages before it work
         on one micro-batch. longest: seconds of a step so far."""
         stages = self._kind.pipeline.num_stages

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.planner.cost.layer import LayerCosts, Placement, Seat, Weights, Work
+from vitpar.planner.cost.layer import LayerCosts, LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.cost.stage import Load, least_load
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.planner.search.space import Space
@@ -98,7 +98,7 @@ class _Candidate:
     """A strategy whose parameters another one's do not make needless. layout: equal where tokens lie alike. keeps:
     what its parameters cost, by number. unit: what divides its rows."""
 
-    seat: Seat
+    seat: PipelinePosition
     layout: tuple
     keeps: int
     unit: int
@@ -127,7 +127,7 @@ class Options:
         key = *self._key(pipeline), rows
         if key not in self._found:
             pipelined = pipeline.pipeline_degree > 1
-            by_layout: dict[tuple, list[tuple[Seat, tuple[int, int]]]] = defaultdict(list)
+            by_layout: dict[tuple, list[tuple[PipelinePosition, tuple[int, int]]]] = defaultdict(list)
             for found in self._lightest(pipeline):
                 if rows % found.unit == 0:
                     by_layout[found.layout].append((found.seat, (self._work_number(found.seat, rows), found.keeps)))
@@ -160,7 +160,7 @@ class Options:
         if key in self._light:
             return self._light[key]
         pp = pipeline.pipeline_degree
-        where = Placement(pp=pp, splits=pipeline.splits_backward)
+        where = PlacedStrategy(pp=pp, splits=pipeline.splits_backward)
         alike: dict[tuple, list[tuple[_Candidate, int]]] = defaultdict(list)
         for strategy in self._space.strategies(self._space.ranks // pp):
             if not self._space.allows(pipeline, strategy) or (strategy.offload and self._costs.hardware.host is None):
@@ -174,14 +174,14 @@ class Options:
         ]
         return self._light[key]
 
-    def _work_number(self, seat: Seat, rows: int) -> int:
+    def _work_number(self, seat: PipelinePosition, rows: int) -> int:
         key = seat.computes, rows // seat.data
         if key not in self._work_numbers:
             works = (self._costs.work(kind, seat, rows) for kind in KINDS)
             self._work_numbers[key] = self._works.add(tuple(part for work in works for part in _of_work(work)))
         return self._work_numbers[key]
 
-    def _weight_number(self, seat: Seat, pipelined: bool) -> int:
+    def _weight_number(self, seat: PipelinePosition, pipelined: bool) -> int:
         key = seat.keeps, pipelined
         if key not in self._weight_numbers:
             parts = (_of_weights(self._costs.weights(kind, seat), seat.executions[kind]) for kind in KINDS)
@@ -194,14 +194,14 @@ class Options:
     def _below(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
         return self._weights.below(one[1], other[1]) and self._works.below(one[0], other[0])
 
-    def _option(self, seat: Seat, rows: int, pipelined: bool) -> Option:
+    def _option(self, seat: PipelinePosition, rows: int, pipelined: bool) -> Option:
         return Option(
             seat.strategy,
             {kind: least_load(self._costs, kind, seat, rows, self._moments, self._update, pipelined) for kind in KINDS},
         )
 
 
-def _of_weights(weights: Weights, execution: LayerExecution) -> Numbers:
+def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
     """What a price depends on; more of any is never better."""
     every, wrapped = execution.reduced == "every micro-batch", execution.wrapped
     freed, here = execution.reshard_after_forward, not weights.offloaded
@@ -215,9 +215,9 @@ def _of_weights(weights: Weights, execution: LayerExecution) -> Numbers:
         weights.reduce * (wrapped and not every),
         weights.reduce * (wrapped and every),
         weights.reduce * (not wrapped),
-        weights.waiting * (wrapped and not every),
-        weights.waiting * (wrapped and every),
-        weights.held * here,
+        weights.unreduced_grad_bytes * (wrapped and not every),
+        weights.unreduced_grad_bytes * (wrapped and every),
+        weights.local_bytes * here,
         weights.gathering,
         weights.reducing,
         *(float(weights.sums.get(axis, 0)) for axis in ("j", "k")),
@@ -229,7 +229,7 @@ def _of_work(work: Work) -> Numbers:
     return (
         work.forward,
         work.backward,
-        work.late,
+        work.weight_grad_time,
         *work.skew,
         work.forward_sent,
         work.backward_sent,

@@ -14,7 +14,7 @@ from vitpar.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """The blocks of a stage: `first` of them under one option, the rest under another. time: seconds of a step for a
     rank, at least. through: of these, those between which the stages before it have to work on a micro-batch. each:
     seconds of one micro-batch."""
@@ -34,7 +34,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """seconds: of a step, from which on a way is no better. overhead: of these, besides layers. memory: bytes."""
 
     seconds: float
@@ -48,12 +48,12 @@ class Ways:
     def __init__(self, options: Sequence[Option], block: Array, start: Array, end: Array) -> None:
         self._options, self._block, self._start, self._end = options, block, start, end
 
-    def quickest(self, blocks: int, limits: Limits, most: int, mixed: bool) -> tuple[list[Run], bool]:
+    def quickest(self, blocks: int, limits: SearchLimits, most: int, mixed: bool) -> tuple[list[BlockRun], bool]:
         """Those of `blocks` blocks within `limits`, `most` at most, and whether there are more. mixed: under two
         options."""
         layer_seconds = limits.seconds - limits.overhead
         bounds = np.array([layer_seconds] * 5 + [limits.memory] * 2)
-        found: list[tuple[float, int, Run]] = []  # the slowest first
+        found: list[tuple[float, int, BlockRun]] = []  # the slowest first
         number = 0
         for least, one, other, low, high in self._pairs(blocks, bounds) if mixed else self._alone(blocks, bounds):
             if len(found) >= most and least + limits.overhead > -found[0][0]:
@@ -100,13 +100,13 @@ class Ways:
         columns = (least, ones, others, lows.astype(int), highs.astype(int))
         yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
-    def _run(self, one: int, other: int, blocks: int, first: int, overhead: float) -> Run:
+    def _run(self, one: int, other: int, blocks: int, first: int, overhead: float) -> BlockRun:
         b = self._block
         sums = self._start[:, one] + self._end[:, other] + first * b[:, one] + (blocks - first) * b[:, other]
         options = self._options[one], self._options[other]
         through = float(sums[0]) + overhead
-        return Run(blocks, first, options, float(sums[TIMES].max()) + overhead, through, float(sums[EACH]))
+        return BlockRun(blocks, first, options, float(sums[TIMES].max()) + overhead, through, float(sums[EACH]))
 
     @staticmethod
-    def _sorted(found: list[tuple[float, int, Run]]) -> list[Run]:
+    def _sorted(found: list[tuple[float, int, BlockRun]]) -> list[BlockRun]:
         return [run for _, _, run in sorted(found, reverse=True)]

@@ -1,6 +1,6 @@
 """Galvatron's strategy files, read and written (``vitpar.strategy.galvatron.reading`` has the table of keys)."""
 
-from vitpar.strategy.galvatron.reading import Imported, from_galvatron, is_galvatron, read_galvatron
+from vitpar.strategy.galvatron.reading import ImportedPlan, from_galvatron, is_galvatron, read_galvatron
 from vitpar.strategy.galvatron.writing import to_galvatron, write_galvatron
 
-__all__ = ["Imported", "from_galvatron", "is_galvatron", "read_galvatron", "to_galvatron", "write_galvatron"]
+__all__ = ["ImportedPlan", "from_galvatron", "is_galvatron", "read_galvatron", "to_galvatron", "write_galvatron"]

@@ -108,7 +108,7 @@ _BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent, 
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedPlan:
     """What a file of Galvatron's says: the plan, images a step, the number of blocks, and sentences on where Galvatron
     would or could run it otherwise."""
 
@@ -123,7 +123,7 @@ def is_galvatron(data: object) -> bool:
     return isinstance(data, dict) and "tp_sizes_enc" in data
 
 
-def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = None) -> Imported:
+def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = None) -> ImportedPlan:
     """`from_galvatron` of the file `path`. Raises StrategyError, naming the file, also when it cannot be read."""
     data = read_json(path)
     try:
@@ -132,7 +132,7 @@ def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = Non
         raise StrategyError(f"{shown(path)}: {error}") from None
 
 
-def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None = None) -> Imported:
+def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None = None) -> ImportedPlan:
     """The plan that `data` says for `world_size` ranks.
 
     num_blocks: of the model, None where the file's own number will do. Stem and head always get one strategy, and
@@ -171,7 +171,7 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
     schedule = SCHEDULE_NAMES[file.pipeline_type] if pp > 1 else Plan().schedule
     plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(file, stage), split=_split(file, depth))
     check_batch(plan, file.global_bsz)
-    return Imported(plan, file.global_bsz, depth, tuple(_notes(file, plan)))
+    return ImportedPlan(plan, file.global_bsz, depth, tuple(_notes(file, plan)))
 
 
 def check_batch(plan: Plan, batch_size: int) -> None:

@@ -26,11 +26,11 @@ LAMB_LR, LAMB_BATCH = 3e-3, 2048  # of DeiT III (2204.07118)
 SMALL_IMAGE = 64
 """Images of so many pixels a side or fewer are cropped as CIFAR's are."""
 SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
-BASE_WIDTH, BASE_DEPTH = 768, 12  # of ViT-B: wider or deeper models are the larger ones of `Row`
+BASE_WIDTH, BASE_DEPTH = 768, 12  # of ViT-B: wider or deeper models are the larger ones of `DefaultsRow`
 
 
 @dataclass(frozen=True)
-class Row:
+class DefaultsRow:
     """Settings for training sets of up to `most` images."""
 
     most: int | None
@@ -64,7 +64,7 @@ _DEIT = {
 }
 
 ROWS = (
-    Row(
+    DefaultsRow(
         10_000,
         "Flowers-102",
         *(5e-4, 96),
@@ -80,7 +80,7 @@ ROWS = (
         },
         sources="Compact Transformers (2104.05704), its published configuration for Flowers-102",
     ),
-    Row(
+    DefaultsRow(
         100_000,
         "CIFAR, Tiny-ImageNet",
         *(1e-3, 128),
@@ -91,7 +91,7 @@ ROWS = (
         "parameters; RandAugment in place of its CIFAR policy, and crops of 0.8 to 1 of small images in place of "
         "padding, are those of Compact Transformers (2104.05704)",
     ),
-    Row(
+    DefaultsRow(
         500_000,
         "ImageNet-100",
         *(1e-3, 1024),
@@ -102,7 +102,7 @@ ROWS = (
         "shorter",
         larger={"model.drop_path": 0.2},
     ),
-    Row(
+    DefaultsRow(
         2_000_000,
         "ImageNet-1k",
         *(1e-3, 1024),
@@ -113,7 +113,7 @@ ROWS = (
         "Autoencoders (2111.06377, A.2), training from scratch",
         larger={"model.drop_path": 0.2},
     ),
-    Row(
+    DefaultsRow(
         50_000_000,
         "ImageNet-21k",
         *(1e-3, 4096),
@@ -124,7 +124,7 @@ ROWS = (
         "epochs the fewer; warm-up of 10,000 steps",
         larger={"augment.mixup": 0.5, "model.drop_path": 0.1},
     ),
-    Row(
+    DefaultsRow(
         None,
         "JFT-300M",
         *(8e-4, 4096),
@@ -152,7 +152,7 @@ NOTES = (
 )
 
 
-def row_for(samples: int) -> Row:
+def row_for(samples: int) -> DefaultsRow:
     """Return the row of the table for a training set of `samples` images."""
     return next(row for row in ROWS if row.most is None or samples <= row.most)
 
@@ -183,7 +183,7 @@ def recipe_for(samples: int, options: Mapping[str, object] | None = None, assign
 def _found(recipe: Recipe, config: ViTConfig, samples: int) -> dict[str, Any]:
     """Return the table's values by dotted key."""
     row = row_for(samples)
-    larger = row.larger if config.width > BASE_WIDTH or config.depth > BASE_DEPTH else {}
+    larger = row.larger if config.embed_dim > BASE_WIDTH or config.depth > BASE_DEPTH else {}
     found = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
     if config.image_size <= SMALL_IMAGE:
         found |= SMALL
@@ -209,7 +209,7 @@ def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
     return float(f"{min(most, lr * math.sqrt(recipe.train.batch_size / batch)):.3g}")
 
 
-def _length(recipe: Recipe, row: Row, samples: int) -> dict[str, Any]:
+def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
     """Return epochs and warm-up where the recipe has none."""
     train, schedule = recipe.train, recipe.lr_schedule
     found: dict[str, Any] = {}
@@ -274,7 +274,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _cell(row: Row, key: str) -> str:
+def _cell(row: DefaultsRow, key: str) -> str:
     own = {"train.epochs": row.epochs, "lr_schedule.warmup_epochs": row.warmup_epochs, "optimizer.lr": row.lr}
     value, larger = {**row.settings, **own}.get(key), row.larger.get("lr" if key == "optimizer.lr" else key)
     words = _shown(value) if larger is None else f"{_shown(value) or 0} / {_shown(larger)}"

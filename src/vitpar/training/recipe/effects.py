@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vitpar.errors import RecipeError
-from vitpar.strategy.execution import NARROW
+from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.support import Effect, refuse_idle
 from vitpar.training.optim.loss_scale import LossScaleSection
 
@@ -60,7 +60,7 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("train.reduce_dtype",),
         # Automatic precision may become bf16; where it becomes fp32 the setting is looked at again.
-        lambda recipe: recipe.train.precision in ("auto", *NARROW),
+        lambda recipe: recipe.train.precision in ("auto", *REDUCE_DTYPES),
         "{key} is '{value}', which does nothing with train.precision '{case.train.precision}': leave it out, or set "
         "train.precision to bf16, fp16 or fp8",
     ),

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vitpar.errors import RecipeError
+from vitpar.former_names import FORMER_NAMES
 from vitpar.io import parse_toml, read_toml
 from vitpar.text import literal, nearest, shown
 from vitpar.training.recipe.other_names import OTHER_NAMES
@@ -25,7 +26,7 @@ _ALTERNATIVES = (
     ("parallel", "microbatches", "microbatch_size"),
     ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
 )
-_SIZES = ("image_size", "patch_size", "width", "depth", "heads", "hidden")
+_SIZES = ("image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim")
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
 """What runs when neither a recipe nor data is named."""
@@ -140,6 +141,8 @@ def _refuse_unknown(values: Mapping[str, object]) -> None:
         unknown = next((key for key in settings if key not in SECTIONS[section].model_fields), None)
         if unknown is not None:
             key = f"{section}.{unknown}"
+            if key in FORMER_NAMES:
+                raise RecipeError(f"recipe key '{key}' is now called '{FORMER_NAMES[key]}': rename it")
             raise RecipeError(f"unknown recipe key '{shown(key)}'{_nearest_key(key)}")
 
 

@@ -16,7 +16,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 from vitpar.errors import RecipeError, StrategyError
 from vitpar.models.config import ViTConfig, model_config
 from vitpar.strategy import Plan, parse, validate
-from vitpar.strategy.execution import NARROW
+from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.plan_json import read_plan
 from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
 from vitpar.text import shown
@@ -72,7 +72,7 @@ class Recipe(Section):
         """Raise RecipeError for settings that change nothing (``recipe.effects``), or contradict others."""
         refuse_without_effect(self)
         train, data = self.train, self.data.path
-        narrow = NARROW.get("bf16" if train.precision == "auto" else train.precision)
+        narrow = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
         if train.reduce_dtype not in (None, "fp32", narrow):
             raise RecipeError(
                 f"train.reduce_dtype is '{train.reduce_dtype}', which train.precision '{train.precision}' does not "
@@ -123,7 +123,10 @@ class Recipe(Section):
         return self._choose(self.requested_plans()[:1], config, resolve).plan
 
     def chosen(self, config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
-        """The same, or where that does not fit, the first of `parallel.otherwise` that does. Raises StrategyError."""
+        """Return the plan of `parallel.mesh` or, if it does not fit, the first of `parallel.fallback_meshes` that does.
+
+        Raises StrategyError.
+        """
         return self._choose(self.requested_plans(), config, resolve)
 
     def _choose(self, wanted: Sequence[Plan], config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
@@ -150,22 +153,24 @@ class Recipe(Section):
         return self.communication.model_copy(update={key.partition(".")[2]: None for key in idle})
 
     def requested_plans(self) -> list[Plan]:
-        """What `parallel.mesh` says, which may be the name of a JSON file with a whole plan, then `parallel.otherwise`.
-        Raises StrategyError."""
+        """Return the plan of `parallel.mesh`, a strategy or a plan.json, and those of `parallel.fallback_meshes`.
+
+        Raises StrategyError.
+        """
         fields = self.parallel.model_dump()
-        mesh, otherwise = fields.pop("mesh"), fields.pop("otherwise")
+        mesh, fallbacks = fields.pop("mesh"), fields.pop("fallback_meshes")
         if mesh == AUTO:
             raise StrategyError(
                 f"the mesh is '{AUTO}', which vitpar train alone searches: name a strategy, such as one that vitpar "
                 "search finds"
             )
         if not mesh.endswith(".json"):
-            return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in otherwise)]
-        if not self.parallel.model_fields_set <= {"mesh", "otherwise"}:
+            return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in fallbacks)]
+        if not self.parallel.model_fields_set <= {"mesh", "fallback_meshes"}:
             raise RecipeError(
                 f"'{shown(mesh)}' is a whole plan: leave out the other settings of [parallel], or change the file"
             )
-        return [read_plan(Path(mesh)), *map(parse, otherwise)]
+        return [read_plan(Path(mesh)), *map(parse, fallbacks)]
 
     def total_steps(self, samples: int) -> int:
         """Optimizer steps of the run over a training set of `samples`: what covers the epochs asked for."""
@@ -198,7 +203,7 @@ class Recipe(Section):
             del values["stream"]
         if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which no other setting of one may stand
             values["parallel"] = {
-                key: values["parallel"][key] for key in ("mesh", "otherwise") if values["parallel"][key]
+                key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]
             }
         return tomli_w.dumps(values)
 
@@ -226,4 +231,4 @@ def first_that_fits(wanted: Sequence[Plan], fit: Callable[[Plan], Plan]) -> Chos
             because = f"the plan is '{shown(fitting)}', since {'; '.join(refusals)}" if refusals else None
             return Chosen(fitting, because)
     reasons = "; ".join(f"{shown(plan)}: {why}" for plan, why in zip(wanted, refusals, strict=True))
-    raise StrategyError(f"neither parallel.mesh nor any of parallel.otherwise fits: {reasons}")
+    raise StrategyError(f"neither parallel.mesh nor any of parallel.fallback_meshes fits: {reasons}")

@@ -81,7 +81,7 @@ class Resumed:
             return None
         parallel = read_recipe(self.recipe).parallel
         # Beside others it may not be the one that ran, so the file has to be there.
-        if not parallel.mesh.endswith(".json") or parallel.otherwise:
+        if not parallel.mesh.endswith(".json") or parallel.fallback_meshes:
             return None
         return str(self.recipe.with_name(PLAN))
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from vitpar.checkpoint import Best, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
+from vitpar.checkpoint import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
 from vitpar.checkpoint.index import AVERAGES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
 from vitpar.checkpoint.writer import Saved
 from vitpar.models.config import ViTConfig
@@ -93,14 +93,14 @@ class Saver:
         *,
         interval: int,
         last: int,
-        texts: Callable[[int, int, Best | None], dict[str, str]],
+        texts: Callable[[int, int, BestEvaluation | None], dict[str, str]],
         log: Callable[[str], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
         self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
         self.writer = Writer()
-        self._best: Best | None = None
+        self._best: BestEvaluation | None = None
         self._earlier: set[int] = set()
         self._saved: set[int] = set()
         self._since = time.monotonic()
@@ -131,7 +131,7 @@ class Saver:
         """Take in an evaluation. Whether it is the best so far, and so to be kept."""
         if not self._settings.keep_best or (self._best is not None and top1 <= self._best.top1):
             return False
-        self._best = Best(step=step, top1=top1)
+        self._best = BestEvaluation(step=step, top1=top1)
         return True
 
     def save(self, step: int, samples: int) -> None:

@@ -21,17 +21,17 @@ class ModelSection(Section):
     """Side of the square input image, in pixels."""
     patch_size: int | None = None
     """Side of a patch, in pixels; divides `image_size`."""
-    width: int | None = None
+    embed_dim: int | None = None
     """Number of features of a token."""
     depth: int | None = None
     """Number of transformer blocks."""
-    heads: int | None = None
-    """Number of attention heads; divides `width`."""
-    hidden: int | None = None
+    num_heads: int | None = None
+    """Number of attention heads; divides `embed_dim`."""
+    mlp_hidden_dim: int | None = None
     """Number of hidden features of a block's MLP."""
     pool: Literal["cls", "avg"] | None = None
     """Input of the classifier: the class token (cls), or the mean of all patch tokens (avg)."""
-    registers: int | None = None
+    num_reg_tokens: int | None = None
     """Number of register tokens."""
     distillation: bool | None = None
     """Whether there is a distillation token with a classifier of its own, as in DeiT."""

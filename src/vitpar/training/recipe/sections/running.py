@@ -80,7 +80,7 @@ class ParallelSection(Section):
 
     mesh: str = "dp1"
     """Strategy string such as pp2xtp2xdp2 (docs/strategies.md), a plan.json, or auto to search it in `vitpar train`."""
-    otherwise: tuple[str, ...] = Field((), max_length=MAX_ALTERNATIVES)
+    fallback_meshes: tuple[str, ...] = Field((), max_length=MAX_ALTERNATIVES)
     """Strategies to try in turn if `mesh` does not fit the ranks, the model or the batch."""
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev."""

@@ -205,7 +205,7 @@ def page() -> str:
 
 
 def lost() -> list[str]:
-    """Return the steps of walks whose file or name is not there, and walks that have become too long, in words."""
+    """Return, as sentences, steps of walks whose file or name does not exist, and walks that have become too long."""
     wrong = []
     for name, (most, steps) in WALKS.items():
         if len(steps) > most:

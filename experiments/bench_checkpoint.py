@@ -1,4 +1,4 @@
-"""What saving and going on cost: beside other ways to save, beside a cold start, and beside a run that nobody kills.
+"""Measure saving and resuming, compared with other ways to save, a cold start, and an uninterrupted run.
 
     python experiments/bench_checkpoint.py                     # about 25 minutes on two cores
     python experiments/bench_checkpoint.py --only saving
@@ -91,7 +91,7 @@ def pack(place: Path) -> None:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Of training, in metrics.jsonl."""
+    """Return the training rows of metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
     return [row for row in found if row["kind"] == "train"]

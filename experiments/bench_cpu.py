@@ -47,7 +47,7 @@ class Result:
         return ratio(self.seconds["vitpar"][kind], self.seconds["hand"][kind])
 
     def row(self) -> tuple[str, ...]:
-        """As the table shows it."""
+        """Return the cells of the table's row."""
         times = [Spread.of([1e3 * s for s in self.seconds[side]["wall"]]).text(0) for side in ("hand", "vitpar")]
         memory = " / ".join(
             f"{self.memory_bytes[side] / 2**20:.0f}" for side in ("hand", "vitpar") if self.memory_bytes

@@ -159,7 +159,7 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
 
 
 def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
-    """What the chip does with this model's products, and with nothing but memory."""
+    """Measure the chip's rates for this model's products and for memory."""
     found = matrix_products(config, batch_size, run.device)
     copied = bandwidth(run.device, 16 if run.options.tiny else 1024)
     cells = [

@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """What is trained, contenders aside."""
+    """Return the trainings, apart from contenders."""
     gpu = options.device == "cuda"
     if options.tiny:
         models, size, sizes = ["vit_tiny_patch16_224"], TINY, {}
@@ -294,7 +294,7 @@ def largest(job: Job, options: argparse.Namespace, console: Console) -> tuple[di
 
 
 def parameters(job: Job, depth: int) -> int:
-    """Of the job's model with so many blocks."""
+    """Return the number of parameters of the job's model with `depth` blocks."""
     import torch
 
     from vitpar.models.vit import ViT

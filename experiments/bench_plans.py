@@ -1,4 +1,4 @@
-"""What plans cost beside what theory says: traffic, pipeline bubbles, memory, and a layerwise plan beside uniform ones.
+"""Compare plans with theory: traffic, pipeline bubbles, memory, and a layerwise plan with uniform ones.
 
     python experiments/bench_plans.py                        # about 5 minutes on two cores
     python experiments/bench_plans.py --only bubble memory   # some of the tables
@@ -63,7 +63,10 @@ def main() -> int:
 
 
 def measure(what: str, *words: str, ranks: int, env: Mapping[str, str] = {}) -> Any:
-    """What ``bench.plan_rank`` measures in a world of its own. env: more variables for its ranks."""
+    """Return what ``bench.plan_rank`` measures in a separate world.
+
+    env: additional variables for its ranks.
+    """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +99,7 @@ def bubble(most: int | None) -> tuple[Table, list[dict]]:
 
 
 def memory(most: int | None) -> tuple[Table, list[dict]]:
-    """Resident memory of each rank, beside theory."""
+    """Compare the resident memory of each rank with theory."""
     table = Table("plan", "rank", "after a step, MiB", "in theory", "at most, MiB", "in theory", box=box.MARKDOWN)
     rows = [
         row for mesh in MEMORY[:most] for row in measure("memory", mesh, ranks=parse(mesh).world_size, env=ENVIRONMENT)

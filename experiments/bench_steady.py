@@ -62,7 +62,7 @@ def train(place: Path, run: str, steps: int, log_every: int, device: str) -> sub
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Of training, in metrics.jsonl."""
+    """Return the training rows of metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
     return [row for row in found if row["kind"] == "train"]

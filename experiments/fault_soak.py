@@ -54,7 +54,7 @@ ENDS_WITHIN = 30.0
 
 @dataclass
 class Tally:
-    """What became of one kind of fault."""
+    """Outcomes of one kind of fault."""
 
     cycles: int = 0
     survived: int = 0
@@ -174,13 +174,13 @@ class Soak:
 
 
 def options() -> list[str]:
-    """Of every run."""
+    """Return the options of every run."""
     recipe = ["--recipe", str(HERE / "digits.toml"), "--data", "data", "--device", "cpu"]
     return recipe + [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 def rows(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Of metrics.jsonl, by kind and step; the last line may be half-written."""
+    """Return the rows of metrics.jsonl, by kind and step; the last line may be half-written."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
@@ -217,7 +217,7 @@ def processes(place: Path) -> list[int]:
 
 
 def threads(pid: int) -> str:
-    """What each thread of a process is doing, as the kernel sees it."""
+    """Return the state of each thread of a process, as the kernel reports it."""
     lines = [f"process {pid}"]
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with suppress(OSError):

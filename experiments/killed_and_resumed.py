@@ -27,7 +27,7 @@ Row = dict[str, float]
 
 
 def rows(run: Path) -> dict[tuple[str, int], Row]:
-    """Of metrics.jsonl, by kind and step. The last line may be half-written."""
+    """Return the rows of metrics.jsonl, by kind and step. The last line may be half-written."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found = (json.loads(line) for line in lines if line.endswith("}"))
     return {(row["kind"], row["step"]): row for row in found}

@@ -42,7 +42,7 @@ def vitpar(*words: str) -> None:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """What a run measured of the training, without times."""
+    """Return what a run measured of the training, without times."""
     kept = ("kind", "step", "loss", "grad_norm", "top1")
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [{key: line[key] for key in kept if key in line} for line in lines]

@@ -1,4 +1,4 @@
-"""The same recipe under several plans: are the losses the same?
+"""Compare the losses of one recipe under several plans.
 
     python experiments/same_losses.py --plans pp2xtp2xdp2 tp2xfsdp2 pp4 dp1 --steps 200 --compare 50 \
         --recipe experiments/cifar10.toml --data data_shards/cifar10

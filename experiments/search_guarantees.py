@@ -41,10 +41,10 @@ from vitpar.planner.search.space import FLAGS, Space
 from vitpar.strategy import Plan, validate
 
 SHARES = (0.03, 0.25, 1.0)
-"""Of the plans with one strategy that fit a budget."""
+"""Shares of the plans with one strategy that fit a budget."""
 TOLERANCE = 1e-3
 MOST_PLANS = 1500
-"""Of a cluster: others are drawn again, so that all can be priced one by one."""
+"""Most plans of a cluster: others are drawn again, so that all can be priced one by one."""
 PROMISED = ("no plan", "a plan with one strategy", "the next best", "the frontier", "why not")
 FEWER: tuple[dict[str, Any], ...] = ({"flags": ()}, {"roles": ("pp", "dp")}, {"schedules": ("1f1b",)})
 

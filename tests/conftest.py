@@ -32,7 +32,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture
 def environment() -> Iterator[None]:
-    """What the test does to the environment is undone: joining a world writes its variables."""
+    """Restore the environment after the test: joining a world writes its variables."""
     before = dict(os.environ)
     yield
     os.environ.clear()

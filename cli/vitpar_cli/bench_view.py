@@ -73,7 +73,7 @@ def show(found: Benchmark, traces: Path | None) -> None:
 
 
 def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
-    """What ran, as names and values."""
+    """Yield what was benchmarked, as names and values."""
     from vitpar.planner.cost.elements import layer_parameters
     from vitpar.planner.cost.pipeline import idle_share
 

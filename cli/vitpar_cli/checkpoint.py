@@ -98,7 +98,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
 
 @app.command("info")
 def info_command(path: Path_, as_json: AsJson = False) -> None:
-    """What a checkpoint holds.
+    """Show what a checkpoint holds.
 
     Example: vitpar checkpoint info runs/mine/checkpoints/step_900
     """

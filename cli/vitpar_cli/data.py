@@ -87,9 +87,10 @@ def pack_command(
     workers: Workers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
 ) -> None:
-    """Pack images into WebDataset shards, byte for byte unless asked otherwise, with an index beside them.
+    """Pack images into WebDataset shards, without re-encoding unless an option asks for it, and write an index with
+    them.
 
-    What was interrupted goes on where it was when the same command is run again.
+    An interrupted command continues where it stopped when it is run again.
 
     Example: vitpar data pack digits data_shards/digits
     """

@@ -90,7 +90,7 @@ def _run() -> int:
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 something the user has to mend."""
+    """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 an error that the user must fix."""
     from vitpar.launch import find_world, reporting, share_cores
 
     try:

@@ -1,4 +1,4 @@
-"""What `vitpar plan` prints for people: the ranks, the stages, the batch and what is sent."""
+"""Text output of `vitpar plan`: ranks, stages, batch and communication."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
 
 
 def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:
-    """For each of the strategy's axes its rows: several where tp is arranged as a square or cube."""
+    """Return the rows of each of the strategy's axes: several where tp is arranged as a square or cube."""
     left = iter(part.axes)
     found = []
     for axis in strategy.axes:

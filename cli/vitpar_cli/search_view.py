@@ -1,4 +1,4 @@
-"""What `vitpar search` shows of what it found, and the table of plans that other commands share."""
+"""Text output of `vitpar search`, and the table of plans that other commands share."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

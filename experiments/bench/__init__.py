@@ -1,1 +1,1 @@
-"""What the benchmark programs beside this folder share: both contenders of every case, and how they are timed."""
+"""Shared parts of the benchmark programs: both contenders of every case, and how they are timed."""

@@ -1,4 +1,4 @@
-"""What is measured on the CPU: the plans, their hand-written counterparts, and the sizes. Imports no torch."""
+"""Cases measured on the CPU: plans, their hand-written counterparts, and sizes. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Size:
         return model_config(self.model, init="perturbed", **dict(self.options))
 
     def plan(self, mesh: str) -> Plan:
-        """That of `mesh`."""
+        """Return the plan of `mesh`."""
         return validate(parse(mesh), self.config, self.batch_size)
 
 

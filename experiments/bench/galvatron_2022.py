@@ -68,7 +68,7 @@ def known(pp: int, strategy: Strategy) -> bool:
 
 
 def layer_ms(pp: int, strategy: Strategy, batch_size: int) -> float:
-    """Of a layer, all of a step's images, in a pipeline of `pp` stages."""
+    """Return the milliseconds of a layer for all images of a step, in a pipeline of `pp` stages."""
     tp, data = strategy.degree("tp"), strategy.degree("dp") * strategy.degree("fsdp")
     images = batch_size / data
     forward, tensor, message, rate = FORWARD * images / tp, 0.0, 0.0, 0.0
@@ -89,7 +89,7 @@ def layer_ms(pp: int, strategy: Strategy, batch_size: int) -> float:
 
 
 def _overlapped(message: float, rate: float, backward: float) -> float:
-    """Of a message beside a backward: both take longer while they go on together."""
+    """Return the time of a message overlapped with a backward: both take longer while they overlap."""
     sends, computes = message * rate * OVERLAP, backward * OVERLAP
     if sends > computes:
         return computes + (message - computes / (rate * OVERLAP)) * rate
@@ -115,7 +115,7 @@ def its_space(config: ViTConfig) -> Space:
 
 
 class _Space(Space):
-    """What that model can price: it fixes the micro-batches itself."""
+    """Plans that this model can price: it fixes the micro-batches itself."""
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
         return super().microbatches(pipeline, batch_size)[:1]

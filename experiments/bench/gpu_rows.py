@@ -1,4 +1,4 @@
-"""What is measured on one GPU, row by row: told and written as soon as it is there, in tables at the end."""
+"""Measurements of one GPU, row by row: printed and written as soon as they are known, in tables at the end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ COLUMNS = {
     "plain": _beside("vitpar", "plain"),
     "fp8": _beside("bf16", "fp8"),
 }
-"""Of the table of each section."""
+"""Columns of the table of each section."""
 
 
 class Run:
-    """What is measured with: options and device, the time that is left, and where rows go. failed: whether anything was
-    left out that should work."""
+    """State of a measurement: options, device, remaining time, destination of rows.
+
+    failed: whether anything that should work was left out.
+    """
 
     def __init__(self, options: argparse.Namespace, device: torch.device, facts: dict[str, str]) -> None:
         self.options, self.device = options, device
@@ -119,7 +121,7 @@ class Memory:
 
 
 def named(config: ViTConfig, batch_size: int) -> str:
-    """As tables name it."""
+    """Return the name of a model and batch size in tables."""
     return f"{config.name}, batch {batch_size}"
 
 

@@ -1,4 +1,4 @@
-"""What a table of measurements has to say about how it came to be."""
+"""Header of a table of measurements: date, commit, command, hardware, versions."""
 
 import os
 import platform

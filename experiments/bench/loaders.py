@@ -40,7 +40,7 @@ def threads(folder: Path) -> Generator[Tensor]:
 
 
 def processes(folder: Path) -> Iterator[Tensor]:
-    """The same in processes: one a core, each with batches of its own, in torch's DataLoader."""
+    """Load in processes, one per core, each with separate batches, in torch's DataLoader."""
     yield from DataLoader(_InProcesses(folder), batch_size=None, num_workers=cpu_cores())
 
 
@@ -92,7 +92,7 @@ def image_folder(folder: Path) -> Generator[Tensor]:
 
 
 def random_resized_crop(image: Image.Image) -> Tensor:
-    """What torchvision's RandomResizedCrop, flip and ToTensor do to a Pillow image: float32 [3, size, size]."""
+    """Apply torchvision's RandomResizedCrop, flip and ToTensor to a Pillow image: float32 [3, size, size]."""
     width, height = image.size
     box = (0, 0, width, height)
     for _ in range(10):

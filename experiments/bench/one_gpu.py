@@ -1,5 +1,4 @@
-"""What one GPU can do at most, and what a step does on it: rates of matrix products and memory, kernels, waits,
-phases."""
+"""Limits of one GPU and what a step does on it: rates of matrix products and memory, kernels, waits, phases."""
 
 from __future__ import annotations
 

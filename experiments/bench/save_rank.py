@@ -38,7 +38,7 @@ STEPS = 3
 
 
 def gathered(tensors: Tensors, path: Path) -> Wait:
-    """What is done by hand: every tensor whole on rank 0, in one file."""
+    """Save by hand: gather every tensor on rank 0 and write one file."""
     everything = dict(tensors)
     for name, parameter in tensors.items():
         for moment in ("exp_avg", "exp_avg_sq"):  # which a rank lacks that has no part of the parameter
@@ -62,7 +62,7 @@ def plain_dcp(tensors: Tensors, path: Path) -> Wait:
 
 
 def asynchronous_dcp(kind: AsyncCheckpointerType) -> Callable[[Tensors, Path], Wait]:
-    """The same, while training goes on. A thread needs a group of its own: its messages mix with training's."""
+    """Save asynchronously with DCP. Its thread needs a separate group, or its messages mix with those of training."""
     group = dist.new_group(backend="gloo") if kind is AsyncCheckpointerType.THREAD else None
 
     def begin(tensors: Tensors, path: Path) -> Wait:
@@ -73,7 +73,7 @@ def asynchronous_dcp(kind: AsyncCheckpointerType) -> Callable[[Tensors, Path], W
 
 
 def slowest(seconds: float) -> float:
-    """Of all ranks."""
+    """Return the largest value of all ranks."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()

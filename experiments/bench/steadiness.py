@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slope:
-    """What values rise in all, from first to last, as a part of their median; and the standard error of that."""
+    """Total rise of values from first to last, relative to their median, and its standard error."""
 
     rise: float
     error: float

@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least two values."""
+        """Return the spread of at least two values."""
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(middle, (high - low) / 2)
 
@@ -35,8 +35,8 @@ class Spread:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Of times measured in turn, pair by pair: a slow spell of the machine changes both times of a pair, not their
-    ratio."""
+    """Return the ratio of times measured in turn, pair by pair: a slow spell of the machine changes both times of a
+    pair, not their ratio."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 

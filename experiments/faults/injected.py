@@ -23,7 +23,7 @@ LAUNCHED = "RANK" in os.environ
 
 
 def kill() -> None:
-    """As the kernel does where memory runs out."""
+    """Kill the process as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -153,7 +153,7 @@ def index_full(trap: Trap) -> None:
 
 
 def lost(trap: Trap) -> None:
-    """What a rank has written is not seen by rank 0, as on a disk of its own."""
+    """Hide what a rank has written from rank 0, as if on a separate disk."""
     from vitpar.checkpoint import atomic
 
     write = atomic.write

@@ -24,7 +24,7 @@ MIB = 1 << 20
 BYTES = 1 << 30
 """A case may take."""
 GUARD = 3 * BYTES + BYTES // 2
-"""Of address space above what a worker has when its target is ready."""
+"""Bytes of address space allowed above the use of a worker whose target is ready."""
 STUBS = ("gs", "gswin64c", "sh", "bash", "aws", "gsutil", "convert", "magick", "ffmpeg", "python", "python3")
 CANARY = "canary-that-no-reader-may-open"
 _STARTS = (
@@ -55,7 +55,7 @@ def add_stubs(folder: Path) -> Path:
 
 
 def limit_address_space() -> None:
-    """Let allocations fail that go far beyond what a case may take, from what there is now."""
+    """Make allocations fail that go far beyond what a case may take, counted from the current use."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + GUARD, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -20,7 +20,7 @@ MAKING_S = 120.0
 """To import everything, make seeds, or make one case."""
 SLACK_S = 0.5
 MOST_FAULTS = 3
-"""Of the harness itself, after which it gives a target up."""
+"""Faults of the harness itself after which it gives up a target."""
 
 
 @dataclass
@@ -36,8 +36,12 @@ class Found:
 
 @dataclass
 class Tally:
-    """What became of the cases of a target. slowest, longest: seconds of the slowest case, and its number. mib: above
-    what there was before a case, at most. told: of the last refusal."""
+    """Outcomes of a target's cases.
+
+    slowest, longest: seconds of the slowest case, and its number.
+    mib: largest growth of memory in a case.
+    told: message of the last refusal.
+    """
 
     name: str
     cases: int = 0

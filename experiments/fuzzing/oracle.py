@@ -1,7 +1,7 @@
-"""What a user of hostile files is owed, and how a reader that took a case falls short of it.
+"""Promises to a user of hostile files, and how a reader that took a case breaks them.
 
-A reader accepts, or raises a UserError that says what is wrong: in at most LONGEST characters, none of which steers a
-terminal, and without an address of memory, which would be another one every time.
+A reader accepts a case or raises a UserError that says what is wrong, in at most LONGEST characters, none of which
+controls a terminal, and without a memory address, which would differ every time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Wrong(Exception):
 
 
 class Worse(Wrong):
-    """What came after something was accepted fell short. found: how."""
+    """Work after an accepted case broke a promise.
+
+    found: how.
+    """
 
     def __init__(self, found: list[Finding]) -> None:
         super().__init__("; ".join(finding.words for finding in found))
@@ -48,7 +51,7 @@ class Finding:
 
 
 def of_error(error: BaseException) -> list[Finding]:
-    """What is wrong with `error`, which reading a case raised."""
+    """Return the findings in `error`, which reading a case raised."""
     if isinstance(error, Worse):
         return error.found
     if isinstance(error, UserError):
@@ -75,7 +78,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def message_problem(error: UserError) -> str | None:
-    """What is wrong with the words of a refusal."""
+    """Return what is wrong with the message of a refusal, None if nothing."""
     try:
         words = str(error)
     except Exception as failed:

@@ -13,7 +13,7 @@ from fuzzing.hunt import Found, Tally
 WORST = ("harness", "program", "crash", "damage", "memory", "hang", "place", "error", "message")
 """Kinds of findings, the most harmful first."""
 LINES = 12
-"""Of a finding that are shown, half of them its last."""
+"""Lines of a finding that are shown, half of them its last."""
 
 
 def progress(tallies: Mapping[str, Tally]) -> str:
@@ -44,7 +44,10 @@ def table(tallies: Mapping[str, Tally]) -> Table:
 
 
 def findings(tallies: Mapping[str, Tally], whole: bool = False) -> list[str]:
-    """What was found, the most harmful first, each with the command that repeats it. whole: with all its lines."""
+    """Return the findings, most harmful first, each with the command that repeats it.
+
+    whole: show all lines.
+    """
     found = [(tally.name, one) for tally in tallies.values() for one in tally.found.values()]
     found.sort(key=lambda pair: WORST.index(pair[1].finding.kind))
     return [_words(name, one, whole) for name, one in found]

@@ -1,7 +1,7 @@
-"""What is attacked: a target makes seeds, makes cases of them, and reads a case as vitpar's users would.
+"""Targets of attacks: a target makes seeds, makes cases of them, and reads a case as vitpar's users would.
 
-Case N of a target is the same bytes every time: all that is drawn for it comes from a generator seeded with its name
-and N. Of the first cases every third is a seed as it is, which a reader has to accept.
+Case N of a target is the same bytes every time: a generator seeded with its name and N draws everything for it. Of the
+first cases every third is an unchanged seed, which a reader must accept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STRAYED = 0.02
 
 
 class Refused(UserError):
-    """What a reader refused by its answer instead of by an error."""
+    """Refusal that a reader returned instead of raising."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of what was written, to tell short cases from long ones."""
+        """Bytes that were written, to tell short cases from long ones."""
         return sum(len(content) if isinstance(content, bytes) else 1 for content in self.files.values())
 
 
@@ -68,7 +68,7 @@ class Target(ABC):
     what: ClassVar[str]
     """Is attacked, in a few words."""
     programs: ClassVar[tuple[str, ...]] = ()
-    """That reading may start."""
+    """Programs that reading may start."""
 
     @abstractmethod
     def __init__(self, home: Path) -> None:
@@ -84,7 +84,7 @@ class Target(ABC):
         `oracle.Wrong` for what was accepted and should not have been."""
 
     def close(self) -> None:  # noqa: B027, most have nothing of the kind
-        """Give back what outlives a case."""
+        """Release what outlives a case."""
 
     def case(self, name: str, number: int, place: Path) -> Case:
         """Case `number` of the target that is called `name`, in the empty folder `place`."""
@@ -144,8 +144,11 @@ def whole_seed(number: int, seeds: int) -> int | None:
 
 
 def tolerated(call: Callable[[], Any]) -> Any:
-    """What `call` gives, None where it refuses: for what follows from something accepted, and may itself be refused.
-    Raises `oracle.Worse` for a refusal that falls short of what users are owed."""
+    """Return what `call` returns, None where it refuses: for work that follows from something accepted, and may itself
+    be refused.
+
+    Raises `oracle.Worse` for a refusal that breaks a promise to users.
+    """
     try:
         return call()
     except UserError as error:
@@ -173,7 +176,7 @@ def found(name: str) -> type[Target]:
 
 
 def names() -> Iterator[str]:
-    """Of all targets."""
+    """Yield the names of all targets."""
     from fuzzing.targets import TARGETS
 
     yield from TARGETS

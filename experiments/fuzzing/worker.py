@@ -25,7 +25,7 @@ from vitpar.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
 RETIRES_BYTES, RETIRES_FILES = 1 << 29, 200
-"""A worker that has kept so much more after a case than at the beginning ends, so that the next case is not charged."""
+"""Growth of memory and open files after which a worker ends, so that the next case is not charged for it."""
 
 
 class Worker:

@@ -28,7 +28,7 @@ Told = Callable[[int, int, str, "Outcome | Result"], None]
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one mutation."""
+    """Outcome of one mutation."""
 
     mutation: Mutation
     tried: tuple[tuple[str, Outcome], ...]
@@ -48,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Campaign:
-    """What became of all mutations."""
+    """Outcomes of all mutations."""
 
     clean: dict[str, Outcome]
     """How each command ended on the clean source."""

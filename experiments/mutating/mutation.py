@@ -19,7 +19,7 @@ class Mutation:
     name: str
     """Unique; for --only and the table."""
     breaks: str
-    """What is wrong with the changed source, in one sentence."""
+    """Defect of the changed source, in one sentence."""
     file: str
     """Path within the repository."""
     old: str

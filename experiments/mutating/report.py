@@ -15,7 +15,7 @@ Ended = Outcome | Result
 """How a command or a mutation ended."""
 
 COLOURS = {"passed": "green", "caught": "green", "not run": "yellow"}
-"""Of words in the column `result`; all others are red."""
+"""Colours of words in the column `result`; all others are red."""
 
 SHOWN = 140
 """Characters of a verdict in the table."""

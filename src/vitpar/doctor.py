@@ -1,4 +1,4 @@
-"""What this machine offers to vitpar (`collect`), and what is wrong with it (`problems`).
+"""Report on this machine (`collect`) and problems found in it (`problems`).
 
 `collect` only looks and `problems` only judges what was collected, so the report of another machine can be judged here.
 """
@@ -57,9 +57,9 @@ def collect() -> dict[str, object]:
 
 
 def problems(report: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong in a report of `collect`, each in one sentence with its fix.
+    """Return the problems in a report of `collect`, each as one sentence with its fix.
 
-    Errors, with which vitpar will not work, come before warnings.
+    Errors, with which vitpar does not work, come before warnings.
     """
     found = [
         *_wrong_versions(report["versions"]),

@@ -1,13 +1,13 @@
-"""What a user can get wrong. One sentence each: the offending value and the fix.
+"""Errors that the user must fix. Each is one sentence: the offending value and the fix.
 
-The command line prints these without a traceback and exits with code 2; a broken invariant is an ``assert`` instead.
+The command line prints these without a traceback and exits with code 2. A broken invariant is an ``assert`` instead.
 """
 
 from vitpar.text import printable
 
 
 class UserError(ValueError):
-    """Base of every error that the user, not the program, has to mend."""
+    """Base of errors that the user must fix."""
 
     def __str__(self) -> str:
         # Messages quote names out of files of others, which must not steer a terminal.
@@ -47,5 +47,5 @@ class PlannerError(UserError):
 
 
 class FaultError(RuntimeError):
-    """A run that a fault ended which is not the user's to mend, such as ranks that hang or disagree. One sentence says
-    all there is to say; the exit code is 1."""
+    """A fault that ended a run and that the user did not cause, such as ranks that hang or disagree. The message is one
+    sentence; the exit code is 1."""

@@ -55,8 +55,8 @@ def open_regular(path: PathLike) -> BinaryIO:
 
 
 def stat_regular(path: PathLike) -> os.stat_result:
-    """Return what there is to know of a regular file. Raises OSError, also for anything else. For readers that open
-    `path` by themselves."""
+    """Return the status of a regular file, for readers that open `path` themselves. Raises OSError, also for anything
+    else."""
     try:
         found = os.stat(path)
     except ValueError:  # a name with a zero in it, or that cannot be encoded

@@ -9,7 +9,7 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 KIB, MIB = 1 << 10, 1 << 20
 TABLE: list[tuple[str, int | float, str]] = []
-"""What is limited, the most that is accepted, and its unit."""
+"""Rows of the table of limits: what is limited, the largest value accepted, and its unit."""
 
 
 def _most(number: Number, what: str, unit: str = "") -> Number:

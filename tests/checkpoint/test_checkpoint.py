@@ -294,7 +294,8 @@ def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) ->
 
 
 def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) -> str:
-    """What a training says whose rank `rank` can write no large file after its first checkpoint; on every rank."""
+    """Train with a rank `rank` that cannot write large files after its first checkpoint; return the error on every
+    rank."""
     trainer = trainer_of(recipe, run_dir)
     save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -171,7 +171,7 @@ def test_ranks_write_what_they_have(tmp_path: Path, ranks: Callable[[int], RankP
 
 
 def test_a_file_that_rank_0_does_not_see_is_told(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a folder that each machine has of its own."""
+    """Each machine may have a folder of its own that rank 0 does not see."""
     monkeypatch.setattr("vitpar.checkpoint.writer.SEEN_S", 0.2)
     writer = Writer()
     writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})

@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def searched_run(place: Path, vitpar: Command) -> "subprocess.CompletedProcess[str]":
-    """What `vitpar train --mesh auto` said whose run is in the folder `run`."""
+    """Run `vitpar train --mesh auto` into the folder `run` and return its output."""
     # What the recipe says of its own plan is not looked at.
     words = ("train", "--recipe", "planned.toml", "--mesh", "auto")
     done = vitpar(*words, *SHEET, "--memory", "4GB", "--run-dir", "run")

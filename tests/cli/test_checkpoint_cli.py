@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPo
 
 
 def vitpar(*words: str, code: int = 0) -> str:
-    """What `vitpar checkpoint <words>` prints."""
+    """Return the output of `vitpar checkpoint <words>`."""
     done = CliRunner().invoke(app, words)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         assert code == 2, done.exception

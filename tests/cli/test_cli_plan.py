@@ -29,7 +29,8 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """What `vitpar plan` prints, on a console of 100 columns; raises what it raises."""
+    """Return a function that runs `vitpar plan` on a console of 100 columns and returns its output; raises its errors.
+    """
     monkeypatch.setenv("COLUMNS", "100")
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(plan)

@@ -1,4 +1,4 @@
-"""What `vitpar train` shows, on a terminal and elsewhere."""
+"""Output of `vitpar train`, on a terminal and elsewhere."""
 
 import io
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class Shown:
         return self.new()
 
     def step(self, number: int, seconds: float = 0.0) -> str:
-        """What it prints for step `number`, `seconds` after the last event."""
+        """Return the output of step `number`, `seconds` after the last event."""
         self.clock.now += seconds
         row = {"kind": "train", "step": number, "loss": 2.25, "images_per_second": 1234.5, "step_ms": 103.7}
         self.reporter.stepped({**row, "data_ms": 0.31})

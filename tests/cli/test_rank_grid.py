@@ -74,7 +74,7 @@ def test_depths_have_boxes_of_their_own_which_may_stand_below_each_other() -> No
 
 def test_a_colour_is_a_part_of_the_batch() -> None:
     def colours(strategy: str) -> list[str]:
-        """Of the ranks, line by line."""
+        """Return the colours of the ranks, line by line."""
         text = draw_ranks(parse(strategy), 80)
         return [str(span.style) for span in text.spans if span.style in COLOURS]
 

@@ -40,7 +40,7 @@ H100 = ("--cluster", "8xH100", "--model", "vit_small_patch16_224", "--batch-size
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """What a command prints, on a console of 120 columns; raises what it raises."""
+    """Return a function that runs a command on a console of 120 columns and returns its output; raises its errors."""
     monkeypatch.setenv("COLUMNS", "120")
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command("search")(search)

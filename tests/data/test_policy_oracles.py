@@ -43,7 +43,7 @@ def timms_name(name: str, increasing: bool = False) -> str:
 
 
 def by_timm(name: str, level: float, increasing: bool, negative: bool, patch: pytest.MonkeyPatch) -> NDArray[np.uint8]:
-    """What timm makes of the photograph, with the sign that is asked for where it draws one."""
+    """Return timm's result for the photograph, with the given sign where timm draws one."""
     patch.setattr(timms.random, "random", lambda: 0.9 if negative else 0.1)
     if "Posterize" in name and timms.LEVEL_TO_ARG[timms_name(name, increasing)](level, HPARAMS) == (0,):
         return np.zeros_like(np.asarray(PHOTOGRAPH))  # no bit is kept: Pillow 13 no longer does that for timm
@@ -68,7 +68,7 @@ def test_operations_are_timms(name: str, increasing: bool, monkeypatch: pytest.M
 
 
 def test_blur_has_timms_radii(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the radii that Pillow is given."""
+    """Compare the radii that Pillow receives."""
     radii: dict[str, list[float]] = {"ours": [], "timm's": []}
     for side, many in radii.items():
         monkeypatch.setattr(timms.ImageFilter, "GaussianBlur", lambda radius, many=many: many.append(radius))

@@ -71,7 +71,7 @@ def test_harmless_jpeg_flaws_are_accepted():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_images_are_turned_the_right_side_up(kind, orientation):
-    """As Pillow turns them; and so are smaller ones made of them."""
+    """Images and smaller copies of them are rotated as Pillow rotates them."""
     image, file = Image.fromarray(smooth(60, 40)), io.BytesIO()
     exif = image.getexif()
     exif[0x0112] = orientation

@@ -28,7 +28,7 @@ NEVER_ACCEPTED: tuple[str, ...] = ()
 
 
 def planted(kind: str, limit: float = 20.0, last: int = CASES - 1) -> Tally:
-    """What becomes of the cases of a planted reader."""
+    """Return the tally of a planted reader's cases."""
     tally = Tally(f"helpers.planted_readers:{kind}")
     with Slot(limit=limit) as slot:
         slot.attack(tally, 0, last, 60.0)
@@ -36,7 +36,7 @@ def planted(kind: str, limit: float = 20.0, last: int = CASES - 1) -> Tally:
 
 
 def kinds(tally: Tally) -> set[tuple[str, int]]:
-    """What was found, and in which case."""
+    """Return each kind of finding with the number of its case."""
     return {(one.finding.kind, one.case) for one in tally.found.values()}
 
 

@@ -41,7 +41,7 @@ def step(model: str, batch_size: int, seconds: float, mfu: float | None) -> dict
 
 
 def bench(**sections: Any) -> dict[str, Any]:
-    """What bench_gpu.py writes."""
+    """Return a file as bench_gpu.py writes it."""
     return {**{name: [] for name in ("limits", "vitpar", "plain", "fp8", "input", "left_out")}, **sections}
 
 

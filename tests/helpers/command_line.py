@@ -39,7 +39,7 @@ def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> 
 def run(
     place: Path, words: Iterable[str], launcher: Iterable[str] = (), timeout: float = 200
 ) -> "subprocess.CompletedProcess[str]":
-    """The same, to its end."""
+    """Run a command to its end and return its output."""
     process = started(place, words, launcher)
     try:
         out, err = process.communicate(timeout=timeout)

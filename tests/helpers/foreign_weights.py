@@ -61,7 +61,7 @@ def timm_state(
 
 
 def as_transformers(state: dict[str, Tensor], kind: str = "vit") -> dict[str, Tensor]:
-    """The same tensors under the names that transformers' ViT and DeiT give them, q, k and v apart."""
+    """Return the tensors under the names of transformers' ViT and DeiT, with separate q, k and v."""
     plain = {
         "patch_embed.proj": "embeddings.patch_embeddings.projection",
         "cls_token": "embeddings.cls_token",

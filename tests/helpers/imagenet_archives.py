@@ -16,7 +16,7 @@ SYNSETS = {
     1: ("n02119789", "kit fox, Vulpes macrotis"),
     2: ("n02100735", "English setter"),
 }
-"""Of the classes, by their numbers in the development kit, whose order is not that of WordNet's numbers."""
+"""WordNet number and name of each class, by its number in the development kit, whose order differs from WordNet's."""
 GROUP = ("n02084071", "dog, domestic dog, Canis familiaris")
 VAL = (2, 2, 1, 3, 1)
 """The classes of the validation images, by those numbers."""

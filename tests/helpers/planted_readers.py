@@ -30,7 +30,7 @@ class Planted(Target):
             self.wrong(case)
 
     def wrong(self, case: Case) -> None:
-        """What the second case comes to."""
+        """Fail in the second case."""
 
 
 class Good(Planted):

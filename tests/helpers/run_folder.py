@@ -1,4 +1,4 @@
-"""What a run left in its folder."""
+"""Content of a run's folder."""
 
 import json
 from pathlib import Path

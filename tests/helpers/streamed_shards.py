@@ -43,7 +43,7 @@ def write_shards(folder: Path, split: str, sizes: Sequence[int], classes: int | 
 
 
 def brightness(label: int, classes: int) -> int:
-    """Of the plain images of a class, 0 to 255."""
+    """Return the brightness of a class's uniform images, 0 to 255."""
     return round(255 * (label + 0.5) / classes)
 
 

@@ -42,7 +42,7 @@ class Hosts:
         return self.agents[-1]
 
     def lose(self, host: int) -> None:
-        """As when its machine is switched off."""
+        """Stop a host as if its machine were switched off."""
         pids = [self.agents[host].pid, *ranks_of(self.agents[host].pid)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -350,7 +350,7 @@ def test_rank_that_cannot_join() -> None:
 SHARED = {
     "join": (
         "from vitpar.launch import World, join, leave",
-        "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # nobody is there
+        "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # no other rank comes
         "except Exception: pass",
     ),
     "the command line": (
@@ -365,7 +365,7 @@ SHARED = {
 
 @pytest.mark.parametrize("by", SHARED)
 def test_cores_are_shared_before_torch_counts_them(by: str) -> None:
-    """What is set later costs MKL its way of finding out where it is called."""
+    """A number of threads that is set later makes MKL lose its way of detecting nested calls."""
     before = ("import os, sys", *SHARED[by], "there = os.environ['OMP_NUM_THREADS']")
     after = ("import torch; print(there, torch.get_num_threads())", "leave(); print('OMP_NUM_THREADS' in os.environ)")
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -42,7 +42,7 @@ def free_port() -> str:
 
 
 def slurm(rank: int, port: str) -> dict[str, str]:
-    """What srun gives to a task of two on each of two hosts."""
+    """Return the environment that srun gives to a task of two on each of two hosts."""
     return {
         **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
         **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)},
@@ -51,7 +51,7 @@ def slurm(rank: int, port: str) -> dict[str, str]:
 
 
 def openmpi(rank: int, port: str) -> dict[str, str]:
-    """The same of mpirun."""
+    """Return the environment that mpirun gives to such a task."""
     return {
         **{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-7@1"},
         **{"OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},

@@ -1,4 +1,4 @@
-"""What becomes of memory that was freed."""
+"""Handling of freed memory."""
 
 import os
 import subprocess

@@ -59,7 +59,7 @@ def exchanged(device: torch.device) -> tuple[list[Any], Any]:
 
 
 def test_values_arrive_as_they_are(ranks: Callable[[int], RankPool]) -> None:
-    """Of different lengths. What a rank other than 0 gives to a broadcast is not looked at."""
+    """Values of different lengths arrive unchanged; a broadcast ignores the values of ranks other than 0."""
     for gathered, told in ranks(2).run(exchanged):
         assert gathered == [[0, []], [1, VALUES]] and told == {"of": 0}
         assert [type(value) for value in gathered[1][1]] == [type(value) for value in VALUES]

@@ -55,7 +55,7 @@ leave()
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch, environment: None) -> list[dict[str, Any]]:
-    """As if there were two GPUs: what `init_process_group` is given, while a group of one gloo rank is made."""
+    """Pretend to have two GPUs: record the arguments of `init_process_group` and make a group of one gloo rank."""
     init, given = dist.init_process_group, list[dict[str, Any]]()
 
     def record(backend: str, **settings: Any) -> None:

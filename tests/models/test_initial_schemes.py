@@ -140,7 +140,7 @@ def test_another_rule_is_seen(
 
 @pytest.mark.parametrize("scheme", TIMM)
 def test_representation_layer_is_timms(scheme: str) -> None:
-    """As any linear layer, but under "jax" as timm's `pre_logits` was (0.4.12)."""
+    """The layer is initialised like any linear layer, but under "jax" like timm's `pre_logits` (0.4.12)."""
     config = model_config("vit_custom", **SIZES, representation_size=96, init=scheme)
     shape, name = torch.Size((96, 192)), "head.representation.weight"
     layers, theirs = timm.models.vision_transformer, []

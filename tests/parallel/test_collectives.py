@@ -1,7 +1,7 @@
-"""What every plan sends in a step, counted, against a table that says why.
+"""Communication of every plan in a step, counted and compared with a table that gives the reasons.
 
 The model has 4 wrapped layers: stem, two blocks, head. A step here is forward, backward, gradient norm, clipping and
-optimizer, the second one of a run.
+optimizer; it is the second one of a run.
 """
 
 from collections.abc import Callable
@@ -161,7 +161,7 @@ def update(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
 
 
 def sent_in_a_step(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
-    """What this rank sends in a whole step, and in the optimizer's part of it; runs on every rank."""
+    """Return the collectives of this rank in a step, and those in the optimizer's part of it; runs on every rank."""
     model, optimizer = built(device, row)
     backward(model)
     update(model, optimizer)
@@ -183,7 +183,7 @@ def test_a_step_sends_what_the_table_says(row: Row, ranks: Callable[[int], RankP
 
 
 def sent_forward_and_backward(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
-    """What this rank sends in forward and in backward of its one stage; runs on every rank."""
+    """Return the collectives of this rank in forward and in backward of its one stage; runs on every rank."""
     model, _ = built(device, row)
     (stage,) = model.stages.values()
     with Sent() as forward:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def vitpar(*words: str, cwd: Path) -> str:
-    """What `vitpar <words>` prints, after it succeeded."""
+    """Run `vitpar <words>`, check that it succeeds, and return its output."""
     command = [sys.executable, "-m", "vitpar_cli.main", *words]
     done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -202,7 +202,8 @@ def test_phases_and_kernels_are_timed_on_the_device(options: tuple[str, ...], tm
 @pytest.mark.parametrize("tokens", [197, 257])
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
 def test_attention_adds_up_in_one_order(backend: str, tokens: int, attention_of_torch: None) -> None:
-    """What the last bit of a run that goes on depends on. docs/checkpoints.md says which kernels may fail at 257."""
+    """Resumed runs are bit-identical only if attention sums in a fixed order. docs/checkpoints.md lists kernels that
+    may fail at 257 tokens."""
     use_attention(backend, math=backend == "math")
     draw = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(32, tokens, 3 * 4 * 64, generator=draw, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What makes steps faster changes nothing else: losses with every fast path on and off; how paths are chosen."""
+"""Fast paths change nothing but speed: losses with each of them on and off, and how paths are chosen."""
 
 import gc
 import json
@@ -219,7 +219,7 @@ for backend in sys.argv[2:]:
 
 
 def kernels_of(compiler: str, *backends: str, cache: Path) -> list[str]:
-    """Which kernel a compiled attention runs when each of `backends` is asked for, in a process of its own."""
+    """Return the kernel that a compiled attention runs for each of `backends`, in a separate process."""
     paths = {"PYTHONPATH": str(ROOT / "src"), "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TRACED, compiler, *backends]
     done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True)
@@ -228,7 +228,7 @@ def kernels_of(compiler: str, *backends: str, cache: Path) -> list[str]:
 
 
 def test_compiled_blocks_follow_the_choice(tmp_path: Path) -> None:
-    """A graph keeps the kernel it was traced with, whatever is asked for later."""
+    """A graph keeps the kernel it was traced with, whatever is chosen later."""
     assert kernels_of("aot_eager", "flash", "math", "flash", cache=tmp_path) == ["flash", "math", "flash"]
 
 

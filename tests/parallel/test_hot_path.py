@@ -1,5 +1,5 @@
-"""What a step must not do: wait for the device, break a block's graph, compile again, do more after backward for every
-layer."""
+"""A step must not wait for the device, break a block's graph, compile again, or do more work per layer after backward.
+"""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ BATCH = 8
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "allclose")
 """Operations whose result the host needs before it can go on."""
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-"""What a tensor is read by."""
+"""Methods of a tensor that read its values on the host."""
 
 
 class Waiting(AssertionError):
@@ -91,7 +91,7 @@ def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], objec
 
 
 def operations(device: torch.device, mesh: str, depth: int = 4, optimizer: str = "adamw") -> Operations:
-    """Of a step after the first."""
+    """Return the operations of a step after the first."""
     model = built(device, mesh, depth)
     step = update(model, optimizer)
     step()

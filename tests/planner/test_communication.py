@@ -1,4 +1,4 @@
-"""What is said about communication, against what ranks send."""
+"""Described communication, compared with what ranks send."""
 
 import re
 from collections import Counter
@@ -26,13 +26,13 @@ def planned(strategy: str, batch_size: int = 64, **fields: Any) -> Plan:
 
 
 def told(strategy: str, layer: str = "blocks.0", **fields: Any) -> StrategySummary:
-    """What is said about the strategy of a layer."""
+    """Return the description of a layer's strategy."""
     summary = summarize(BASE, planned(strategy, **fields), 64, bytes_per_parameter=16)
     return next(part for part in summary.strategies if layer in part.layers)
 
 
 def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -> str:
-    """What is said about an axis of the layer's strategy."""
+    """Return the description of one axis of a layer's strategy."""
     return next(found.communication for found in told(strategy, layer, **fields).axes if found.axis == axis)
 
 
@@ -99,7 +99,7 @@ class Counted(TorchDispatchMode):
 
 
 def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], Counter[str]]:
-    """What the second of two steps of a model with so many blocks sends along data and along tensor axes."""
+    """Return the collectives along data and along tensor axes in the second step of a model with `depth` blocks."""
     config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
     # Blocks as small as these would share a message, larger ones do not.
     idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, "fp32"))
@@ -114,7 +114,8 @@ def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], 
 
 
 def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
-    """For every plan, collectives of one block in a step along data and along tensor axes. Runs on every rank."""
+    """Return, for every plan, one block's collectives in a step along data and along tensor axes. Runs on every rank.
+    """
     found = []
     for plan in plans:
         more, fewer = counts(device, plan, 4), counts(device, plan, 2)

@@ -47,7 +47,7 @@ def costs(folder: Path) -> LayerCosts:
 
 @pytest.mark.parametrize("gigabytes", TABLE)
 def test_its_model_gives_its_table(gigabytes: int) -> None:
-    """What is compared with is what Galvatron printed."""
+    """The expected values are those that Galvatron printed."""
     speed, batch_size, words = TABLE[gigabytes]
     found = its_price(parse(words), batch_size)
     assert found.images_per_second == pytest.approx(speed, rel=0.006)

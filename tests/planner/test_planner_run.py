@@ -104,7 +104,7 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_memory_is_as_predicted(vitpar: Command) -> None:
-    """Of plans of every kind on two ranks; how long things take is hardly measured."""
+    """Covers plans of every kind on two ranks; times are hardly measured."""
     plans = ("dp2", "fsdp2", "tp2", "tp2+sp", "pp2", "dp2+zero1", "fsdp2+ckpt", "pp2+ckpt", "pp1: 0-3=tp2, *=fsdp2")
     recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")

@@ -64,7 +64,7 @@ def asdict_shallow(record: ModelProfile) -> dict:
 
 
 def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
-    """What a rank sends in its second step; runs on every rank."""
+    """Return what a rank sends in its second step; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
     model = parallelize(CONFIG, plan, Execution(BATCH), device)
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.num_heads)

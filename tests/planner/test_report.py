@@ -1,5 +1,4 @@
-"""What reports say of a prediction: how uncertain it is, when what is sent, where layers and ranks are, in which
-colours."""
+"""Reports of a prediction: uncertainty, timeline, layer map, rank placement and colours."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What `vitpar.planner.describe` predicts, against numbers by hand and against what `parallelize` makes."""
+"""Summaries of `vitpar.planner.describe`, compared with numbers by hand and with what `parallelize` builds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -180,7 +180,8 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
-    """For every plan, how many elements of each layer's parameters this rank keeps. Runs on every rank."""
+    """Return, for every plan, the number of parameter elements that this rank keeps of each layer. Runs on every rank.
+    """
     found = []
     for plan in plans:
         model = parallelize(UNEVEN, plan, Execution(32), device)

@@ -1,4 +1,4 @@
-"""What a step does with a layer's parameters: the rules that runtime, prices, search and `vitpar plan` read."""
+"""Rules for a layer's parameters in a step, which runtime, prices, search and `vitpar plan` share."""
 
 from dataclasses import astuple
 from typing import Any

@@ -51,8 +51,8 @@ def test_files_mean(file: str, text: str, fields: dict[str, Any]) -> None:
 
 
 def meaning(data: dict[str, Any], ranks: int) -> tuple[Any, ...]:
-    """What Galvatron runs, read off the keys by a way of its own: per layer (tp, d, which ranks are neighbours, how d
-    keeps its state, recomputed), and the rest."""
+    """Return what Galvatron runs, read from the file's keys independently of vitpar: per layer (tp, d, which ranks are
+    neighbours, how d keeps its state, recomputed), and the rest."""
     stage = ranks // data["pp_deg"]
     depth = data["tp_sizes_enc"].count(",") + 1
     default = data.get("default_dp_type", "ddp")

@@ -1,4 +1,4 @@
-"""What is refused of Galvatron's strategy files, with a sentence that names the block or the key."""
+"""Refused Galvatron strategy files; the error names the block or the key."""
 
 import json
 from dataclasses import replace

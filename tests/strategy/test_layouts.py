@@ -94,7 +94,7 @@ MESHES = {
 
 
 def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
-    """What is wrong with the exchange between any two of `meshes`; runs on every rank."""
+    """Return the errors in the exchange between any two of `meshes`; runs on every rank."""
     from vitpar.parallel.redistribute import Redistribute
 
     rank, wrong = dist.get_rank(), []

@@ -22,7 +22,8 @@ CONFIG = model_config(
 
 
 def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) -> tuple[Counter, Counter]:
-    """What it sends in forward and in backward along tensor axes, groups as axis and ranks; runs on every rank."""
+    """Return the layer's communication in forward and in backward along tensor axes, by axis and ranks; runs on every
+    rank."""
     config = replace(CONFIG, **options)
     plan = validate(parse(mesh), config, ROWS)
     model = parallelize(config, plan, Execution(ROWS), device)

@@ -142,9 +142,9 @@ def last_json(lines: list[str]) -> Any:
 
 @cache
 def _writable_home() -> dict[str, str]:
-    """Triton and pip-installed packages keep caches in HOME, which a machine may not let them write.
+    """Return variables for a writable HOME, if this one is not: Triton and pip-installed packages keep caches there.
 
-    Nobody else can have put anything into the folder that stands in for it: what is in a cache is run.
+    The folder is private, because content of a cache is executed.
     """
     home = os.environ.get("HOME", "")
     return {} if home and os.access(home, os.W_OK) else {"HOME": tempfile.mkdtemp(prefix="vitpar-home-")}

@@ -19,7 +19,7 @@ def lines(part: str, runs: Runs) -> Iterator[str]:
     make = makers.get(part.partition("-")[0], _bench)
     try:
         made = list(make({job: run for job, run in runs.items() if run["found"]}))
-    except Exception as error:  # of rows nobody has seen yet: a table that cannot be made must not end the run
+    except Exception as error:  # rows can be of any shape here: a table that cannot be made must not end the run
         made = [f"- the table cannot be made ({type(error).__name__}: {error}): see results.json"]
     yield from made
     for job, run in runs.items():

@@ -1,4 +1,4 @@
-"""What every contender is given to train. Imports no torch."""
+"""Work that every contender is given. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from vitpar.models import ViTConfig, model_config
 
 @dataclass(frozen=True)
 class Job:
-    """One contender's work.
-
-    contender: one of ``bench.peers.CONTENDERS``. model, options: as ``vitpar.models.model_config`` takes them.
-    saving: whether memory matters more than time: whatever the contender has to save it is switched on.
-    limit_bytes: a memory to pretend, of which parameters, gradients and AdamW's state must not take more; None for
-    what there is.
-    """
+    """Work of one contender."""
 
     contender: str
+    """One of ``bench.peers.CONTENDERS``."""
     model: str
+    """Name of the model, as ``vitpar.models.model_config`` takes it."""
     batch_size: int
     options: dict[str, int] = field(default_factory=dict)
+    """Options of the model, as ``vitpar.models.model_config`` takes them."""
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
     compiled: bool = False
     saving: bool = False
+    """Whether memory matters more than time: all memory savings of the contender are switched on."""
     limit_bytes: int | None = None
+    """Memory to pretend, which parameters, gradients and AdamW's state must not exceed; None for the actual memory."""
 
     @property
     def config(self) -> ViTConfig:
@@ -36,7 +35,7 @@ class Job:
         return model_config(self.model, init="timm", **self.options)
 
     def to_json(self) -> str:
-        """As a worker is told it."""
+        """Return the job as JSON for a worker."""
         return json.dumps(asdict(self))
 
     @classmethod

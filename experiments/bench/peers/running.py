@@ -100,8 +100,11 @@ class Contender:
 
 @dataclass
 class Timed:
-    """What was measured of one contender. wall, cpu: seconds of a step; faults: page faults of one. Each a mean for
-    every round."""
+    """Measurements of one contender, a mean for every round.
+
+    wall, cpu: seconds of a step.
+    faults: page faults of a step.
+    """
 
     contender: Contender
     losses: list[float]

@@ -1,4 +1,4 @@
-"""The same for all contenders: batches, and initial parameters under whatever names."""
+"""Input shared by all contenders: batches, and initial parameters under each contender's names."""
 
 import torch
 from torch import Tensor, nn

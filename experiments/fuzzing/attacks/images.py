@@ -24,7 +24,7 @@ def zeros(length: int = BOMB_BYTES) -> bytes:
 
 @functools.cache
 def gzip_zeros() -> bytes:
-    """The same zeros as one member of a gzip file; more members may follow."""
+    """Return zeros as one member of a gzip file; more members may follow."""
     crc = 0
     for _ in range(BOMB_BYTES >> 20):
         crc = zlib.crc32(bytes(1 << 20), crc)

@@ -26,7 +26,7 @@ METADATA = (
 
 
 def written(table: Any, compression: str = "snappy") -> bytes:
-    """As a file, in groups of few rows."""
+    """Return the table as a Parquet file with few rows per group."""
     import pyarrow.parquet
 
     file = io.BytesIO()

@@ -9,7 +9,7 @@ END = bytes(2 * BLOCK)
 
 
 def base256(number: int, width: int = 12) -> bytes:
-    """As GNU writes what octal digits do not hold, negative numbers too."""
+    """Return a number in GNU's base-256 form, for what octal digits cannot express, negative numbers included."""
     whole = number % (1 << 8 * width - 1)
     return bytes([(whole >> 8 * (width - 1)) | 0x80 | (0x40 if number < 0 else 0)]) + (
         whole % (1 << 8 * (width - 1))

@@ -23,8 +23,12 @@ Step = bytes | float
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent, step by step. endless: is sent again and again after that. rude: whether the connection is reset at
-    the end. honest: whether the shard may come out of it, and nothing but it."""
+    """Answer of a server, sent step by step.
+
+    endless: sent repeatedly after that.
+    rude: whether the connection is reset at the end.
+    honest: whether the answer may yield the shard, and nothing else.
+    """
 
     steps: tuple[Step, ...]
     endless: bytes = b""
@@ -33,7 +37,7 @@ class Answer:
 
 
 class Server:
-    """Gives `answer` to whoever asks, whatever is asked for."""
+    """Server that sends `answer` to every request."""
 
     def __init__(self) -> None:
         self.answer = Answer(())
@@ -93,7 +97,10 @@ def head(status: str = "200 OK", length: int | str | None = None, *lines: str) -
 
 
 def answers(draw: random.Random, shard: bytes, canary: Path) -> tuple[Answer, str]:
-    """What a hostile server may say for a shard. canary: a file of this machine that nobody may read for it."""
+    """Return a hostile server's answer to a request for a shard, and its name.
+
+    canary: a local file that must never be read for it.
+    """
     made = list(_answers(draw, shard, canary))
     return draw.choice(made)
 

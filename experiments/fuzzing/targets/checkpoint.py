@@ -34,7 +34,7 @@ TOML = '[model]\nname = "vit_tiny"\n[data]\npath = "data"\n[train]\nsteps = 5\n'
 
 
 class CheckpointFolder(FileTarget):
-    """As a run of one process writes it."""
+    """Checkpoint as a run of one process writes it."""
 
     what = "the folder of a checkpoint: its index, its state, its files of tensors"
     tokens = (b"F32", b"data_offsets", b"[0,0]", b"null", b"-1", b"1e999", b'"shape":[', b"bfloat16", b"\\ud800", b"{}")

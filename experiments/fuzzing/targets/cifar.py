@@ -1,4 +1,4 @@
-"""CIFAR as published, and as nobody should have published it."""
+"""CIFAR archives, as published and hostile."""
 
 from __future__ import annotations
 

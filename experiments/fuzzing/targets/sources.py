@@ -1,4 +1,4 @@
-"""What data sets are packed from: TFRecords, Parquet, zip files with maps, lists, folders."""
+"""Sources of data sets: TFRecords, Parquet, zip files with maps, lists, folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_source(place: Path) -> dict[str, list[tuple[bytes, str]]]:
 
 
 def content(files: Files, name: str) -> bytes:
-    """What is in a file that is a regular one."""
+    """Return the content of a regular file."""
     found = files[name]
     assert isinstance(found, bytes)
     return found

@@ -47,7 +47,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def used(plan: Plan, draw: random.Random) -> None:
-    """What is done with a plan before anything is started."""
+    """Use a plan in all ways that precede a start."""
     model: ViTConfig = draw.choice(MODELS)
     batch = draw.choice(BATCHES)
     changed = tolerated(lambda: dataclasses.replace(plan, **draw.choice(SETTINGS))) or plan

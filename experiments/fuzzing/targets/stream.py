@@ -18,7 +18,7 @@ from fuzzing.target import Case, Files, FileTarget, Target
 from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamLoader, StreamSet, TrainTransform
 
 SIDE, CLASSES, MOST = 8, 3, 300
-"""Of images; MOST: batches after which an endless stream has been read enough."""
+"""Side and classes of images; MOST: batches after which an endless stream has been read enough."""
 SILENT_S = 1.0
 KINDS = ("cls", "json")
 

@@ -56,7 +56,7 @@ def timm_state() -> dict[str, torch.Tensor]:
 
 
 def hugging_face_state() -> dict[str, torch.Tensor]:
-    """The same under transformers' names."""
+    """Return the tensors under transformers' names."""
     names = {
         "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
         "norm": "vit.layernorm",
@@ -148,7 +148,7 @@ def _json(draw: random.Random, files: Files) -> str:
 
 
 class Pickles(FileTarget):
-    """What torch.save wrote, or somebody who pretends."""
+    """Files of torch.save, and files that pretend to be."""
 
     what = "files of torch.save, and pickles that run programs, read without trust"
     tokens = (

@@ -1,4 +1,4 @@
-"""What a run reports and leaves: evaluation, averages, the schedule in the loop, exported weights."""
+"""Mutations of what a run reports and leaves: evaluation, averages, the schedule in the loop, exported weights."""
 
 from mutating.mutation import Mutation
 

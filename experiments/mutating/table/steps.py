@@ -1,4 +1,4 @@
-"""What a step does with gradients: norm, clipping, optimizers, averages, learning rates."""
+"""Mutations of what a step does with gradients: norm, clipping, optimizers, averages, learning rates."""
 
 from mutating.mutation import Mutation
 

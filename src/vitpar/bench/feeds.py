@@ -26,7 +26,7 @@ class Feed(Protocol):
 
 
 class Synthetic:
-    """The same random images every time, which are on the device already."""
+    """Synthetic input: one batch of random images that stays on the device."""
 
     settling = 1
 
@@ -39,8 +39,10 @@ class Synthetic:
 
 
 class Loaded:
-    """`images` as the trainer gets them: read, decoded and augmented by threads, brought to the device, normalised and
-    mixed. Every time it is opened it goes on where it was, with empty queues. Made by all ranks together."""
+    """Input as the trainer gets it: read, decoded and augmented by threads, copied to the device, normalised and mixed.
+
+    Each time it is opened it continues where it stopped, with empty queues. Collective.
+    """
 
     settling = 4  # a loader's queues hold two batches, a stream's two more
 

@@ -1,4 +1,4 @@
-"""What a step is made of, by torch's profiler: kernels on a GPU, operators on a CPU."""
+"""Profile of a step by torch's profiler: kernels on a GPU, operators on a CPU."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MOST = 100  # of a rank that are compared with those of others
 
 @dataclass(frozen=True)
 class Kernel:
-    """What kernels (or operators) of one name take in a step, without those that they call; the mean of all ranks.
-
-    calls: in a step. share: of the time that the step took while it was recorded. flops: in a step, None where the
-    profiler does not know them. limit_share: their rate over that of products as measured; 1 is as fast as it can be.
-    """
+    """Time of all kernels (or operators) with one name in a step, without those that they call; the mean over ranks."""
 
     name: str
     seconds: float
     calls: float
+    """Calls per step."""
     share: float
+    """Share of the recorded step time."""
     flops: float | None
+    """FLOPs per step; None where the profiler does not know them."""
     limit_share: float | None
+    """Rate relative to that of measured matrix products; 1 is the limit."""
 
 
 def record(step: Callable[[], object], device: torch.device, path: Path, matmul_rate: float) -> tuple[Kernel, ...]:
@@ -67,7 +67,7 @@ _Row = tuple[float, float, float]  # seconds, calls and FLOPs of all steps
 
 
 def _found(profiler: Any, device: str) -> dict[str, _Row]:
-    """What ran on the device, by name, the longest first."""
+    """Return what ran on the device, by name, longest first."""
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     flops = _kernel_flops(profiler) if device == "cuda" else None
     rows = {}
@@ -92,7 +92,7 @@ def _kernel_flops(profiler: Any) -> Counter[str]:
 
 
 def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> tuple[Kernel, ...]:
-    """Of all ranks, of one step."""
+    """Return the mean over all ranks for one step."""
     world = dist.get_world_size()
     every = all_gather_json((mine, seconds, matmul_rate))
     step, rate = (sum(rank[place] for rank in every) / world for place in (1, 2))

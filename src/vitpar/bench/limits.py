@@ -39,12 +39,14 @@ BACKWARD = 2  # products of backward for one of forward
 
 @dataclass(frozen=True)
 class PhaseLimits:
-    """Of one rank. phases: seconds of a step, by phase; what has no limit is left out. matmul_rate: FLOP/s of products
-    as a step has them. bandwidth: bytes a second that a copy reads and writes."""
+    """Lower limits of the time of a step's phases on one rank."""
 
     phases: dict[str, float]
+    """Seconds per step by phase; phases without a limit are left out."""
     matmul_rate: float
+    """FLOP/s of matrix products of a step's shapes."""
     bandwidth: float
+    """Bytes per second that a copy reads and writes."""
 
 
 def measure_limits(trained: TrainingComponents) -> PhaseLimits:
@@ -106,7 +108,8 @@ def block_products(model: ParallelModel) -> list[ProductShape]:
 
 
 def update_bytes(trained: TrainingComponents) -> tuple[int, int]:
-    """What a rank has to read and write at least: for the norm of its gradients and to clip them; to update."""
+    """Return the bytes that a rank reads and writes at least: for the norm and clipping of its gradients, and for the
+    update."""
     parameters = _bytes(p for _, p in trained.model.named_parameters())
     state = _bytes(trained.optimizer.state().values())
     clips = bool(trained.recipe.train.clip_grad_norm or trained.scaler)

@@ -1,4 +1,4 @@
-"""What a benchmark has found."""
+"""Results of a benchmark."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Repeated:
 
 @dataclass(frozen=True)
 class DataCost:
-    """What real input costs. synthetic: seconds of a step without it. share: the part of a step that is then saved, in
-    each repeat; below 0 where chance is greater than that."""
+    """Cost of real input."""
 
     name: str
     synthetic: Repeated
+    """Seconds of a step with synthetic input."""
     share: Repeated
+    """Share of a step that synthetic input saves, in each repeat; below 0 if noise is larger than that."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank. matmul: FLOP/s of products as the model has them, measured. peak: of the data sheet, None where that
-    is not known. bandwidth: bytes a second of a copy, measured."""
+    """Rates of one rank."""
 
     matmul: float
+    """Measured FLOP/s of matrix products of the model's shapes."""
     peak: float | None
+    """FLOP/s of the data sheet; None where that is not known."""
     bandwidth: float
+    """Measured bytes per second of a copy."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Benchmark:
 
     @property
     def images_per_second(self) -> Repeated:
-        """Of all ranks together."""
+        """Images per second of all ranks together."""
         return Repeated(tuple(self.batch_size / seconds for seconds in self.seconds.values))
 
     @property

@@ -222,7 +222,7 @@ class StepRunner:
         return Phased(whole / steps, {name: seconds / steps for name, seconds in found.items()})
 
     def _synchronised(self) -> float:
-        """Now, when all ranks have done what they were given."""
+        """Return the time after all ranks have finished their work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._group.meet()

@@ -25,11 +25,13 @@ FACTOR = 10.0
 """How many times its noise a tensor may differ. Sound plans reach 7.6, in float16 with tensor parallelism, which also
 rounds partial sums that one process does not have; 2.6 was the most in fp32 and bf16."""
 TRIMMED = 20
-"""Of updates one in so many elements is left out, those that differ most: the first step of Adam moves an element by
-the learning rate in the direction of its gradient's sign, and where that gradient is nothing but rounding, so is the
-sign."""
+"""Share of updates, one in this many elements, that is left out: those that differ most.
+
+Adam's first step moves an element by the learning rate in the direction of its gradient's sign. Where the gradient is
+only rounding noise, so is the sign.
+"""
 LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16": (5e-3, 1e-3), "fp8": (0.1, 0.02)}
-"""What is always allowed, by precision: as `largest` and `l2`, and as `scale`."""
+"""Tolerances that are always allowed, by precision: (`largest` and `l2`, `scale`)."""
 IMAGES = 1e-6
 """The least allowed where images are normalised and mixed, which is done in float32 in any precision."""
 _METRICS = ("largest", "l2", "scale")
@@ -176,8 +178,11 @@ def _sizes(whole: Tensor) -> Tensor:
 
 
 def _sums(difference: Tensor, expected: Tensor, replicas: int, trimmed: bool) -> Tensor:
-    """What metrics are made of, float64 [3]: the largest difference, the sum of squares, the product with the expected
-    values; the last two divided by the number of ranks that add the same."""
+    """Return the sums that metrics are computed from, float64 [3]: largest difference, sum of squares, product with the
+    expected values.
+
+    The last two are divided by the number of ranks that add the same values.
+    """
     difference, expected = difference.flatten(), expected.flatten()
     if not len(difference):
         return difference.new_zeros(3)

@@ -1,8 +1,8 @@
-"""The same training by one process: the plain model, one batch, whole tensors, and formulas instead of vitpar's loss,
-mixing, clipping, optimizers and averages. Its samples are random, and the same on every rank.
+"""Reference training in one process: the plain model, one batch, complete tensors, and independent formulas for loss,
+mixing, clipping, optimizers and averages.
 
-Sources of the optimizers: AdamW arXiv 1711.05101, LAMB arXiv 1904.00962, LARS arXiv 1708.03888, Muon
-kellerjordan.github.io/posts/muon and arXiv 2502.16982.
+Its samples are random and equal on all ranks. Sources of the optimizers: AdamW arXiv 1711.05101, LAMB arXiv 1904.00962,
+LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv 2502.16982.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ _NORMALISED = NOISE["fp32"]  # images are normalised and mixed in float32, whate
 
 @dataclass
 class Trace:
-    """What a training leaves to be compared.
-
-    numbers: losses and norms of gradients, by name. tensors: by quantity and parameter name; under a plan this rank's
-    shards, and None for a gradient that is missing. parameters: those at the end, in one process.
-    """
+    """Results of a training that are compared."""
 
     numbers: dict[str, float] = field(default_factory=dict)
+    """Losses and gradient norms, by name."""
     tensors: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
+    """Tensors by quantity and parameter name; under a plan this rank's shards, None for a missing gradient."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters at the end, in one process."""
 
 
 class OneProcess:
@@ -237,17 +236,16 @@ class Updates:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the steps of a check are given, whole.
-
-    plain: for each SGD step images, float32 [batch, channels, size, size], labels and keys, int64 [batch]. Every sample
-    is another, so that a micro-batch or a slice taken twice shows. pixels: the same for each step of the recipe, with
-    images as uint8; a sample comes as often in a row as the recipe repeats it. mixed: how these images are mixed, None
-    where they are not.
-    """
+    """Complete input of the steps of a check."""
 
     plain: list[tuple[Tensor, Tensor, Tensor]]
+    """Images, float32 [batch, channels, size, size], labels and keys, int64 [batch], of each SGD step. All samples
+    differ, so that a micro-batch or slice used twice shows."""
     pixels: list[tuple[Tensor, Tensor, Tensor]]
+    """Images as uint8, labels and keys of each step of the recipe. A sample is repeated as often in a row as the recipe
+    repeats it."""
     mixed: list[Mixed | None]
+    """How the images of `pixels` are mixed; None where they are not."""
 
 
 def draw_samples(recipe: Recipe, config: ViTConfig, plain: int, further: int) -> Samples:

@@ -29,11 +29,12 @@ from vitpar.training.recipe.machine import resolve_precision
 from vitpar.training.recipe.sections import OptimizerSection
 
 LEARNING_RATE = 0.05
-"""Of the SGD steps."""
+"""Learning rate of the SGD steps."""
 LOSS_SCALE = 1024.0
-"""Of fp16, on both sides: a power of two, so that it rounds nothing, and not so large that a gradient overflows."""
+"""Loss scale of fp16 on both sides: a power of two, so that it rounds nothing, and small enough that no gradient
+overflows."""
 EMA_DECAY = 0.9
-"""Of averages: with a recipe's 0.9999 all that two steps change in an average is rounding."""
+"""Decay of averaged weights: with a recipe's 0.9999 the change of an average in two steps is only rounding."""
 NOISY_RUNS = 3
 UNCHECKED = "data order, decoding, crops, flips, policies and erasing; learning-rate schedule; evaluation; checkpoints"
 _DEFAULTS: Mapping[str, Any] = {
@@ -188,5 +189,5 @@ def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _since(begin: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """What has changed, sharded as the parameters are."""
+    """Return the change of each parameter since `begin`, sharded as the parameters are."""
     return {name: sharded_as(p, local(p.detach()) - begin[name]) for name, p in parameters.items()}

@@ -33,8 +33,11 @@ def begin(folder: Path) -> None:
 
 
 def write(path: Path, content: bytes | memoryview) -> StoredFile:
-    """Write a file that is not there yet (a rank of an attempt that is over may still write), and wait until it is on
-    the disk. Nothing here holds the interpreter for long."""
+    """Write a new file and wait until it is on disk.
+
+    The file must not exist: a rank of an earlier attempt may still be writing. Releases the interpreter lock while it
+    writes.
+    """
     content, crc = memoryview(content), 0
     with path.open("xb", buffering=0) as file:
         for start in range(0, len(content), _CHUNK):

@@ -1,7 +1,7 @@
-"""A run's checkpoints: which there are, which are whole, which are kept.
+"""Checkpoints of a run: list them, tell complete from incomplete ones, delete old ones.
 
-checkpoints/step_300/       whole: it got its name when all of it was written
-checkpoints/step_350.partial, step_250.removed       left by a run that was killed; nobody reads them
+checkpoints/step_300/       complete: renamed to this after everything was written
+checkpoints/step_350.partial, step_250.removed       left by a killed run; never read
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
     stored = index.tensors.get(name)
     if stored is None:
         raise CheckpointError(f"'{path}' has no tensor {shown(name)}: `vitpar checkpoint info` lists those it has")
-    # The index bounds what it promises by the files' sizes, so nothing is allocated that is not there.
+    # The index bounds what it promises by the files' sizes, so memory is allocated only for content that exists.
     files = {index.shards[shard] for shard, _, _ in stored.parts}
     if wrong := damage(path, {file: index.files[file] for file in files}, only_sizes=True):
         raise CheckpointError(f"the checkpoint '{path}' is damaged: {wrong}")

@@ -57,17 +57,17 @@ class BatchJob:
     samples: NDArray[np.int64]
     """Number of each sample in `source`, [batch]; IGNORED for padding."""
     keys: NDArray[np.int64]
-    """As in `Batch`."""
+    """Same field as in `Batch`."""
     labels: NDArray[np.int64]
-    """As in `Batch`."""
+    """Same field as in `Batch`."""
     images: Tensor | None = None
-    """As in `Batch`; None before there is room for them."""
+    """Images as in `Batch`; None until memory is available for them."""
     skipped: list[str] = field(default_factory=list)
     """The problem of each sample that was skipped."""
     broken: list[str] = field(default_factory=list)
     """The problem of each shard whose rest was skipped."""
     ended: bool = False
-    """As in `Batch`."""
+    """Same field as in `Batch`."""
 
 
 @dataclass(frozen=True)

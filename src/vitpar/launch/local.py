@@ -236,7 +236,7 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
         if stop.asked and not passed_on:
             workers.ask()
             passed_on = True
-        running = workers.running()  # before the failures: once nobody runs, they are all there
+        running = workers.running()  # before the failures: once no worker runs, all have been reported
         failures = sorted(workers.failures(), key=lambda failure: failure.order)
         if failures:
             noticed = noticed or time.monotonic()
@@ -267,7 +267,7 @@ def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome
         name = signal.Signals(-root.code).name
         return Outcome(1, f"rank {root.rank} was killed by {name}{hint}{_tail(root.rank, workers)}")
     if [failure.code for failure in failures if not failure.report] == [root.code] * len(workers.processes):
-        return Outcome(root.code)  # all agree and nobody has an error to report: this is the program's own answer
+        return Outcome(root.code)  # all agree and none has an error to report: this is the program's own answer
     return Outcome(root.code, f"rank {root.rank} ended with exit code {root.code}{_tail(root.rank, workers)}")
 
 

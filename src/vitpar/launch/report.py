@@ -78,7 +78,7 @@ class Report:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Report | None:
-        """What worker `rank` has reported in `folder`, or None."""
+        """Return the report of worker `rank` in `folder`, or None."""
         path = _path(folder, rank)
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
@@ -98,7 +98,7 @@ def report_failure(error: BaseException) -> bool:
     folder = os.environ.get(REPORTS)
     if folder is None:
         return False
-    # A folder that is gone means that the parent is gone, and nobody is left to tell.
+    # A folder that is gone means that the parent is gone, and no process is left to report to.
     with contextlib.suppress(FileNotFoundError):
         Report.of(error, int(os.environ["RANK"])).write(Path(folder))
     return True

@@ -1,4 +1,4 @@
-"""What a rank takes of its machine: cores, open files, and memory of tensors that were freed."""
+"""Resources of a rank on its machine: cores, open files, and memory of freed tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEVER = -1  # of the first
 _NO_TENSOR, _LARGE, _EVERY_TENSOR = 2**30, 2**25, 2**16  # bytes from which a tensor is mapped by itself
 OFF = "VITPAR_KEEP_FREED_MEMORY"
 OTHERS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
-"""What of malloc the environment may set that decides about freed memory."""
+"""Settings of malloc in the environment that decide when freed memory is returned."""
 
 
 def cpu_cores() -> int:

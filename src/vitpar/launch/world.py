@@ -88,7 +88,7 @@ class World:
 
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
-"""The world of a process that nobody launched and that needs no other."""
+"""World of a process without a launcher that needs no other rank."""
 
 
 def find_world(environ: Mapping[str, str] | None = None) -> World | None:

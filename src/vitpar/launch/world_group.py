@@ -22,7 +22,7 @@ from vitpar.errors import FaultError
 from vitpar.limits import MAX_JSON_BYTES
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
-"""What JSON holds, NaN and the infinities too. Tuples arrive as lists, mappings as dicts."""
+"""Value that JSON can express, NaN and the infinities included. Tuples arrive as lists, mappings as dicts."""
 _made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The gloo group of the current world, by its default group."""
 

@@ -41,7 +41,7 @@ def _lecun_normal(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor:
 
 
 def _xavier_uniform(parts: int = 1) -> Rule:
-    """As for `parts` matrices that stand in one (queries, keys and values)."""
+    """Return Xavier's uniform rule for `parts` matrices stacked in one parameter (queries, keys and values)."""
     return lambda v, shape, c: v.mul_(math.sqrt(6 / (shape[0] // parts + shape[1])))
 
 

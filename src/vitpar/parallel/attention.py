@@ -32,25 +32,27 @@ from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
 
 CANDIDATES = ("cudnn", "flash", "efficient")
-"""What is tried on a GPU where nothing is named."""
+"""Kernels that are tried on a GPU if none is named."""
 KNOWN = {"cuda": ("cudnn", "flash", "efficient", "math"), "cpu": ("flash", "math")}
 WARM_UP, READINGS, TIMES = 3, 5, 5
 CLEARLY = 0.97
-"""Of the first one's time, below which another is taken."""
+"""Relative time, compared with the first candidate, below which another one is chosen."""
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """backend: a name of the table; None for whatever torch takes. seconds: of attention forward and backward in one
-    block by each that was tried, the slowest rank's; not finite for one that cannot do the shape. warning: what to tell
-    the user, where a GPU has no kernel for the shape but matrix products."""
+    """Kernel that computes attention, and how it was chosen."""
 
     backend: str | None = None
+    """Name of the kernel; None for torch's own choice."""
     seconds: tuple[tuple[str, float], ...] = ()
+    """Seconds of attention forward and backward in one block by kernel tried, on the slowest rank; not finite for a
+    kernel that cannot compute the shape."""
     warning: str | None = None
+    """Warning to show, if a GPU has no fused kernel for the shape."""
 
     def to_json(self) -> dict[str, object]:
-        """For env.json: milliseconds, None for what did not run."""
+        """Return the record for env.json: milliseconds by kernel, None for a kernel that did not run."""
         tried = {name: round(1e3 * s, 4) if math.isfinite(s) else None for name, s in self.seconds}
         return {"backend": self.backend or "torch's choice", "milliseconds": tried}
 
@@ -178,7 +180,7 @@ def _timed(qkv: Tensor, heads: int) -> float:
 
 
 def _attend(qkv: Tensor, heads: int) -> None:
-    """As ``vitpar.models.vit.Attention`` does, strides included."""
+    """Compute attention as ``vitpar.models.vit.Attention`` does, strides included."""
     q, k, v = rearrange(qkv, "b s (h three d) -> three b h s d", three=3, h=heads).unbind(0)
     x = rearrange(scaled_dot_product_attention(q, k, v), "b h s d -> b s (h d)")
     torch.autograd.grad(x, qkv, x.detach())

@@ -23,8 +23,10 @@ from vitpar.sharded import to_local
 from vitpar.strategy.execution import LayerExecution
 
 BUCKET_MB = 4.0
-"""What gradients of neighbouring layers share a message up to, unless told otherwise: to begin one takes time, however
-small it is."""
+"""Default size in MiB up to which gradients of neighbouring layers share a message.
+
+Starting a message takes time, however small it is.
+"""
 
 
 def shard(layer: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, execution: LayerExecution) -> None:
@@ -120,10 +122,10 @@ def gradient_sums(
     dtype: torch.dtype,
     bucket_cap_mb: float | None = None,
 ) -> list[GradientSum]:
-    """For layers that ``fully_shard`` is not around, given in order with their meshes. dtype: to sum in.
+    """Return the gradient sums of layers that ``fully_shard`` does not wrap, given in order with their meshes.
 
-    bucket_cap_mb: gradients of neighbouring layers share a message as long as it has at most so many MiB; None for
-    `BUCKET_MB`.
+    dtype: data type to sum in.
+    bucket_cap_mb: largest message in MiB that gradients of neighbouring layers share; None for `BUCKET_MB`.
     """
     cap = BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
     buckets: list[tuple[DeviceMesh, list[nn.Module]]] = []

@@ -30,7 +30,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
 SMALLEST = 2.0**-100  # of what scales are made for: a row of zeros has one too
 MULTIPLE = 16
-"""Of which both sizes of a weight have to be multiples, on GPUs."""
+"""Number that both sizes of a weight must be multiples of, on GPUs."""
 PROBE = 256
 """Rows and columns of the product that `float8_fault` tries. cuBLASLt may have no algorithm for a smaller one."""
 

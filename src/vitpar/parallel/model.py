@@ -105,7 +105,7 @@ class ParallelModel:
         return self._rows(self._images[self._stage_rank], batch)
 
     def logit_rows(self, batch: int) -> list[int]:
-        """Of which images, of `batch` over all ranks, this rank gives the logits, in order."""
+        """Return the indices, among `batch` images over all ranks, of the logits on this rank, in order."""
         return self._rows(self._logits[self._stage_rank], batch)
 
     @property
@@ -226,7 +226,7 @@ class ParallelModel:
         return x if self.gives_logits else None
 
     def _through_stages(self, images: Tensor | None, batch: int) -> Tensor | None:
-        """What comes out of the last stage here; what it gives to another rank is on its way."""
+        """Return the output of the last stage if it is here, else None; output for another rank has been sent."""
         x = images
         last = self.plan.num_stages - 1
         for index, stage in self.stages.items():
@@ -286,7 +286,7 @@ class ParallelModel:
         return rows, self.config.tokens, len(part.feature_range(self.config.embed_dim))
 
     def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
-        """What stage `index` takes and gives in a micro-batch, on meta."""
+        """Return input and output of stage `index` for a micro-batch, on the meta device."""
         c, n = self.config, self.batch.microbatch_rows
         takes: tuple[int, ...] = (
             len(self._images[self._stage_rank].row_range(n)),

@@ -1,4 +1,4 @@
-"""The parts of a step by name, for whoever wants to know how long each takes."""
+"""Named parts of a step, so that a caller can time each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""What the parts of a step run in, by name."""
+"""Context manager that a part of a step runs in, by the part's name."""
 _UNTIMED = nullcontext()
 
 
 def untimed(name: str) -> AbstractContextManager[object]:
-    """Nobody wants to know."""
+    """No-op timer."""
     return _UNTIMED
 
 

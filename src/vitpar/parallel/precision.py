@@ -50,7 +50,7 @@ class Precision:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """The same, as FSDP2 takes it."""
+        """Mixed-precision policy for FSDP2."""
         if self.compute is self.parameters:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
@@ -120,7 +120,7 @@ def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, .
 
 
 class LowPrecisionParams:
-    """Of the parameters of some layers, in `dtype`."""
+    """Copies of some layers' parameters in `dtype`."""
 
     def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -78,8 +78,12 @@ _Piece = tuple[slice, slice]
 def _pieces(
     source: Layout, target: Layout, batch: int, width: int, me: int
 ) -> tuple[dict[int, _Piece], dict[int, _Piece], bool]:
-    """What rank `me` gives, by receiver, as slices of what it has; what it takes, by sender, as slices of what it
-    will have; and whether any two ranks exchange something."""
+    """Return the exchange of rank `me` as (sent, received, needed).
+
+    sent: slices of its input by receiver.
+    received: slices of its output by sender.
+    needed: whether any two ranks exchange something.
+    """
     every = moves(source, target, batch, width)
     given = {m.receiver: _slices(source[me], m.rows, m.features, batch, width) for m in every if m.sender == me}
     taken = {m.sender: _slices(target[me], m.rows, m.features, batch, width) for m in every if m.receiver == me}

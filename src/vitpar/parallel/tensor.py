@@ -52,7 +52,7 @@ from vitpar.strategy import Strategy
 
 
 class SplitModule(Protocol):
-    """What a linear layer or norm has once it is split: `tensor_mesh` with its axes, and in fp8 `float8`."""
+    """Attributes of a linear layer or norm after it was split: `tensor_mesh` with its axes and, in fp8, `float8`."""
 
     weight: Tensor
     bias: Tensor

@@ -1,1 +1,1 @@
-"""What plans cost and which is best: profiles of the hardware and of the model, prices, search."""
+"""The planner: profiles of hardware and models, prices of plans, and the search for the best plan."""

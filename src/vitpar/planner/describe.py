@@ -1,8 +1,7 @@
-"""What a plan makes of a model, in numbers and words, by arithmetic alone: needs no devices, no data and no process
-group.
+"""Summary of a plan applied to a model, by arithmetic alone: no devices, data or process group are needed.
 
-What ranks send is told by mesh axis and by flag, as in the tables of ``vitpar.parallel.tensor``,
-``vitpar.parallel.data`` and ``vitpar.parallel.checkpointing``; numbers count what one block sends for a micro-batch.
+Communication is listed by mesh axis and flag, as in the tables of ``vitpar.parallel.tensor``, ``vitpar.parallel.data``
+and ``vitpar.parallel.checkpointing``; counts are those of one block for one micro-batch.
 """
 
 from __future__ import annotations
@@ -45,22 +44,24 @@ class FlagSummary:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """What the ranks at one place of the pp axis hold.
+    """Share of the model held by the ranks at one place of the pp axis.
 
-    stages: their numbers, several under some schedules. layers: the names of each of these stages' layers.
-    flops_share: the part of the model's FLOPs computed here, 0 to 1. parameters: elements on the fullest rank here.
-    state_bytes: what it keeps for them (parameters, gradients, optimizer state). host_bytes: how much of that is in
-    host memory (+offload). Not counted: activations, gathered copies of sharded parameters, and whole gradients that
-    wait to be reduced to the shard.
+    Not counted: activations, gathered copies of sharded parameters, and gradients that wait for their reduce-scatter.
     """
 
     pp: int
     stages: tuple[int, ...]
+    """Numbers of the stages; several under some schedules."""
     layers: tuple[tuple[str, ...], ...]
+    """Names of the layers of each of these stages."""
     flops_share: float
+    """Share of the model's FLOPs computed here, 0 to 1."""
     parameters: int
+    """Parameter elements on the fullest rank here."""
     state_bytes: int
+    """Bytes of parameters, gradients and optimizer state on the fullest rank."""
     host_bytes: int
+    """Bytes of `state_bytes` in host memory (+offload)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What to tell the user when CUDA runs out of memory: what the plan is predicted to need, what there is, what helps."""
+"""Explanation of a CUDA out-of-memory error: predicted need, available memory, remedies."""
 
 from __future__ import annotations
 

@@ -51,21 +51,22 @@ class Communication:
 
 @dataclass(frozen=True)
 class Execution:
-    """What decides, beside model, plan and devices, how steps are executed.
-
-    batch_size: images of a step over all ranks. precision, reduce_dtype: names, as ``vitpar.parallel.precision`` has
-    them. seed: of initial values. label_smoothing: 0 to 1. compile: whether blocks are compiled.
-    activation_memory_budget: the part of a compiled block's activations that the compiler may keep for backward, 0 to
-    1; None for all.
-    """
+    """Settings that decide how steps are executed, in addition to model, plan and devices."""
 
     batch_size: int
+    """Images of a step over all ranks."""
     precision: str = "fp32"
+    """Name of the precision, as in ``vitpar.parallel.precision``."""
     reduce_dtype: str | None = None
+    """Name of the precision that gradients are reduced in; None for that of `precision`."""
     seed: int = 0
+    """Seed of initial values."""
     label_smoothing: float = 0.0
+    """Label smoothing, 0 to 1."""
     compile: bool = False
+    """Whether blocks are compiled."""
     activation_memory_budget: float | None = None
+    """Share of a compiled block's activations that the compiler may keep for backward, 0 to 1; None for all."""
     communication: Communication = field(default_factory=Communication)
 
     def rules(self, plan: Plan) -> Rules:
@@ -75,20 +76,20 @@ class Execution:
 
 @dataclass(frozen=True)
 class LayerExecution:
-    """What a step does with the parameters and gradients of one layer.
-
-    wrapped: whether ``fully_shard`` is around the layer. narrow_copies: whether the layer, which is not wrapped,
-    computes with copies in 16 bits that are made once a step. offloaded: whether the host keeps parameters, gradients
-    and optimizer state. reshard_after_forward, reshard_after_backward: whether gathered parameters are freed then, to
-    be gathered again for the next use. reduced: when gradients are added up over ranks that see other samples.
-    """
+    """Handling of one layer's parameters and gradients in a step."""
 
     wrapped: bool
+    """Whether ``fully_shard`` wraps the layer."""
     narrow_copies: bool
+    """Whether the layer, which is not wrapped, computes with 16-bit copies that are made once per step."""
     offloaded: bool
+    """Whether parameters, gradients and optimizer state are in host memory."""
     reshard_after_forward: bool
+    """Whether gathered parameters are freed after forward and gathered again for backward."""
     reshard_after_backward: bool
+    """Whether gathered parameters are freed after backward."""
     reduced: Reduced
+    """When gradients are summed over the ranks that see other samples."""
 
     @property
     def gathers_every_forward(self) -> bool:

@@ -74,9 +74,9 @@ class _Span:
 
 
 def parse(text: str) -> Plan:
-    """The plan that `text` says, its other fields at their defaults.
+    """Return the plan that `text` describes, with other fields at their defaults.
 
-    Raises StrategyError with the position (from 1) of what is wrong and the way to mend it.
+    Raises StrategyError with the position (from 1) of the mistake and the way to fix it.
     """
     text = text.strip()
     whole = _Span(text, 0, len(text))

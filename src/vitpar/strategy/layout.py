@@ -98,19 +98,19 @@ def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
 
 @cache
 def token_layout(strategy: Strategy) -> Layout:
-    """Of what goes into and comes out of a block, out of the stem and into the head."""
+    """Return the layout of the tokens between layers: stem output, block input and output, head input."""
     return _layout(strategy, _token_rows(strategy), _features(strategy))
 
 
 @cache
 def image_layout(strategy: Strategy) -> Layout:
-    """Of the images that go into a stem: the rows of its tokens."""
+    """Return the layout of the images that enter the stem: the rows of its tokens."""
     return _layout(strategy, _token_rows(strategy), ())
 
 
 @cache
 def logit_layout(strategy: Strategy) -> Layout:
-    """Of the logits that come out of a head."""
+    """Return the layout of the logits that leave the head."""
     rows = _token_rows(strategy)
     return _layout(strategy, [name for name in rows if name != "j"] if strategy.sequence_parallel else rows, ())
 
@@ -168,9 +168,9 @@ class Move:
 
 
 def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
-    """What ranks must give each other to turn layout `source` into `target`: no rank gets what it has already.
+    """Return the transfers that turn layout `source` into `target`; no rank receives what it already has.
 
-    Of several ranks that hold a part, the receivers take turns.
+    If several ranks hold a part, the receivers take turns with them.
     """
     holders: dict[ActivationPart, list[int]] = {}
     for rank, part in enumerate(source):

@@ -165,7 +165,7 @@ class Plan:
         return math.lcm(*(strategy.data_parallel for strategy in self.kinds))
 
     def with_axes(self, axes: tuple[Axis, ...]) -> Plan:
-        """The same uniform plan on other axes, which may include pp and degrees of 1, outermost first."""
+        """Return the uniform plan on other axes, outermost first, which may include pp and degrees of 1."""
         kept = [axis for axis in axes if axis.degree != 1]
         roles = [axis.role for axis in kept]
         pp_index = roles.index("pp") if "pp" in roles else 0
@@ -173,9 +173,9 @@ class Plan:
         return replace(self, layers=(("*", replace(self.strategy, axes=tuple(kept))),), pp=pp, pp_index=pp_index)
 
     def resolve(self, world_size: int) -> Plan:
-        """The same plan with its open degrees, if any, taking what is left of `world_size` ranks.
+        """Return the plan with its open degree, if any, set to what remains of `world_size` ranks.
 
-        Raises StrategyError when the product of the degrees does not match `world_size`.
+        Raises StrategyError if the product of the degrees does not match `world_size`.
         """
         assert world_size >= 1, f"a world has at least one rank, not {world_size}"
         refuse_many_ranks(world_size, "the world")

@@ -173,7 +173,10 @@ def checked(schema: type[R], data: object, where: str) -> R:
 
 
 def read_json(path: io.PathLike) -> Any:
-    """What the file `path` holds. Raises StrategyError, naming the file, when it cannot be read or is not JSON."""
+    """Return the content of the JSON file `path`.
+
+    Raises StrategyError, naming the file, if it cannot be read or is not JSON.
+    """
     try:
         return io.parse_json(io.read_bytes(path, MAX_PLAN_BYTES), _unique_keys)
     except StrategyError as error:

@@ -32,10 +32,10 @@ def blocks_of(selector: str) -> range | None:
 
 
 def canonical(groups: Groups) -> Groups:
-    """The same groups in order (stem, blocks, head, *), neighbours with one strategy joined, repetitions of `*` left
-    out.
+    """Return the groups in canonical order (stem, blocks, head, *), with equal neighbours joined and repeated `*`
+    dropped.
 
-    Raises StrategyError when a layer is named twice.
+    Raises StrategyError if a layer is named twice.
     """
     words: dict[str, Strategy] = {}
     blocks: list[tuple[range, Strategy]] = []

@@ -36,8 +36,10 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "offload": ("no offload", "+offload"),
     "compile": ("no compile", "compile"),
 }
-"""What a combination chooses one of, by dimension. Any two layers of a plan may choose differently in data, tensor,
-checkpoint and offload."""
+"""Choices of each dimension of a combination.
+
+Any two layers of a plan may choose differently in data, tensor, checkpoint and offload.
+"""
 APART = "gradients of weights come in a backward of their own, where they cannot be reduced at once"
 SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
 
@@ -225,7 +227,10 @@ def _table(down: str, across: str) -> list[str]:
 
 
 def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
-    """What a plan and the settings beside it are made of. precision: a name in DIMENSIONS."""
+    """Return the choices that a plan and its settings consist of.
+
+    precision: a name in DIMENSIONS.
+    """
     found = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
     for strategy in plan.kinds:
         dp, fsdp = strategy.has("dp"), strategy.has("fsdp")

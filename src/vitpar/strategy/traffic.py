@@ -1,7 +1,7 @@
-"""What the ranks of a layer send each other for every micro-batch, as a table: operation, group, size.
+"""Communication of a layer's ranks for every micro-batch, as a table: operation, group, size.
 
-It is the runtime's communication along the tensor axes (``vitpar.parallel.tensor``) counted by arithmetic; the tests
-compare it with what a step really sends, operation by operation.
+It counts, by arithmetic, the runtime's communication along the tensor axes (``vitpar.parallel.tensor``). Tests compare
+it with the communication of a real step, operation by operation.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _Kept = tuple[Traffic, Traffic, Collective | None]
 
 
 def block_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
-    """What one rank takes part in for a micro-batch of `rows` images over the stage: (in forward, in backward).
+    """Return the communication of one rank for a micro-batch of `rows` images per stage, as (forward, backward).
 
-    Without biases' and norms' partial gradients (once a step) and weights.
+    Weights are not counted, nor partial gradients of biases and norms, which are summed once per step.
     """
     shape = dict(strategy.tensor_shape)
     if shape["j"] == 1:
@@ -63,15 +63,18 @@ def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
 
 
 def _again(strategy: Strategy, forward: Traffic, last: Collective | None) -> Traffic:
-    """What full checkpointing sends once more in backward: all of forward but what follows the last product (`last`).
-    The selective policy keeps what communication gave."""
+    """Return the communication that full checkpointing repeats in backward: forward's, without what follows the last
+    product (`last`).
+
+    The selective policy keeps the results of communication.
+    """
     if strategy.checkpoint != "full":
         return Counter()
     return forward - Counter([last] if last else [])
 
 
 def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
-    """The same of the head. The stem sends nothing."""
+    """Return the communication of the head, as (forward, backward). The stem has none."""
     shape = dict(strategy.tensor_shape)
     side, forward, backward = shape["j"], Counter[Collective](), Counter[Collective]()
     if side == 1:

@@ -16,7 +16,7 @@ from vitpar.text import closest, count, divisors, either, shown
 
 
 class ModelShape(Protocol):
-    """What plans, and what their ranks send, depend on of a model."""
+    """Sizes of a model that plans and their communication depend on."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +88,7 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
 
 
 def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
-    """What tp, or a side of its square or cube, has to divide."""
+    """Refuse degrees of tp, or sides of its square or cube, that do not divide what they split."""
     tp, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
     split = {"head": model.num_heads, "hidden feature": model.mlp_hidden_dim, "classifier feature": model.features}
     if strategy.tensor_mode != "1d":

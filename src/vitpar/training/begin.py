@@ -22,11 +22,13 @@ from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated, resampled
 
 _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
-"""What of the model's shape a run may have otherwise than its weights: it changes no parameter, or is dealt with."""
+"""Model settings in which a run may differ from its initial weights: they change no parameter, or are adapted."""
 
 
 def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
-    """What begins otherwise than as in the recipe's weights, in words. config: the run's.
+    """Return, as sentences, what of the run differs from the recipe's initial weights.
+
+    config: configuration of the run.
 
     Raises DataError for weights that cannot be read, RecipeError for those of another model.
     """

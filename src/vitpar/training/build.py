@@ -1,5 +1,5 @@
-"""What trains: the model under its plan and all that takes part in a step, as a recipe says; for whoever runs steps, to
-train or to measure them."""
+"""Components of a training: the model under its plan and all that takes part in a step, built from a recipe, to train
+or to measure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SettingsOrigin:
-    """Where settings of a recipe come from that nobody gave."""
+    """Origin of settings that were not given."""
 
     default_images: int | None = None
     """Number of training images whose defaults the recipe has (``vitpar.training.recipe.defaults``); None for fixed

@@ -42,12 +42,15 @@ LOOK_S = 5.0
 class Trainer:
     """One run of a recipe under a plan. All ranks make it and call `run` together.
 
-    plan: validated, its degrees known, its world the one torch.distributed was started with.
+    plan: validated, with known degrees, for the world that torch.distributed was started with.
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
-    run_dir: its folder (None: a new one under runs/). resume: a checkpoint to go on from, or the folder of a run whose
-    newest whole one it is; where that has none the run begins. allow_change: see ``vitpar.training.saving.resume``.
-    notes: warnings to print at the start. origin: of settings, for the header. watchdog: is told of all that comes to
-    an end, and ends the process where nothing does (None: nobody is told).
+    run_dir: folder of the run; None for a new one under runs/.
+    resume: a checkpoint to resume from, or the folder of a run, whose newest complete checkpoint is used; a run without
+    one starts from the beginning.
+    allow_change: see ``vitpar.training.saving.resume``.
+    notes: warnings to print at the start.
+    origin: origin of settings, for the header.
+    watchdog: records all progress and ends the process if there is none; None for no watchdog.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ _LEGACY_PICKLES = 5
 
 _DAMAGED = (OSError, EOFError, ValueError, ArithmeticError, LookupError, NotImplementedError, zipfile.BadZipFile)
 """Errors of zipfile and pickletools for a file that is no zip file or no pickle, or is damaged."""
-_SMALL = 1 << 16  # bytes that need no look at what there is
+_SMALL = 1 << 16  # bytes that are read without a check of the size
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class _Listed(io.FileIO):
 
 
 class _Bounded(io.BufferedReader):
-    """A file that makes room for what it has, where it is asked for more."""
+    """Reader that allocates memory only for content the file has, however much is requested."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path))

@@ -160,7 +160,7 @@ def test_what_is_wrong_on_one_rank_is_named(
 
 
 def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
-    """As `train`, where rank 1 does not come to the collectives of step 2. On every rank."""
+    """Train with a rank 1 that skips the collectives of step 2. Runs on every rank."""
 
     patch = pytest.MonkeyPatch()
     patch.setattr(debug_checks, "WAIT_S", 1.0)

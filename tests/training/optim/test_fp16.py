@@ -99,7 +99,7 @@ def watched(
     rank: int = 0,
     steps: tuple[int, ...] = (),
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """What each step did here, and the sentence that the run stopped with, if it did; runs on every rank."""
+    """Return what each step did on this rank, and the error that stopped the run, if any; runs on every rank."""
     watch = Watch(recipe, folder, spoil, rank, steps)
     try:
         watch.trainer.run()

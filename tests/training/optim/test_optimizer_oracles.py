@@ -81,7 +81,7 @@ def test_schedule_is_timms_but_for_the_warm_up(total: int, warmup: int, min_lr: 
 
 
 def test_weight_decay_leaves_out_what_timm_leaves_out() -> None:
-    """Of a ViT with every kind of parameter, which both call by other names: told apart by their sizes."""
+    """Uses a ViT with every kind of parameter. The two libraries name them differently, so they are matched by size."""
     options = {"image_size": 8, "patch_size": 4, "depth": 1, "num_classes": 5, "qk_norm": True, "layer_scale": 0.1}
     ours = ViT(model_config("vit_custom", embed_dim=12, num_heads=2, num_reg_tokens=3, **options))
     theirs: Any = timm.models.vision_transformer.VisionTransformer(

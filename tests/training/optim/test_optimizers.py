@@ -187,7 +187,7 @@ def test_ranks_with_an_empty_shard_take_part(settings: dict[str, Any], ranks: Ca
 
 
 def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[dict[str, int], int]:
-    """What a step of the optimizer sends, and the matrices of blocks here; runs on every rank."""
+    """Return what a step of the optimizer sends, and the number of block matrices on this rank; runs on every rank."""
     root = built(layout)
     optimizer = optimizer_of(root, settings)
     give_gradients(root, 1)

@@ -1,4 +1,4 @@
-"""What a recipe says of its optimizer: defaults, settings without effect, and the state that is kept."""
+"""Optimizer settings of a recipe: defaults, settings without effect, and the optimizer state."""
 
 from pathlib import Path
 

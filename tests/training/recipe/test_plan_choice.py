@@ -16,7 +16,7 @@ MODEL = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24
 
 
 def recipe(mesh: str, fallbacks: list[str], **parallel: Any) -> Recipe:
-    """Of batches of 8 images, for a model of 4 blocks and 4 heads."""
+    """Return a recipe with batches of 8 images for a model of 4 blocks and 4 heads."""
     options = {f"model.{key}": value for key, value in MODEL.items()} | {"data.path": "x", "train.steps": 1}
     options |= {"train.batch_size": 8, "parallel.mesh": mesh, "parallel.fallback_meshes": fallbacks}
     return read_recipe(None, options | {f"parallel.{key}": value for key, value in parallel.items()})

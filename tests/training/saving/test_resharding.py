@@ -67,7 +67,7 @@ def moved(device: torch.device, recipe: Recipe, run_dir: Path, checkpoint: Path)
 def check_move(
     writes: str, reads: str, settings: dict[str, Any], data: Path, folder: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """What `writes` saves is what `reads` loads, bit for bit, and both go on with the same losses."""
+    """Check that `reads` loads what `writes` saves, bit for bit, and that both continue with the same losses."""
     first, second = (recipe_of(data, mesh, **settings) for mesh in (writes, reads))
     if not (folder / "first").exists():
         found = ranks(parse(writes).world_size).run(written, first, folder / "first")

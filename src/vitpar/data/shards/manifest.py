@@ -103,7 +103,7 @@ class AnyManifest(BaseModel):
 
 
 def read_any_manifest(folder: Path) -> AnyManifest:
-    """Return what there is to read of the manifest in `folder`, of whatever version; nothing of a damaged one."""
+    """Return the readable content of the manifest in `folder`, whatever its version; an empty one if it is damaged."""
     try:
         return AnyManifest.model_validate_json(read_bytes(folder / MANIFEST, MAX_JSON_BYTES))
     except (OSError, ValidationError):

@@ -229,7 +229,7 @@ class _Packing:
         return write_split(self.folder, name, paths, tables, len(self.source.classes))
 
     def _shard(self, name: str, split: SourceSplit, path: Path, samples: range) -> np.ndarray:
-        """ROW [samples] of the shard at `path`, which is written if it is not there."""
+        """Return ROW [samples] of the shard at `path`, which is written if it does not exist."""
         table_path = path.with_suffix(".rows.npy")
         if path.exists():  # it takes its name last
             self._report(name, len(samples), len(split.labels))

@@ -1,7 +1,7 @@
 """URLs of shards: expand patterns, refuse those that may not run commands, and open them.
 
-webdataset opens them; which of its ways belongs to which scheme is said here, because its own table can be changed by
-the environment (GOPEN_REWRITE, USE_AIS_FOR), and then opening a URL might run a command that nobody has allowed.
+webdataset opens them. The opener of each scheme is fixed here, because webdataset's own table can be changed by the
+environment (GOPEN_REWRITE, USE_AIS_FOR), and opening a URL might then run a command without permission.
 """
 
 import os
@@ -32,7 +32,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
 class Stopped(Exception):
-    """Nobody waits for the stream any more."""
+    """Raised to stop reading: the consumer of the stream is gone."""
 
 
 def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:

@@ -46,26 +46,32 @@ def _check_size(size: int, interpolation: str) -> None:
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Random-resized crop and horizontal flip, as in Szegedy et al. 2015 and torchvision's RandomResizedCrop; then what
-    is asked for of a policy, colour jitter and random erasing (Zhong et al. 2020).
+    """Random-resized crop and horizontal flip, then a policy, colour jitter and random erasing if they are set.
 
-    size: height and width of the result. scale: range of the crop's share of the image's area. ratio: range of the
-    crop's width over height. flip: probability of a horizontal flip. policy: of operations (`parse_policy`).
-    color_jitter: how far brightness, contrast and saturation may go from 1. erase: probability that a box of a fiftieth
-    to a third of the image becomes noise. mean, std: of every channel, as in `Normalize`: those of the noise, and the
-    mean is the colour of what operations move in from outside. Raises RecipeError when a setting is out of its range.
+    Sources: Szegedy et al. 2015 and torchvision's RandomResizedCrop; Zhong et al. 2020 for random erasing. Raises
+    RecipeError if a setting is out of its range.
     """
 
     size: int
+    """Height and width of the result, in pixels."""
     scale: tuple[float, float] = (0.08, 1.0)
+    """Range of the crop's share of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Range of the crop's width over height."""
     flip: float = 0.5
+    """Probability of a horizontal flip."""
     interpolation: Interpolation = "bicubic"
+    """Kernel that resizes the crop."""
     policy: Policy | None = None
+    """Policy of operations (`parse_policy`); None for none."""
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Largest relative change of brightness, contrast and saturation."""
     erase: float = 0.0
+    """Probability that a box of 1/50 to 1/3 of the image becomes noise."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of every channel, as in `Normalize`: that of the noise, and the colour that operations fill in."""
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Standard deviation of every channel, as in `Normalize`: that of the noise."""
 
     def __post_init__(self) -> None:
         _check_size(self.size, self.interpolation)

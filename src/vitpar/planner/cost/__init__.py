@@ -1,8 +1,8 @@
-"""What a plan costs: the time of a step and the memory of every rank, by replaying what the runtime does.
+"""The cost model: time of a step and memory of every rank, computed by replaying what the runtime does.
 
-groups -> links          which ranks send each other something, and how long it takes
-layer                    one layer: computing, sending, parameters, activations
-streams -> stage         the layers of a pipeline stage one after the other, sending beside computing
-memory                   what is alive at every action of a pipeline rank
+groups -> links          which ranks communicate, and how long it takes
+layer                    one layer: computing, communication, parameters, activations
+streams -> stage         the layers of a pipeline stage in sequence, overlapped with communication
+memory                   bytes alive at every action of a pipeline rank
 price                    the step: stages replayed in the schedule's order; time and memory with their breakdown
 """

@@ -16,7 +16,7 @@ from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
 
 LAYERS: Mapping[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
-"""Of each kind a layer's name."""
+"""Name of a layer of each kind."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class LayerCosts:
         return self.hardware.peaks.get(str(self.precision.compute).removeprefix("torch."))
 
     def seat(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
-        """What is the same for any rows."""
+        """Return everything about a strategy that does not depend on the number of rows."""
         key = strategy, where
         if key not in self._seats:
             self._seats[key] = self._seated(*key)
         return self._seats[key]
 
     def work(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
-        """For a micro-batch of `rows` images over the stage."""
+        """Return the time and memory of a micro-batch of `rows` images per stage."""
         key = kind, seat.computes, rows // seat.data
         if key not in self._work:
             self._work[key] = self._worked(kind, seat, rows)
@@ -206,7 +206,7 @@ class LayerCosts:
         )
 
     def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
-        """What the number of elements depends on: not the order of axes, for the fullest rank."""
+        """Return a key for what decides the number of elements on the fullest rank; the order of axes does not."""
         degrees = strategy.degree("dp"), strategy.degree("fsdp"), strategy.degree("tp")
         return *degrees, strategy.tensor_flag, strategy.zero, strategy.offload
 

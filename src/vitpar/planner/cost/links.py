@@ -22,7 +22,7 @@ class Links:
         self._found: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
 
     def seconds(self, operation: str, group: RankGroup, size: float) -> float:
-        """Of `size` bytes, counted as `Link` says."""
+        """Return the seconds of an operation on `size` bytes, counted as `Link` describes."""
         if group.alone or not size:
             return 0.0
         link, more_messages, more_bytes = self._link(operation, group)
@@ -64,15 +64,18 @@ class Links:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """ranks: how many. stride: from one to the next, at least. nodes: how many they are on."""
+    """A group of ranks that communicate."""
 
     ranks: int = 1
+    """Number of ranks."""
     stride: int = 1
+    """Distance from one rank to the next, at least."""
     nodes: int = 1
+    """Number of nodes that the ranks are on."""
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to send to."""
+        """Whether the group is a single rank, which sends nothing."""
         return self.ranks == 1
 
 

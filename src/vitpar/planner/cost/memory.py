@@ -12,7 +12,7 @@ from vitpar.planner.cost.pipeline import ActionPart
 from vitpar.planner.cost.stage import StageCost, StageLayer
 
 PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")
-"""Of `Memory.total`."""
+"""Parts of `Memory.total`."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,17 @@ class Memory:
 
 @dataclass
 class Held:
-    """What one rank holds for its stages.
-
-    stages: by number. moments: bytes the optimizer keeps for every byte of parameters. buffers, reserved: bytes.
-    """
+    """Bytes that one rank keeps for its stages throughout a step."""
 
     stages: Mapping[int, StageCost]
+    """Pipeline stages of the rank, by number."""
     moments: float
+    """Bytes that the optimizer keeps for every byte of parameters."""
     buffers: float
+    """Bytes of communication buffers."""
     microbatches: int
     reserved: float = 0.0
+    """Bytes of a device that no plan can use."""
 
     def at_most(self, actions: Sequence[Sequence[ActionPart]]) -> Memory:
         """The memory of a rank that does `actions` in order."""
@@ -181,7 +182,7 @@ class _Walk:
     def _moment(
         self, activations: float = 0.0, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0
     ) -> None:
-        """What there is, and so much more."""
+        """Record a possible peak: current bytes plus these transient bytes."""
         now = self._alive + self._gradients + self._gathered
         total = now + activations + workspace + gathered + gradients
         if total > self._total:

@@ -45,7 +45,7 @@ def duration(order: ActionOrder, num_stages: int) -> float:
 
 
 def order(plan: Plan, microbatches: int) -> ActionOrder:
-    """What torch has every rank of the plan's pipeline compute; needs no process group."""
+    """Return the actions that torch's schedule runs on every rank of the plan's pipeline; needs no process group."""
     if plan.schedule == "1f1b":  # torch's list (2.13) is not what it runs: the last rank starts with micro-batch 1
         return {pp: _one_forward_one_backward(pp, plan.pipeline_degree, microbatches) for pp in range(plan.num_stages)}
     kind = CLASSES[plan.schedule]
@@ -72,7 +72,7 @@ def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> lis
 
 
 def _parts(action: Any) -> list[ActionPart]:
-    """What an action of torch's computes: both where two are overlapped, nothing where it only sends."""
+    """Return the computations of one of torch's actions: two if overlapped, none if it only communicates."""
     every = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in action.sub_actions or (action,)]
     return [part for part in every if part[0] in UNITS]
 
@@ -171,8 +171,8 @@ def replay(
 
 
 def _need(kind: str, stage: int, number: int, num_stages: int) -> ActionPart | None:
-    """What must be there before: activations from the stage before, gradients from the stage behind, or the rank's own
-    work on the micro-batch."""
+    """Return the action that must have finished before: the previous stage's forward, the next stage's backward, or the
+    rank's own earlier work on the micro-batch."""
     if kind == "F":
         return ("F", stage, number) if stage else None
     if kind == "W":

@@ -1,4 +1,4 @@
-"""What a step of a plan takes: its stages' micro-batches replayed in the schedule's order, and what follows them."""
+"""Price of a plan: its stages' micro-batches replayed in the schedule's order, and what follows them in the step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Price:
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Peak bytes of the fullest rank."""
         return max(memory.total for memory in self.memory)
 
     def mfu(self, costs: LayerCosts) -> float | None:
@@ -102,7 +102,7 @@ def _memory(
 
 
 def actions(plan: Plan, microbatches: int) -> ActionOrder:
-    """What every rank of the plan's pipeline computes, in order."""
+    """Return the actions of every rank of the plan's pipeline, in order."""
     return _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
 
 
@@ -255,13 +255,15 @@ def norm_seconds(costs: LayerCosts, ranks: int) -> float:
 
 
 def crowded(at_once: float, pipeline_degree: int) -> float:
-    """What was measured to send with all ranks at work, beside computing alone on a core: by this factor it goes on as
-    long as measured when all stages are at work."""
+    """Return the factor by which communication overlapped with computing lasts longer when all stages are at work.
+
+    Sending was measured with all ranks sending, computing with one rank to a core.
+    """
     return min(1.0, at_once / pipeline_degree)
 
 
 COMPUTED = ("forward", "backward", "other", "uneven")
-"""What takes a core."""
+"""Parts of a step's time that occupy a core."""
 
 
 def _finished(

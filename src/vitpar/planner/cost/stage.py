@@ -64,7 +64,10 @@ class StageCost:
         streams.block(self.after[0], "redistribution")
 
     def backward(self, streams: Streams, last: bool) -> None:
-        """Of the same. last: of the step."""
+        """Replay the backward of one micro-batch.
+
+        last: whether it is the last micro-batch of the step.
+        """
         gathers = [layer.execution.gathers_in_backward for layer in self.layers]
         jobs: dict[int, Transfer] = {}
         streams.block(self.after[1], "redistribution")
@@ -161,39 +164,48 @@ def _exchanged(links: Links, stage: RankGroup, received: float) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """What a layer takes at least, so that layers add up.
-
-    forward: seconds of computing forward. computes: backward too, and being late by chance where ranks meet after every
-    action. late: of backward, what may come later. waits: seconds of a rank for every micro-batch. once: seconds once a
-    step, the optimizer's among them; waits_once: of waiting for others. edge: seconds that nothing goes on beside:
-    gathering the first layer, reducing its gradients. sent_each, sent_once: seconds on the way in the background for
-    every micro-batch, and once a step. sent_early: of sent_once, what the first forward waits for. sent_late: of
-    sent_once, what begins in the last micro-batch's backward. kept: bytes all the time. reduced: bytes of gradients
-    when the optimizer steps. gathered: bytes during a step. gradients: bytes after the first backward. saved: bytes for
-    every micro-batch between forward and backward. working: bytes on top of these while the layer's backward is
-    computed or its gradients are reduced, which do not add up over layers. fresh: bytes of its gradients then, in the
-    step's first backward. working_once: both, where that is the only backward.
-    """
+    """Lower bounds of one layer's time and memory, which add up over layers."""
 
     forward: float = 0.0
+    """Seconds of computing forward."""
     computes: float = 0.0
+    """Seconds of computing forward and backward, with the mean skew between ranks where they meet after every action.
+    """
     late: float = 0.0
+    """Seconds of backward that a zero-bubble schedule may run later."""
     waits: float = 0.0
+    """Seconds of waiting per micro-batch."""
     once: float = 0.0
+    """Seconds once per step, those of the optimizer included."""
     waits_once: float = 0.0
+    """Seconds of waiting for other ranks once per step."""
     edge: float = 0.0
+    """Seconds once per step that nothing overlaps: gathering the first layer, reducing its gradients."""
     sent_each: float = 0.0
+    """Seconds of background communication per micro-batch."""
     sent_once: float = 0.0
+    """Seconds of background communication once per step."""
     sent_early: float = 0.0
+    """Seconds of `sent_once` that the first forward waits for."""
     sent_late: float = 0.0
+    """Seconds of `sent_once` that begin in the last micro-batch's backward."""
     kept: float = 0.0
+    """Bytes kept all the time."""
     reduced: float = 0.0
+    """Bytes of gradients when the optimizer steps."""
     gathered: float = 0.0
+    """Bytes kept during a step."""
     gradients: float = 0.0
+    """Bytes of gradients after the first backward."""
     saved: float = 0.0
+    """Bytes per micro-batch kept between forward and backward."""
     working: float = 0.0
+    """Transient bytes while the layer's backward is computed or its gradients are reduced; these do not add up over
+    layers."""
     fresh: float = 0.0
+    """Transient bytes of new gradients in the step's first backward."""
     working_once: float = 0.0
+    """`working` and `fresh` together, for a step with a single backward."""
 
 
 def least_load(
@@ -205,10 +217,12 @@ def least_load(
     update: float,
     pipelined: bool,
 ) -> Load:
-    """What a layer takes at least in any plan: the same pieces, sent at the same times, as `StageCost` runs them.
+    """Return the least that a layer costs in any plan: the pieces that `StageCost` replays, at the same times.
 
-    rows: images of a micro-batch over the stage. moments: bytes that the optimizer keeps for every byte of parameters.
-    update: seconds of the optimizer for an element on the device. pipelined: whether there are other stages.
+    rows: images of a micro-batch per stage.
+    moments: bytes that the optimizer keeps for every byte of parameters.
+    update: seconds of the optimizer per element on the device.
+    pipelined: whether there are other stages.
     """
     work, weights, execution = costs.work(kind, seat, rows), costs.weights(kind, seat), seat.executions[kind]
     in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"

@@ -1,4 +1,4 @@
-"""What a rank computes and what is sent for it meanwhile, as two streams that slow each other down."""
+"""Two streams of a rank, computing and communication, that slow each other down while they overlap."""
 
 from __future__ import annotations
 

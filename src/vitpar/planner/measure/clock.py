@@ -62,11 +62,11 @@ class CoreUse:
     """CPU seconds so far, on the cores that this process may run on."""
 
     busy: float
-    """Of all programs, other virtual machines included."""
+    """CPU seconds of all programs, other virtual machines included."""
     own: float
-    """Of this process."""
+    """CPU seconds of this process."""
     capacity: float
-    """Of the cores together, from any start."""
+    """CPU seconds that the cores could have given, from an arbitrary start."""
 
     @classmethod
     def read(cls, stat: Path = STAT) -> Self | None:
@@ -123,7 +123,8 @@ class ClockedRanks:
             barrier()
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
-        """What counts of all processes' figures, one by one, and how much more the slowest took; equal for all."""
+        """Return the figures that count over all processes, one by one, and by how much the slowest exceeded them;
+        equal on all ranks."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         all_reduce_(found, dist.ReduceOp.MAX)
         return found.tolist(), [0.0] * len(seconds)
@@ -136,10 +137,10 @@ class ClockedRanks:
 
 
 class Neighbours:
-    """Processes that share a machine and nothing else: each may pretend to be in a world of its own.
+    """Processes that share a machine but no process group: each may run in a world of its own.
 
-    The mean counts: in training nobody waits for the others after every layer. Where somebody does, it waits for the
-    slowest. Methods as in `ClockedRanks`.
+    The mean counts, since layers do not wait for other ranks; where something does, it waits for the slowest. Methods
+    are those of `ClockedRanks`.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
@@ -178,7 +179,7 @@ class Clock:
 
     @property
     def usual(self) -> float:
-        """What it took in the mean of all times so far."""
+        """Mean seconds of the speed probe over all measurements so far."""
         return statistics.fmean(self._paces)
 
     def timing(self, size: int, work: Callable[[], object]) -> Timing:
@@ -186,7 +187,7 @@ class Clock:
         return self.timings(size, work)[0]
 
     def timings(self, size: int, *phases: Callable[[], object]) -> tuple[Timing, ...]:
-        """The same of several functions that follow each other, such as forward and backward."""
+        """Return the timings of several functions that run one after the other, such as forward and backward."""
         for phase in phases:
             phase()
         once, _ = self._together.agree(self._read(phases, 1))
@@ -207,7 +208,8 @@ class Clock:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _readings(self, samples: int, read: Callable[[], list[float]]) -> tuple[list[list[float]], list[list[float]]]:
-        """What counts of all processes' seconds, and how much more the slowest took, at our pace."""
+        """Return the seconds that count over all processes and how much more the slowest took, both scaled to our speed
+        probe."""
         pace, rows, paces = self.pace, [], [self._paced()]
         for _ in range(samples):
             self._together.meet()

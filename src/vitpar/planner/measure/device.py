@@ -113,7 +113,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """The same on a GPU: what was asked of its allocator, by compiled code and inside operations, too."""
+    """Bytes that were requested from a GPU's allocator, by compiled code and inside operations too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
@@ -146,5 +146,5 @@ class AllocatedBytes:
 
 
 def live_bytes(device: torch.device) -> LiveBytes | AllocatedBytes:
-    """What counts on `device`."""
+    """Return the counter of live bytes for `device`."""
     return AllocatedBytes(device) if device.type == "cuda" else LiveBytes()

@@ -38,7 +38,7 @@ from vitpar.training.recipe import Recipe
 
 TINY = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 ProductShape = tuple[int, int, int]
-"""Of a product: rows, features that are summed over, columns."""
+"""Shape of a matrix product: rows, features that are summed over, columns."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Subject:
 
 @contextmanager
 def pretended(ranks: int) -> Iterator[None]:
-    """A process group of `ranks` in which we are the first and the others are nobody."""
+    """Pretend to be the first rank in a process group of `ranks` whose other ranks do not exist."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     torch.set_flush_denormal(True)  # what is received is whatever was there: tiny numbers would take long
     try:
@@ -147,12 +147,12 @@ class LayerBench:
         self._pending.append((x, y))
 
     def backward(self) -> None:
-        """Of the last forward."""
+        """Run the backward of the last forward."""
         _, y = self._pending.pop()
         torch.autograd.backward(y, self._gradient)
 
     def backward_to_input(self) -> None:
-        """Of the last forward, without the gradients of parameters."""
+        """Run the backward of the last forward without gradients of parameters."""
         x, y = self._pending.pop()
         torch.autograd.grad(y, x, self._gradient)
 
@@ -253,7 +253,7 @@ def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrappe
 
 
 def _wrapped(bench: LayerBench, clock: Clock, plain: LayerProfile) -> LayerProfile:
-    """The same layer with ``fully_shard`` around it, which takes longer by as much for any rows."""
+    """Return the profile of the layer under ``fully_shard``, which adds the same time for any number of rows."""
     first = plain.forward.timings[0], plain.backward.timings[0]
     bench.prepare(first[0].size)
     both = clock.timings(first[0].size, bench.forward, bench.backward)
@@ -298,7 +298,7 @@ def _weights(bench: LayerBench, clock: Clock, tensor: str) -> WeightProfile:
 
 
 def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock) -> Timing:
-    """What a step does once: copies in 16 bits, the norm of the gradients, AdamW."""
+    """Time the work done once per step: 16-bit copies, the norm of the gradients, AdamW."""
     with built(replace(subject, compile_blocks=False), "dp1", device, depth) as model:
         updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
         parameters = [parameter for _, parameter in model.named_parameters()]

@@ -1,5 +1,5 @@
-"""What ranks send each other: in which groups, by which operations, how long it takes and what memory; and how sending
-and computing slow each other down."""
+"""Measurement of communication: groups, operations, duration, memory, and how communication and computing slow each
+other down."""
 
 from __future__ import annotations
 

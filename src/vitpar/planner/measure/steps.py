@@ -42,13 +42,13 @@ LEADING, TURNS = 4, 4  # plans that are compared with each other at the end, and
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: a recipe's model, of the shape `config`, on random images."""
+    """A training to measure: a recipe's model of shape `config` on random images."""
 
     recipe: Recipe
     config: ViTConfig
 
     def step(self, plan: Plan, device: torch.device) -> Callable[[], None]:
-        """What the trainer does in a step, without data and records. Collective."""
+        """Return a function that runs one step of the trainer without data and records. Collective."""
         trained = build(self.recipe, self.config, plan, device)
         trained.choose_attention()
         update, batch = trained.step(), synthetic_batch(trained.model)
@@ -64,9 +64,9 @@ class PlanSteps:
     """Steps of a plan, one after the other."""
 
     seconds: tuple[float, ...]
-    """Of each step, for the slowest rank."""
+    """Seconds of each step on the slowest rank."""
     paces: tuple[float, ...] = ()
-    """Of the cores around each step, in the mean (`CpuSpeedProbe`); none on GPUs."""
+    """Mean seconds of `CpuSpeedProbe` around each step; empty on GPUs."""
     others: float | None = None
     """The share of the cores, 0 to 1, that other programs used meanwhile; None on GPUs and where it is not known."""
 
@@ -93,7 +93,7 @@ class Measured:
 
     @property
     def middle(self) -> float:
-        """What tells faster plans from slower ones."""
+        """Median seconds over the runs, at equal speed of the cores; for comparing plans."""
         return statistics.median(run.middle(1.0) for run in self.runs)
 
 
@@ -198,10 +198,10 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
 
 
 def run_in_subprocess(work: Callable[[], T]) -> T:
-    """What `work` returns in a process forked from this one, which must not have used a GPU. Raises what it raises, or
-    RuntimeError where the process dies.
+    """Return what `work` returns in a process forked from this one, which must not have used a GPU.
 
-    Nothing that work leaves behind (threads of process groups, memory) meets what comes after it.
+    Threads of process groups and memory that `work` leaves behind end with the process. Raises what `work` raises, or
+    RuntimeError if the process dies.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

@@ -1,1 +1,1 @@
-"""What a machine and a model cost, as records: measured, estimated from data sheets, or imported; kept as JSON."""
+"""Profiles of machines and models: measured, estimated from data sheets, or imported; stored as JSON."""

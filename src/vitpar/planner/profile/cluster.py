@@ -37,7 +37,7 @@ from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import divisors, nearest, shown
 
 Shape = tuple[int, int]
-"""Of a group: ranks, and how far each is from the next."""
+"""Shape of a group: number of ranks, and the distance from each to the next."""
 SIZES = (2**10, 2**20, 2**33)
 """Bytes. Seconds are straight lines over them."""
 

@@ -47,14 +47,17 @@ ATTENTION = 0.55
 ATTENTION_TILE = 128
 """Tokens of a tile: 197 tokens take as long as 256."""
 EAGER = 1.75
-"""What eager operations outside products read and write, over compiled ones (54 times tokens × width a block). Fitted
-to B/16 and H/14 on an RTX 3090."""
+"""Bytes that eager operations outside products read and write, relative to compiled ones (54 × tokens × embed_dim per
+block).
+
+Fitted to B/16 and H/14 on an RTX 3090.
+"""
 QUANTISING = {True: 2.0, False: 14.0}
 """How often fp8 reads or writes a product's inputs to scale them, if compiled or not. Counted in `parallel.float8`."""
 UPDATE_BYTES = OPTIMIZER_BYTES + 12
 """Read and written for a float32 parameter in a step: AdamW, the norm (4), clipping (8)."""
 COPY_BYTES = 12
-"""The same for its copy in 16 bits and for the gradient of that."""
+"""Bytes read and written per parameter for its 16-bit copy and for the gradient of the copy."""
 SCALING_LOSS = 0.012
 """Part of computing that is lost to late ranks with every doubling of the nodes: 94 to 96 % is published for weak
 scaling from 8 to 128 GPUs."""
@@ -75,17 +78,18 @@ class _Product(NamedTuple):
 
 @dataclass(frozen=True)
 class _Counts:
-    """Of one row (an image that a tensor-parallel group works on), on one of its ranks.
-
-    products: with weights. attention: FLOPs. touched: elements that the other operations read and write, if compiled.
-    saved: elements kept for backward. workspace: elements on top of that.
-    """
+    """Work of one row (an image that a tensor-parallel group works on) on one of the group's ranks."""
 
     products: tuple[_Product, ...]
+    """FLOPs of products with weights."""
     attention: float
+    """FLOPs of attention."""
     touched: float
+    """Elements that the other operations read and write, if compiled."""
     saved: float
+    """Elements kept for backward."""
     workspace: float
+    """Transient elements on top of `saved`."""
 
 
 def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:

@@ -206,7 +206,7 @@ def _forwards(computed: Mapping[str, float], name: str, tokens: int, folder: Pat
 
 
 def _split(forwards: Forwards, tp: int) -> Forwards:
-    """The same on each of `tp` ranks, which share what grows with the images, and nothing else."""
+    """Return the times on each of `tp` ranks, which share only the part that grows with the number of images."""
     least = [max(seconds, NOTHING) for _, seconds in forwards]
     fixed = fit([images for images, _ in forwards], least)[0] if len(forwards) > 1 else 0.0
     return tuple(
@@ -257,7 +257,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _numbers(found: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    """What is a number above 0, and 0 itself for layers that take no time."""
+    """Return the values that are numbers above 0, and zeros of layers that take no time."""
     numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
     return {key: _number(key, value, folder) for key, value in numbers.items() if not value < 0}
 

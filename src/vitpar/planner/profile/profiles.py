@@ -50,7 +50,7 @@ class Timing(ProfileRecord):
     scratch: int = Field(default=0, ge=0, le=MAX_AMOUNT)
 
     def slower(self, factor: float) -> Self:
-        """The same, with all seconds times `factor`."""
+        """Return a copy with all seconds multiplied by `factor`."""
         return self.model_copy(update={"seconds": self.seconds * factor, "skew": self.skew * factor})
 
 
@@ -73,7 +73,7 @@ class Curve(ProfileRecord):
         return timings
 
     def slower(self, factor: float) -> Self:
-        """The same, with all seconds times `factor`."""
+        """Return a copy with all seconds multiplied by `factor`."""
         # Made anew: a copy would keep what the curve has remembered.
         return type(self)(**{**dict(self), "timings": tuple(timing.slower(factor) for timing in self.timings)})
 
@@ -205,7 +205,7 @@ class Hardware(Profile):
     measured: Notes = Field(default_factory=dict)
 
     def slower(self, computing: float, sending: float) -> Self:
-        """The same machine with the seconds of either kind times a factor."""
+        """Return a copy with the seconds of computing and of communication multiplied by a factor each."""
         host = self.host and self.host.slower(sending).model_copy(update={"update": self.host.update * computing})
         return self.model_copy(
             update={
@@ -256,14 +256,16 @@ class LayerProfile(ProfileRecord):
     workspace: Bytes
 
     def slower(self, factor: float) -> Self:
-        """The same, with all seconds times `factor`."""
+        """Return a copy with all seconds multiplied by `factor`."""
         curves = {"forward": self.forward.slower(factor), "backward": self.backward.slower(factor)}
         return self.model_copy(update=curves)
 
 
 class WeightProfile(ProfileRecord):
-    """What sharded parameters of a layer cost a rank besides sending: to be gathered and dropped again, and for their
-    gradients to be reduced. elements: what is gathered."""
+    """Cost of a layer's sharded parameters besides communication: gathering and freeing copies, and reducing gradients.
+
+    elements: elements that are gathered.
+    """
 
     layer: LayerKind
     tensor: str
@@ -272,7 +274,7 @@ class WeightProfile(ProfileRecord):
     reduce: Measure
 
     def slower(self, factor: float) -> Self:
-        """The same, with all seconds times `factor`."""
+        """Return a copy with all seconds multiplied by `factor`."""
         return self.model_copy(update={"gather": self.gather.slower(factor), "reduce": self.reduce * factor})
 
 
@@ -311,11 +313,11 @@ class ModelProfile(Profile):
 
     @property
     def flags(self) -> frozenset[str]:
-        """Of checkpointing, that it knows."""
+        """Checkpointing flags that the profile covers."""
         return frozenset(CHECKPOINTS[layer.checkpoint].lstrip("+") for layer in self.layers) - {""}
 
     def slower(self, computing: float, sending: float) -> Self:
-        """The same with the seconds of either kind times a factor."""
+        """Return a copy with the seconds of computing and of communication multiplied by a factor each."""
         return self.model_copy(
             update={
                 "layers": tuple(layer.slower(computing) for layer in self.layers),
@@ -326,7 +328,7 @@ class ModelProfile(Profile):
         )
 
     def at_pace(self, pace: float) -> Self:
-        """The same when the cores had that pace; itself where its own is not known."""
+        """Return a copy scaled to cores of another speed; unchanged if the own speed is not known."""
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})

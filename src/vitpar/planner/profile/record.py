@@ -15,7 +15,7 @@ from vitpar.records import first_wrong, table_of, text
 from vitpar.text import shown
 
 Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
-"""Of what takes time."""
+"""Seconds of something that takes time."""
 Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
 """Any other, or seconds of what may take none."""
 Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]

@@ -1,1 +1,1 @@
-"""What a search found, to be read by programs and people."""
+"""Results of a search, for programs and people."""

@@ -1,7 +1,7 @@
-"""Predictions beside measurements: how far they are apart, and what measured plans say about profiles.
+"""Comparison of predictions with measurements, and corrections of profiles that follow from measured plans.
 
-Factors that bring predictions nearer are put into profiles and named there. Nothing is corrected unasked, since errors
-that are hidden are not mended.
+Factors that bring predictions nearer to measurements are stored in the profiles and named there. Nothing is corrected
+without being asked, since a hidden error is never fixed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class AccuracyRow:
 
     @property
     def seconds(self) -> float:
-        """Of a step at the profiled pace: the median of the runs' medians."""
+        """Seconds of a step at the profiled speed of the cores: the median of the runs' medians."""
         return statistics.median(run.middle(self.pace) for run in self.measured.runs)
 
     @property
     def clocked(self) -> float:
-        """The same at whatever pace."""
+        """Seconds of a step by the clock: the median of the runs' medians."""
         return statistics.median(run.middle(0.0) for run in self.measured.runs)
 
     @property
@@ -78,12 +78,13 @@ class AccuracyRow:
 
     @property
     def memory_error(self) -> float | None:
-        """The same of memory."""
+        """Relative error of the predicted memory."""
         return None if self.memory is None else self.price.memory_bytes / self.memory - 1
 
     @property
     def evidence(self) -> Evidence:
-        """What it says about the profiles. Waiting for other stages is as much computing and sending as the rest."""
+        """Return what the measurement says about the profiles. Waiting for other stages counts as computing and sending
+        in the same proportion."""
         time, memory = self.price.time, self.memory
         computing = sum(time.get(what, 0.0) for what in COMPUTING)
         sending = sum(time.get(what, 0.0) for what in SENDING)
@@ -118,19 +119,23 @@ class AccuracyRow:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of several plans. time, memory: mean and largest absolute error; memory None where it is not known. clocked: as
-    time, but of what the clock says, whatever the pace. slowdown: of the cores, in the mean. repeat: by how much second
-    runs differed from first ones, mean and largest: no prediction can be known to be nearer; None where not all plans
-    have run twice. rank: how alike the orders by time are (Spearman's correlation), 1 for equal. chosen: how much
-    slower the plan that is predicted to be the fastest is than the one that is."""
+    """Accuracy of predictions over several plans."""
 
     time: tuple[float, float]
+    """Mean and largest absolute error of time, at the profiled speed of the cores."""
     clocked: tuple[float, float]
+    """Mean and largest absolute error of time by the clock."""
     slowdown: float
+    """Mean slow-down of the cores since profiling; 1 for none."""
     repeat: tuple[float, float] | None
+    """Mean and largest difference between first and second runs, which limits how accurate a prediction can be known to
+    be. None unless all plans ran twice."""
     memory: tuple[float, float] | None
+    """Mean and largest absolute error of memory; None where it is not known."""
     rank: float
+    """Spearman's correlation of the orders by time; 1 for equal orders."""
     chosen: float
+    """Relative time by which the plan predicted to be fastest is slower than the fastest."""
 
 
 def others_used(rows: Sequence[AccuracyRow]) -> float | None:
@@ -141,7 +146,7 @@ def others_used(rows: Sequence[AccuracyRow]) -> float | None:
 
 
 def accuracy(rows: Sequence[AccuracyRow]) -> Accuracy:
-    """Of one row at least."""
+    """Return the accuracy of the predictions in `rows`, at least one."""
     times = [abs(row.time_error) for row in rows]
     clocked = [abs(row.price.seconds / row.clocked - 1) for row in rows]
     sizes = [abs(error) for row in rows if (error := row.memory_error) is not None]

@@ -54,7 +54,7 @@ def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
 
 
 def noise_words(doubt: Uncertainty | None) -> str:
-    """What `≈` means in a table of `figures`; nothing where no uncertainty is known."""
+    """Return the meaning of `≈` in a table of `figures`; empty where no uncertainty is known."""
     within = "within the error of estimates" if doubt and doubt.estimated else "within the noise"
     return f"≈ {within} ({doubt}) of the best: measure both to tell them apart" if doubt else ""
 
@@ -76,7 +76,7 @@ def plan_title(plan: Plan) -> str:
 
 
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
-    """What a reader should know of where the figures come from; nothing where all was measured."""
+    """Return notes on the origin of the figures; empty where all was measured."""
     notes = []
     if "estimated" in model.measured:
         notes.append("times are estimates: nothing was measured")
@@ -94,16 +94,16 @@ class Provenance:
     """The program that made an output."""
 
     version: str
-    """Of vitpar."""
+    """Version of vitpar."""
     command: str
-    """As it was typed."""
+    """Command line as it was typed."""
 
     def __str__(self) -> str:
         return f"vitpar {self.version}: {self.command}"
 
 
 def origin_to_json(origin: Provenance, costs: LayerCosts) -> dict[str, object]:
-    """What was predicted, by what, from what."""
+    """Return model, machine, precision, command and version of a prediction."""
     return {
         "vitpar": origin.version,
         "command": origin.command,
@@ -172,7 +172,7 @@ class Findings:
 
 
 def findings(search: Search, result: Result, budget: float, origin: Provenance, train: str = "") -> Findings:
-    """Collect what there is to say of a search that found a plan."""
+    """Collect the results of a search that found a plan."""
     best = result.plans[0]
     obvious = reasons(search, best, budget)
     listed = [price for reason in obvious if (price := reason.price) and search.space.covers(price.plan)]

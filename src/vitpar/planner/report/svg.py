@@ -121,7 +121,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: fl
 
 
 def timeline(spans: Sequence[Span], seconds: float) -> str:
-    """What every row of `spans` does over a step, above an axis of time."""
+    """Draw the actions of every row of `spans` over a step, above a time axis."""
     rows, each = rows_of(spans), 30
     scale, bottom = (WIDTH - LEFT - RIGHT) / seconds, 30 * len(rows) + 4
     factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")

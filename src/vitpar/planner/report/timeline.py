@@ -15,7 +15,7 @@ from vitpar.planner.profile.profiles import Overlap
 from vitpar.strategy import batch_arithmetic
 
 ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-"""Of a pipeline, by `Event.kind`."""
+"""Actions of a pipeline, by `Event.kind`."""
 COMPUTES, SENDS = "computes", "sends"
 LOCAL = ("uneven", "other", "optimizer")
 """Parts of a step's time that are neither layers nor sent."""
@@ -63,7 +63,7 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """The same with neighbours that do one thing as one span."""
+    """Merge neighbouring spans of the same action."""
     found: list[Span] = []
     for row in (COMPUTES, SENDS):
         mine = sorted((span for span in spans if span.row == row), key=lambda span: span.start)

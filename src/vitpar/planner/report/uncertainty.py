@@ -46,7 +46,7 @@ class Uncertainty:
 
     @property
     def source(self) -> str:
-        """What the figure is."""
+        """Origin of the uncertainty."""
         if self.estimated:
             return f"{self}: mean error of such estimates on the runs that they were calibrated on"
         return f"{self}: spread of the timings in the profiles, weighed by what each contributes to a step"

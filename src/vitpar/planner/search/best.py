@@ -38,28 +38,29 @@ FEWER: tuple[dict[str, tuple[str, ...]], ...] = (
     {"roles": ("pp", "dp", "fsdp")},
     {"schedules": ("1f1b",)},
 )
-"""What of a space is searched by itself then: with fewer strategies the same effort goes farther."""
+"""Restricted spaces that are searched separately: with fewer strategies the same effort reaches further."""
 Progress = Callable[[int, int, Price | None], None]
 """Called with (kinds done, kinds in all, the best so far)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found.
-
-    plans: the best first, of those within the tolerance the simplest, then the next best; none where nothing fits.
-    bound: images a second that no plan with any mix of strategies exceeds. exact: whether all of the space was looked
-    at or ruled out. kinds: pipelines with micro-batches. priced: plans. strategies: different ones of a layer. seconds:
-    that the search took.
-    """
+    """Outcome of a search."""
 
     plans: tuple[Price, ...]
+    """Plans, best first: the simplest of those within the tolerance, then the next best. Empty where nothing fits."""
     bound: float
+    """Images per second that no plan with any mix of strategies exceeds."""
     exact: bool
+    """Whether the complete space was priced or ruled out."""
     kinds: int
+    """Number of pipelines with micro-batches."""
     priced: int
+    """Number of plans that were priced."""
     strategies: int
+    """Number of different strategies of a layer."""
     seconds: float
+    """Duration of the search."""
 
     @property
     def gap(self) -> float:
@@ -69,7 +70,7 @@ class Result:
         return max(0.0, self.bound / self.plans[0].images_per_second - 1)
 
     def with_alternatives(self, prices: Iterable[Price]) -> Self:
-        """The same with more plans among the next best."""
+        """Return a copy with more plans among the next best."""
         best, *others = self.plans
         known = {(price.plan, price.batch_size) for price in self.plans}
         others += [price for price in prices if (price.plan, price.batch_size) not in known]
@@ -164,7 +165,7 @@ class Search:
 
     @property
     def _short(self) -> SearchEffort:
-        """For plans that are not asked for themselves."""
+        """Effort for plans that only serve as alternatives."""
         seconds = min(3.0, self.effort.seconds)
         return replace(
             self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, runs=4, seconds=seconds, patient=False
@@ -276,7 +277,7 @@ class Search:
         return self._frontiers[key]
 
     def price(self, plan: Plan, batch_size: int) -> Price:
-        """Of a validated plan, remembered."""
+        """Return the price of a validated plan, cached."""
         key = plan, batch_size
         if key not in self._prices:
             self._prices[key] = self._price(plan, batch_size)
@@ -336,7 +337,10 @@ class Search:
         )
 
     def _bound(self, kind: Kind, budget: float, limit: float, quick: bool) -> float:
-        """The same for the strategies there are. limit: a bound that high is enough."""
+        """Return the bound over the available strategies.
+
+        limit: stop as soon as the bound is known to be this high.
+        """
         machine, enough = self.machine(kind, budget), limit * kind.batch_size
         steps = 0 if quick else STEPS
         found = least_seconds(kind, self.options(kind), self.depth, machine, steps=steps, enough=enough)

@@ -1,4 +1,4 @@
-"""What a strategy costs each kind of layer, and which strategies another one makes needless."""
+"""Costs of each strategy for each kind of layer, and which strategies are dominated by another."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Options:
         return pipeline.pipeline_degree, self._space.allows(pipeline, Strategy(checkpoint="full"))
 
     def _lightest(self, pipeline: Plan) -> list[_Candidate]:
-        """Of strategies that compute alike, those whose parameters are not worse in everything."""
+        """Return, among strategies that compute alike, those whose parameters are not worse in everything."""
         key = self._key(pipeline)
         if key in self._light:
             return self._light[key]
@@ -202,7 +202,7 @@ class Options:
 
 
 def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
-    """What a price depends on; more of any is never better."""
+    """Return the parts of `weights` that a price depends on; more of any is never better."""
     every, wrapped = execution.reduced == "every micro-batch", execution.wrapped
     freed, here = execution.reshard_after_forward, not weights.offloaded
     return (
@@ -225,7 +225,7 @@ def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
 
 
 def _of_work(work: Work) -> Numbers:
-    """The same of computing."""
+    """Return the parts of `work` that a price depends on; more of any is never better."""
     return (
         work.forward,
         work.backward,

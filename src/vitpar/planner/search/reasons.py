@@ -94,7 +94,7 @@ def _needs(price: Price) -> str:
 
 
 def _more(price: Price, best: Price) -> tuple[str, float]:
-    """What it spends more on than the best plan does, and how much of its step that is."""
+    """Return the part of the step that a plan spends most on compared with the best, and its share of the step."""
     more = {what: price.time.get(what, 0.0) - best.time.get(what, 0.0) for what in SPENT}
     what = max(more, key=lambda name: more[name])
     return what, price.time.get(what, 0.0) / price.seconds

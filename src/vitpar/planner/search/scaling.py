@@ -31,9 +31,10 @@ class Point:
 
 
 def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
-    """Of a step on `ranks` devices: `batch_size` on any number (strong), or on `most` and fewer in proportion (weak).
+    """Return the images of a step on `ranks` devices: `batch_size` on any number (strong scaling), or on `most` and
+    proportionally fewer (weak scaling).
 
-    Raises PlannerError where that is no whole number.
+    Raises PlannerError where that is not a whole number.
     """
     if kind == "strong":
         return batch_size
@@ -52,6 +53,7 @@ def best_on(ranks: int, batch_size: int, space: Space, costs: LayerCosts, budget
 
 
 def efficiency(points: Sequence[Point]) -> list[float | None]:
-    """Of each point: images a second of a device, beside the fewest devices that a plan was found for."""
+    """Return the scaling efficiency of each point: images per second per device, relative to the smallest number of
+    devices with a plan."""
     first = next((point.per_rank for point in points if point.price), None)
     return [point.per_rank / first if first and point.price else None for point in points]

@@ -36,25 +36,29 @@ ROLES = ("pp", "dp", "fsdp", "tp")
 
 @dataclass(frozen=True)
 class Space:
-    """What of it a search may use.
-
-    ranks: of the plans. batch_sizes: global images of a step. roles, flags: those allowed. schedules: of pipelines.
-    virtual_stages: how many a rank may hold under schedules that take several. precision, compiled: of the training.
-    tensors: tensor-parallel parts of strategies as model profiles name them; None for all that fit the model.
-    microbatch_counts: numbers of micro-batches; None for all that divide the batch.
-    """
+    """Plans that a search may use."""
 
     config: ViTConfig
     ranks: int
+    """Number of ranks of the plans."""
     batch_sizes: tuple[int, ...]
+    """Global images per step."""
     precision: str = "fp32"
+    """Precision of the training."""
     compiled: bool = False
+    """Whether blocks are compiled."""
     roles: tuple[str, ...] = ROLES
+    """Roles that strategies may use."""
     flags: tuple[str, ...] = FLAGS
+    """Flags that strategies may use."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Pipeline schedules."""
     virtual_stages: tuple[int, ...] = (2,)
+    """Stages that a rank may hold under schedules with several."""
     tensors: tuple[str, ...] | None = None
+    """Tensor-parallel parts of strategies, as model profiles name them; None for all that fit the model."""
     microbatch_counts: tuple[int, ...] | None = None
+    """Numbers of micro-batches; None for all that divide the batch."""
 
     def pipelines(self) -> Iterator[Plan]:
         """Pipelines as plans without layers: degree, schedule, virtual stages."""
@@ -75,7 +79,7 @@ class Space:
         return [n for n in counts if not schedule_objection(pipeline, n)]
 
     def strategies(self, size: int) -> tuple[Strategy, ...]:
-        """Of a layer on a stage of `size` ranks, as far as the model allows."""
+        """Return the strategies of a layer on a stage of `size` ranks that the model allows."""
         found = _strategies(self.config, size, self.roles, self.flags)
         return found if self.tensors is None else tuple(s for s in found if tensor_name(s) in self.tensors)
 

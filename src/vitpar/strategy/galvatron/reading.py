@@ -109,8 +109,8 @@ _BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent, 
 
 @dataclass(frozen=True)
 class ImportedPlan:
-    """What a file of Galvatron's says: the plan, images a step, the number of blocks, and sentences on where Galvatron
-    would or could run it otherwise."""
+    """Content of a Galvatron strategy file: the plan, images per step, number of blocks, and notes on where Galvatron
+    would or could run it differently."""
 
     plan: Plan
     batch_size: int

@@ -71,7 +71,7 @@ def write_galvatron(
 
 
 def _beyond_plan(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What of the plan beside its layers the file cannot say, and what to use instead."""
+    """Yield the settings of the plan, apart from its layers, that the file cannot express, and what to use instead."""
     if plan.pp is None:
         yield "an open degree", "give pp a number"
     if plan.pp_index:
@@ -83,7 +83,7 @@ def _beyond_plan(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
-    """What of the layer the file cannot say, and what to use instead."""
+    """Yield the settings of the layer that the file cannot express, and what to use instead."""
     if layer.is_open:
         yield "an open degree", "give every axis a number"
     if layer.tensor_mode != "1d":

@@ -81,8 +81,11 @@ def dump(answer: Answer, seconds: float) -> str:
 
 
 def behind(answers: Iterable[Answer]) -> tuple[list[int], list[int]]:
-    """The ranks that have called fewer collectives of a group than others and are ahead of nobody, and those others:
-    who is waited for, and who waits. Nobody where that does not tell."""
+    """Return the ranks that others wait for, and the ranks that wait.
+
+    A rank is waited for if it has called fewer collectives of a group than others and is not ahead in any group. Both
+    lists are empty where the counts do not tell.
+    """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
     for answer in answers:
         for name, (number, members) in answer.issued.items():
@@ -105,8 +108,11 @@ def leave(folder: Path, rank: int, text: str) -> None:
 
 
 def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
-    """Return the sentence for the user. answers: of those ranks of `world` that gave one. minutes: how long nothing
-    came to an end."""
+    """Return the sentence for the user.
+
+    answers: those of the ranks of `world` that answered.
+    minutes: how long nothing has finished.
+    """
     where: dict[str, list[int]] = defaultdict(list)
     for rank, answer in sorted(answers.items()):
         where[f"{answer.place}{f' (at {answer.doing})' if answer.doing else ''}"].append(rank)

@@ -87,7 +87,7 @@ class Watchdog:
         self._ended.set()
 
     def beat(self, phase: str, step: int) -> None:
-        """Something came to an end, and `phase` of `step` begins. As cheap as writing an attribute."""
+        """Record progress: something finished and `phase` of `step` begins. As cheap as writing an attribute."""
         self._place = phase, step
 
     def outlive(self) -> None:

@@ -72,8 +72,8 @@ class _Layerwise(OverShards):
         self._move(group, shards, directions)
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """For each shard what trust ratios scale, in memory of its own, and what the parameter's norm is compared
-        with."""
+        """Return for each shard the tensor that trust ratios scale, in separate memory, and the one that the
+        parameter's norm is compared with."""
         raise NotImplementedError
 
     def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ _ALTERNATIVES = (
 _SIZES = ("image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim")
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
-"""What runs when neither a recipe nor data is named."""
+"""Recipe that is used when neither a recipe nor data is named."""
 
 
 def read_recipe(

@@ -1,4 +1,4 @@
-"""What a recipe leaves to the machine: the precision that "auto" stands for, and how large a batch may be."""
+"""Settings that a recipe leaves to the machine: the precision that "auto" stands for, and the largest batch."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def refuse_disagreement(recipe: Recipe) -> None:
 def automatic_precision(known: str | None, device: str) -> str:
     """Return the precision that "auto" stands for in planning, as a training on `device` would resolve it.
 
-    known: the precision that the model was profiled in, or the best that a cluster's data sheet has rates for; None
-    where nobody knows.
+    known: precision that the model was profiled in, or the best that a cluster's data sheet has rates for; None if
+    unknown.
     """
     return known if known == "bf16" and device == "cuda" else "fp32"
 

@@ -107,8 +107,10 @@ class Recipe(Section):
         return model_config(fields.pop("name"), num_classes=num_classes, **fields)
 
     def with_precision(self, name: str) -> Self:
-        """The same in the precision `name`, where train.precision is auto. Raises RecipeError for settings that do
-        nothing in it."""
+        """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
+
+        Raises RecipeError for settings that have no effect in it.
+        """
         if self.train.precision != "auto":
             return self
         found = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})

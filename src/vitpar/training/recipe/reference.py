@@ -35,9 +35,9 @@ class Setting:
     kind: str
     """Type, choices and range, in words."""
     default: str
-    """As TOML; "unset" where there is none."""
+    """Default as TOML; "unset" where there is none."""
     effect: str
-    """What it does, with its unit."""
+    """Effect of the setting, with its unit."""
 
 
 def settings() -> Iterator[Setting]:

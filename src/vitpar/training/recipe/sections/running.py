@@ -55,7 +55,10 @@ class CheckpointSection(Section):
         return 0 in ways and not self.keep_best and not self.first
 
     def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
-        """Of the checkpoints that there are, oldest first, those to keep. best: the step of the best evaluation."""
+        """Return which checkpoints in `steps`, oldest first, to keep.
+
+        best: step of the best evaluation.
+        """
         steps = [step for step in steps if step != best]
         multiples = {step for step in steps if self.keep_every_steps and step % self.keep_every_steps == 0}
         return multiples | set(steps[-self.keep :]) | ({best} if best is not None else set())

@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ground", ("io", "records", "sharded", "sizes")),
     ("", ("errors",)),
     ("", ("text",)),
-    ("", ("limits", "former_names")),
+    ("", ("limits", "former_names", "lazy")),
 )
 """From the top. A name goes on downwards until the next. Packages on one floor do not import each other."""
 WIDTH = 40

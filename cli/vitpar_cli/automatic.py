@@ -152,8 +152,8 @@ def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, opt
     import torch
 
     from vitpar.planner.measure.device import device_name
-    from vitpar.planner.profile.profiles import Hardware, ModelProfile
-    from vitpar.planner.sources import HARDWARE, MODEL, NO_COSTS, profiled_costs
+    from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
+    from vitpar.planner.sources import NO_COSTS, profiled_costs
 
     name = device_name(torch.device(device))
 

@@ -36,8 +36,17 @@ _GROUPS = ("model", "optimizer", "ema")
 _WORST = 10  # tensors that `diff` names
 
 
+def _refuse_missing(path: Path) -> None:
+    """Raise CheckpointError where there is no folder, before torch is imported, which takes seconds."""
+    if not path.is_dir():
+        from vitpar.errors import CheckpointError
+
+        raise CheckpointError(f"there is no folder '{path}': name a run such as runs/mine, or a checkpoint in it")
+
+
 def _opened(path: Path) -> "Checkpoint":
     """A checkpoint, or the newest of a run. Raises CheckpointError."""
+    _refuse_missing(path)
     from vitpar.checkpoint import Checkpoint
     from vitpar.errors import CheckpointError
     from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
@@ -56,6 +65,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
 
     Example: vitpar checkpoint list runs/mine
     """
+    _refuse_missing(run)
     from vitpar.checkpoint import Checkpoint
     from vitpar.errors import CheckpointError
     from vitpar.training.saving.resume import checkpoints_of
@@ -102,12 +112,12 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
 
     Example: vitpar checkpoint info runs/mine/checkpoints/step_900
     """
+    checkpoint = _opened(path)
     import torch
 
     from vitpar.checkpoint.index import PLAN
     from vitpar.strategy.plan_json import read_plan
 
-    checkpoint = _opened(path)
     groups = {}
     for group in _GROUPS:
         inside = [stored for name, stored in checkpoint.index.tensors.items() if name.partition(".")[0] == group]

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitpar.data.shards.manifest import read_manifest
 from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.launch.resources import cpu_cores
@@ -94,7 +95,8 @@ def pack_command(
 
     Example: vitpar data pack digits data_shards/digits
     """
-    from vitpar.data import Reencode, pack, survey
+    from vitpar.data import Reencode, pack
+    from vitpar.data.survey import survey
 
     if quality is not None and short_side is None:
         raise DataError(f"--quality {quality} is of images that --short-side makes smaller: give it too, or neither")
@@ -136,7 +138,8 @@ def index_command(
 
     Example: vitpar data index data_shards/imagenet-wds --label json:class
     """
-    from vitpar.data import Labels, index, survey
+    from vitpar.data import Labels, index
+    from vitpar.data.survey import survey
 
     labels = Labels.parse(label)
     pairs = [text.partition("=") for text in split or ()]
@@ -207,7 +210,8 @@ def info_command(
 
     Example: vitpar data info data_shards/digits --preview digits.png --set augment.policy=rand-m9-n2
     """
-    from vitpar.data import survey
+    read_manifest(folder)  # refuses before torch is imported, which takes seconds
+    from vitpar.data.survey import survey
 
     if preview is None and (recipe is not None or assignments):
         raise DataError("--recipe and --set say how images are augmented, which only --preview shows: give it a file")

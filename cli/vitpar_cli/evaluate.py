@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", metavar="DIR", help="Saved weights: runs/…/weights, or a run's checkpoint.")
+        Path,
+        typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint."),
     ],
     data: Annotated[
         Path | None,
@@ -34,10 +35,16 @@ def evaluate(
 ) -> None:
     """Evaluate saved weights on a whole data set, under any mesh, whatever mesh trained them.
 
-    Example: vitpar eval --checkpoint runs/20260102-…/weights --data data_shards/digits
+    Of a run it takes the final weights or, if the run has not ended, the newest checkpoint.
+
+    Example: vitpar eval --checkpoint runs/20260102-… --data data_shards/digits
     """
     given = o.settings(evaluate, locals())
     from vitpar.errors import DataError
+
+    if not checkpoint.is_dir():  # before torch is imported, which takes seconds
+        raise DataError(f"'{checkpoint}' holds no weights (there is no such folder): name a run such as runs/mine")
+    checkpoint = _weights_of(checkpoint)
     from vitpar.training.input import open_split, transforms
     from vitpar.training.recipe import read_recipe
     from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
@@ -92,3 +99,16 @@ def evaluate(
         return 0
 
     run_in_world(chosen, kind, work)
+
+
+def _weights_of(path: Path) -> Path:
+    """Return the folder to read weights from: `path` or, if that is a run, its weights or its newest checkpoint."""
+    from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
+    from vitpar.weights.folder import CONFIG
+
+    if (path / CONFIG).exists() or is_checkpoint(path):
+        return path
+    if (path / "weights").is_dir():
+        return path / "weights"
+    there = checkpoints_of(path)
+    return there.path(there.steps()[-1]) if there.steps() else path

@@ -82,7 +82,9 @@ def plan(
     Example: vitpar plan "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
     o.refuse_idle(assignments, "a plan")
-    merged = o.merged_recipe(recipe, {**o.settings(plan, locals()), "parallel.mesh": strategy}, assignments)
+    given = {**o.settings(plan, locals()), "parallel.mesh": strategy}
+    o.refuse_early(given)
+    merged = o.merged_recipe(recipe, given, assignments)
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)

@@ -45,11 +45,17 @@ MemorySize = Annotated[
 
 
 def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None, num_classes: int | None) -> None:
-    """Raise PlannerError where a cluster is named beside profiles, or what only goes with one without it."""
+    """Raise PlannerError where options contradict each other, or a profile is missing."""
     if cluster and (hardware or model):
         raise PlannerError("--cluster is given beside a profile: give one of the two")
     if num_classes is not None and not cluster:
         raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
+    if not cluster:
+        from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
+
+        for kind, path in ((Hardware, hardware or HARDWARE), (ModelProfile, model or MODEL)):
+            if not path.exists():
+                kind.read(path)  # raises; otherwise it is read later, when torch was imported
 
 
 def numbers(text: str, option: str, most: int) -> tuple[int, ...]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from vitpar.errors import RecipeError
-from vitpar.strategy import SCHEDULES
+from vitpar.strategy import SCHEDULES, parse
 from vitpar.text import shown
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.training.recipe.effects import COMMANDS
+from vitpar.training.recipe.sections import AUTO
 from vitpar_cli.world import Device, handed_plan, resolve
 
 if TYPE_CHECKING:
@@ -53,7 +54,23 @@ def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> d
             if hasattr(option, "setting"):
                 key, to = option.setting
                 found[key] = None if arguments[name] is None else to(arguments[name])
+    refuse_early(found)
     return found
+
+
+def refuse_early(given: Mapping[str, object]) -> None:
+    """Refuse a strategy or a data set that cannot be read, before torch is imported, which takes seconds.
+
+    given: settings by dotted key. Raises StrategyError and DataError.
+    """
+    mesh, data = given.get("parallel.mesh"), given.get("data.path")
+    if isinstance(mesh, str) and mesh != AUTO and not mesh.endswith(".json"):
+        parse(mesh)
+    if isinstance(data, str):
+        from vitpar.data.shards.manifest import MANIFEST, read_manifest
+
+        if not (Path(data) / MANIFEST).exists():
+            read_manifest(data)
 
 
 RecipeFile = Annotated[

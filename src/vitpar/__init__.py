@@ -11,10 +11,10 @@
 Importing vitpar does not import torch: what needs torch is loaded when it is first named.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vitpar.errors import UserError
+from vitpar.lazy import lazy_names
 from vitpar.models import ViTConfig, model_config
 from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _LAZY = {
-    "ViT": "vitpar.models.vit",
-    "ParallelModel": "vitpar.parallel",
-    "parallelize": "vitpar.parallel",
-    "check_plan": "vitpar.check",
-    "Trainer": "vitpar.training.trainer",
-    "search": "vitpar.planner.automatic",
+    "vitpar.models.vit": ("ViT",),
+    "vitpar.parallel.model": ("ParallelModel",),
+    "vitpar.parallel.parallelize": ("parallelize",),
+    "vitpar.check.plan": ("check_plan",),
+    "vitpar.training.trainer": ("Trainer",),
+    "vitpar.planner.automatic": ("search",),
 }
+__getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [
     "Execution",
     "ParallelModel",
@@ -52,9 +53,3 @@ __all__ = [
     "search",
     "validate",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'vitpar' has no attribute '{name}'")

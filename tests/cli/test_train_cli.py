@@ -130,7 +130,7 @@ def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alon
 
 
 def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> None:
-    done = vitpar("eval", "--checkpoint", "alone/weights", "--json")
+    done = vitpar("eval", "--checkpoint", "alone", "--json")
     assert done.returncode == 0, done.stderr
     expected = rows_of(alone_run, "eval")[-1]
     assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:]})

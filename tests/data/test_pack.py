@@ -16,8 +16,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from helpers.tiny_images import CLASSES, encoded, write_classes, write_tree, write_zips
-from vitpar.data import Reencode, ShardSet, pack, survey
+from vitpar.data import Reencode, ShardSet, pack
 from vitpar.data.sources import open_source
+from vitpar.data.survey import survey
 from vitpar.errors import DataError
 from vitpar_cli.data import app, pack_command
 

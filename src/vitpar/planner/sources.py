@@ -11,12 +11,10 @@ from vitpar.models.config import ViTConfig, config_from_json
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
 from vitpar.planner.search.space import FLAGS
 from vitpar.training.recipe.machine import automatic_precision
 
-HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
-"""Default files of `vitpar profile` and of the commands that read profiles."""
 NO_COSTS = ("name", "norm_eps", "init")
 """Model settings that do not affect costs: a profile with other values of them applies too."""
 USED = 0.9

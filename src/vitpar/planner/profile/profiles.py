@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
@@ -27,6 +28,8 @@ STEPS: dict[str, Callable[[int], tuple[int, float]]] = {
     "p2p": lambda n: (1, 1.0),
 }
 """By operation, for n ranks in a ring: messages one after the other, and the part of the tensor that a rank sends."""
+HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
+"""Default files of `vitpar profile` and of the commands that read profiles."""
 OPTIMIZER_BYTES = 28
 """Read and written by AdamW for a float32 parameter."""
 LayerKind = Literal["stem", "block", "head"]

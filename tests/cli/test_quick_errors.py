@@ -1,0 +1,35 @@
+"""User mistakes that need no torch are refused without importing it, which takes seconds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import main; sys.exit(main())"
+"""Run the command line with a torch that cannot be imported."""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--mesh", "foo"], "unknown role 'foo'"),
+        (["train", "--data", "gone"], "no data set at 'gone'"),
+        (["check", "--mesh", "dp2xfoo"], "unknown role 'foo'"),
+        (["bench", "--mesh", "foo"], "unknown role 'foo'"),
+        (["plan", "foo"], "unknown role 'foo'"),
+        (["plan", "dp2", "--hardware", "gone.json"], "cannot read the hardware profile gone.json"),
+        (["search"], "cannot read the hardware profile hardware.json"),
+        (["scaling"], "cannot read the hardware profile hardware.json"),
+        (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
+        (["checkpoint", "list", "gone"], "there is no folder 'gone'"),
+        (["checkpoint", "info", "gone"], "there is no folder 'gone'"),
+        (["data", "info", "gone"], "no data set at 'gone'"),
+        (["data", "verify", "gone"], "no data set at 'gone'"),
+        (["settings", "train.sed"], "unknown setting 'train.sed'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_refused_without_torch(words: list[str], message: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -58,7 +58,7 @@ def bench(
     Runs the trainer's own steps on the recipe's data, and in turns with them on images that are there already. Nothing
     is learned and nothing is saved.
 
-    Example: vitpar bench --mesh pp2xtp2xdp2 --recipe experiments/digits.toml
+    Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits
     """
     if synthetic and data is not None:
         raise RecipeError(f"both --synthetic and --data {data} are given: keep one")

@@ -101,7 +101,7 @@ def model(
     The shards of one rank are computed alone, as the runtime would, without the other ranks. On a CPU as many
     processes as ranks do so at the same time, because in training they share the machine too.
 
-    Example: vitpar profile model --recipe experiments/digits.toml --ranks 4 --out model.json
+    Example: vitpar profile model --recipe digits --ranks 4 --out model.json
     """
     from vitpar.launch.resources import cpu_cores
     from vitpar.training.recipe.machine import on_device

@@ -75,7 +75,7 @@ def refuse_early(given: Mapping[str, object]) -> None:
 
 RecipeFile = Annotated[
     Path | None,
-    typer.Option("--recipe", metavar="FILE", help="TOML recipe, such as experiments/digits.toml.  \\[default: digits]"),
+    typer.Option("--recipe", metavar="FILE", help="TOML recipe, or the name of a shipped one.  \\[default: digits]"),
 ]
 Mesh = Annotated[
     str | None,

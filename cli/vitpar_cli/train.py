@@ -134,7 +134,7 @@ def train(
 
     Example: vitpar train --data data_shards/mine
 
-    Example: vitpar train --mesh pp2xtp2xdp2 --recipe experiments/digits.toml
+    Example: vitpar train --mesh pp2xtp2xdp2 --recipe digits
 
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """

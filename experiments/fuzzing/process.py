@@ -54,7 +54,7 @@ class Process:
             self._process.stdin.flush()
 
     def hear(self, seconds: float) -> dict[str, Any]:
-        """Return the worker's next message. Raises Hang if that takes longer than `seconds`, Died if the worker ends."""
+        """Return the worker's next message. Raises Hang after `seconds`, Died if the worker ends."""
         end = time.monotonic() + seconds
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self._reading], [], [], max(0.0, end - time.monotonic()))

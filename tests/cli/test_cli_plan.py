@@ -29,7 +29,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs `vitpar plan` on a console of 100 columns and returns its output; raises its errors."""
+    """Return a function that runs `vitpar plan` on a console of 100 columns and returns its output."""
     monkeypatch.setenv("COLUMNS", "100")
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(plan)

@@ -1,4 +1,4 @@
-"""A step must not wait for the device, break a block's graph, compile again, or do more work per layer after backward."""
+"""A step must not wait for the device, break a block's graph, recompile, or do work per layer after backward."""
 
 import contextlib
 import functools

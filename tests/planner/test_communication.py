@@ -114,7 +114,7 @@ def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], 
 
 
 def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
-    """Return, for every plan, one block's collectives in a step along data and along tensor axes. Runs on every rank."""
+    """Return, for every plan, a block's collectives in a step along data and tensor axes. Runs on every rank."""
     found = []
     for plan in plans:
         more, fewer = counts(device, plan, 4), counts(device, plan, 2)

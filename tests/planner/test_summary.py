@@ -180,7 +180,7 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
-    """Return, for every plan, the number of parameter elements that this rank keeps of each layer. Runs on every rank."""
+    """Return, for every plan, this rank's number of parameter elements by layer. Runs on every rank."""
     found = []
     for plan in plans:
         model = parallelize(UNEVEN, plan, Execution(32), device)

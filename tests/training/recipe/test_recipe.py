@@ -179,6 +179,14 @@ def test_a_section_that_is_no_section(tmp_path: Path) -> None:
         read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'), {"train.seed": 1})
 
 
+def test_a_shipped_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()  # such as a folder of images
+    assert read_recipe(Path("digits")) == read_recipe(ROOT / "experiments" / "digits.toml")
+    with pytest.raises(RecipeError, match="no recipe 'digit': name a TOML file, or a shipped recipe: cifar10, digits"):
+        read_recipe(Path("digit"))
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"there is no recipe '.*gone\.toml'"):
         read_recipe(tmp_path / "gone.toml")

@@ -28,7 +28,9 @@ _ALTERNATIVES = (
 )
 _SIZES = ("image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim")
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
-DEFAULT_RECIPE = Path(__file__).with_name("digits.toml")
+SHIPPED = Path(__file__).parents[2] / "recipes"
+"""Folder of the shipped recipes, which can be named without folder and suffix."""
+DEFAULT_RECIPE = SHIPPED / "digits.toml"
 """Recipe that is used when neither a recipe nor data is named."""
 
 
@@ -111,11 +113,14 @@ def read_data_section(path: Path) -> DataSection:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    names = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+    if str(path) in names and not path.is_file():
+        path = SHIPPED / f"{path}.toml"
     try:
         return read_toml(path)
     except FileNotFoundError:
         raise RecipeError(
-            f"there is no recipe '{path}': recipes are TOML files such as experiments/digits.toml"
+            f"there is no recipe '{path}': name a TOML file, or a shipped recipe: {', '.join(names)}"
         ) from None
     except OSError as error:
         raise RecipeError(f"the recipe '{shown(path)}' cannot be read: {error.strerror}: name another") from None

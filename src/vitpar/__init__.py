@@ -8,6 +8,10 @@
     part = model.forward_backward(images[model.image_rows(64)], labels, keys)   # a random key for each sample
     loss = model.global_loss(part)   # the mean over the batch, equal on all ranks
 
+Without your own loop::
+
+    vitpar.train("digits", {"data.path": "data_shards/digits", "train.epochs": 5})
+
 Importing vitpar does not import torch: what needs torch is loaded when it is first named.
 """
 
@@ -24,7 +28,10 @@ if TYPE_CHECKING:
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
     from vitpar.planner.automatic import search
+    from vitpar.training.recipe import Recipe, read_recipe
+    from vitpar.training.train import train
     from vitpar.training.trainer import Trainer
+    from vitpar.weights.folder import load_weights, save_weights
 
 __version__ = "0.1.0"
 _LAZY = {
@@ -32,7 +39,10 @@ _LAZY = {
     "vitpar.parallel.model": ("ParallelModel",),
     "vitpar.parallel.parallelize": ("parallelize",),
     "vitpar.check.plan": ("check_plan",),
+    "vitpar.training.recipe": ("Recipe", "read_recipe"),
+    "vitpar.training.train": ("train",),
     "vitpar.training.trainer": ("Trainer",),
+    "vitpar.weights.folder": ("load_weights", "save_weights"),
     "vitpar.planner.automatic": ("search",),
 }
 __getattr__ = lazy_names(__name__, _LAZY)
@@ -40,6 +50,7 @@ __all__ = [
     "Execution",
     "ParallelModel",
     "Plan",
+    "Recipe",
     "Strategy",
     "Trainer",
     "UserError",
@@ -47,9 +58,13 @@ __all__ = [
     "ViTConfig",
     "__version__",
     "check_plan",
+    "load_weights",
     "model_config",
     "parallelize",
     "parse",
+    "read_recipe",
+    "save_weights",
     "search",
+    "train",
     "validate",
 ]

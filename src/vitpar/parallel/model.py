@@ -261,6 +261,17 @@ class ParallelModel:
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this rank's parameters, sharded, such as for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters, detached, by their names in the complete model; sharded ones are DTensors.
+
+        `vitpar.save_weights` writes complete parameters to a folder, `vitpar.load_weights` reads them under any plan.
+        """
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
     def replicas(self, tensor: Tensor) -> int:
         """How many ranks of the world hold the same part of this parameter or gradient."""
         shards = 1

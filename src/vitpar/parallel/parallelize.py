@@ -38,13 +38,14 @@ from vitpar.strategy.execution import Execution, LayerExecution
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 
-def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: torch.device) -> ParallelModel:
+def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: torch.device | str) -> ParallelModel:
     """Return this rank's part of `config` under `plan`, initialised and ready to train.
 
     plan: validated against the model and the batch of `execution` (``vitpar.strategy.validate``). Needs an initialised
     process group whose world size is the plan's; all ranks call it together. Raises StrategyError and RecipeError for
     settings that clash, do nothing under the plan, or cannot run on `device`.
     """
+    device = torch.device(device)
     refuse_clashes(plan, execution.precision, execution.compile)
     refuse_unused(plan, execution.precision, asdict(execution.communication))
     if execution.activation_memory_budget is not None:  # of all that compiles from here on

@@ -63,6 +63,7 @@ class RunFolder:
 
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, goes_on: bool = False) -> None:
         check_run_folder(path, goes_on)
+        self._goes_on = goes_on
         self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
         self.path.mkdir(parents=True, exist_ok=True)
         self._log = (self.path / "log.txt").open("a")
@@ -85,9 +86,10 @@ class RunFolder:
         self._metrics = metrics.open("a")
 
     def discard(self) -> None:
-        """Remove the folder of a run that did not begin."""
+        """Let go of the folder of a run that did not begin, and remove it unless the run began earlier."""
         self._log.close()
-        shutil.rmtree(self.path)
+        if not self._goes_on:
+            shutil.rmtree(self.path)
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl."""

@@ -118,7 +118,7 @@ class Trainer:
             elif recipe.model.weights is not None:
                 self.reporter.info(begin(self.model, recipe, self.ema))
         except (CheckpointError, DataError, RecipeError):
-            if self.folder and not goes_on:
+            if self.folder:
                 self.folder.discard()
             raise
         if self.folder:

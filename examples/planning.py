@@ -1,0 +1,21 @@
+"""Search the best plan for devices you do not have, and price a plan of your own.
+
+python examples/planning.py
+"""
+
+import vitpar
+
+
+def main() -> None:
+    """Print the best plan for ViT-H on 8 H100 under two memory budgets."""
+    for memory in ("80GB", "20GB"):
+        found = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, memory=memory, seconds=5)
+        best = found.plans[0]
+        print(
+            f"{memory}: {best.plan}, {best.images_per_second:,.0f} images/s, "
+            f"{best.memory_bytes / 1e9:.1f} GB, at most {found.gap:.1%} from the best"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""`vitpar.train`: training from Python, alone and in a process group that exists already."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import vitpar
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import STEPS, recipe_of, rows
+from vitpar.errors import RecipeError, StrategyError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> dict[str, Any]:
+    """Train in the process group of this rank and check that it is left as it is."""
+    group = dist.group.WORLD
+    summary = vitpar.train(recipe, device="cpu", run_dir=run_dir)
+    assert dist.group.WORLD is group
+    return summary
+
+
+def test_a_group_that_exists_gives_the_losses_of_one_process(
+    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool], environment: None
+) -> None:
+    alone = vitpar.train(recipe_of(data, "dp1"), device="cpu", run_dir=tmp_path / "alone")
+    assert not dist.is_initialized(), "the group that it made is gone"
+    assert alone["steps"] == 2 * STEPS and Path(alone["weights"]).is_dir()
+    together = ranks(2).run(in_a_group, recipe_of(data, "tp2"), tmp_path / "together")
+    assert together[0]["steps"] == together[1]["steps"] == 2 * STEPS
+    one, two = (rows(tmp_path / name) for name in ("alone", "together"))
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-4)
+
+
+def test_a_run_resumes(data: Path, tmp_path: Path, environment: None) -> None:
+    run = tmp_path / "run"
+    vitpar.train(recipe_of(data, "dp1", **{"train.steps": STEPS}), run_dir=run, device="cpu")
+    with pytest.raises(vitpar.UserError, match="steps"):
+        vitpar.train(recipe_of(data, "dp1"), run_dir=run, resume="auto", device="cpu")
+    assert vitpar.train(recipe_of(data, "dp1", **{"train.steps": STEPS}), run_dir=run, resume="auto", device="cpu")
+
+
+def test_settings_replace_those_of_a_recipe(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="needs 4 ranks but the world has 1"):
+        vitpar.train("digits", {"data.path": str(data), "parallel.mesh": "dp4"}, device="cpu", run_dir=tmp_path / "run")
+    with pytest.raises(RecipeError, match=r"unknown recipe key 'train\.epoch'"):
+        vitpar.train("digits", {"data.path": str(data), "train.epoch": 4}, device="cpu", run_dir=tmp_path / "run")
+    with pytest.raises(TypeError, match="settings are for a recipe that is read here"):
+        vitpar.train(recipe_of(data, "dp1"), {"train.steps": 1}, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -130,8 +130,8 @@ def test_export_gives_weights_that_are_read(options: list[str], prefix: str, siz
     ("words", "message"),
     [
         (["list", "."], "has no checkpoints"),
-        (["info", "gone"], "'gone' is neither a checkpoint nor a run that has one"),
-        (["verify", "gone/checkpoints/step_3"], "is no checkpoint (index.json is missing)"),
+        (["info", "gone"], "there is no folder 'gone'"),
+        (["verify", "gone/checkpoints/step_3"], "there is no folder 'gone/checkpoints/step_3'"),
         (["export", "alone", "--out", "meshed"], "'meshed' exists and is not empty"),
         (["export", "alone", "--out", "new", "--shard-size", "many"], "--shard-size many is no size"),
         (["export", "alone", "--out", "alone/log.txt/new"], "cannot be written"),

@@ -1,12 +1,12 @@
-"""`vitpar train --mesh auto`: measure what no profile covers, search, print the choice and its reasons.
+"""`vitpar train --mesh auto`: measure what no profile covers, search, print the plan and the reasons for it.
 
-| process | what it does |
+| process | task |
 |---|---|
-| the one a person starts | profiles in subprocesses, searches, starts the ranks with the plan |
-| a rank that it starts | takes the plan that it is handed |
+| started by the user | profiles in subprocesses, searches, starts the ranks with the plan |
+| rank started by that process | takes the plan passed to it |
 | rank 0 under a launcher (torchrun, srun, mpirun) | reads profiles, searches, sends the plan to the other ranks |
 
-A resumed run keeps its plan if there are as many ranks as the plan takes.
+A resumed run keeps its plan if the number of ranks is the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
 
 PROFILES = Path("runs/profiles")
-"""Folder of the profiles that this module measures."""
+"""Folder for the profiles that this module measures."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class AutoOptions:
     """Command-line options of `vitpar train` that only `--mesh auto` uses."""
 
     memory: str | None = None
-    """Most memory of a rank, such as 40GB; nine tenths of the device if None."""
+    """Maximum memory of a rank, such as 40GB; 90 % of the device's memory if None."""
     ranks: int | None = None
-    """Number of ranks; all GPUs, or one a CPU core, if None."""
+    """Number of ranks; if None, all GPUs, or one rank per CPU core."""
     cluster: str | None = None
-    """Data sheet to plan by instead of profiles, such as 8xH100."""
+    """Cluster whose data sheet replaces profiles, such as 8xH100; None for profiles."""
     hardware: Path | None = None
-    """Hardware profile to read."""
+    """Hardware profile to read; found or measured if None."""
     model_profile: Path | None = None
-    """Model profile to read."""
+    """Model profile to read; found or measured if None."""
 
     def refuse_beside(self, mesh: str) -> None:
-        """Raise PlannerError if one is given although the mesh is not searched."""
+        """Raise PlannerError if an option is given although the user named a mesh."""
         for field in fields(self):
             if getattr(self, field.name) is not None:
                 option = f"--{field.name.replace('_', '-')}"
@@ -72,10 +72,15 @@ class AutoOptions:
 def choose(
     recipe: Recipe, config: ViTConfig, device: Device, options: AutoOptions, run: Path | None, quiet: bool
 ) -> tuple[Recipe, Chosen, Store | None]:
-    """Return `recipe` with the searched plan, that plan, and the store in which a launcher's ranks have met.
+    """Return `recipe` with the searched plan, the plan, and the store through which a launcher's ranks communicated.
 
-    recipe: with its precision resolved for the device. run: recipe.toml of the run to resume. quiet: print only
-    progress. Raises PlannerError, RecipeError and StrategyError.
+    The store is None without a launcher.
+
+    recipe: recipe whose precision is resolved for the device.
+    run: recipe.toml of the run to resume; None for a new run.
+    quiet: whether to print only progress.
+
+    Raises PlannerError, RecipeError and StrategyError.
     """
     parallel = recipe.parallel
     if idle := parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
@@ -92,7 +97,10 @@ def choose(
 
 
 def _ranks(device: Device, wanted: int | None) -> int:
-    """Return the number of ranks to plan for. Raises StrategyError if there are not as many as `wanted`."""
+    """Return the number of ranks to plan for.
+
+    Raises StrategyError if `wanted` ranks are not available.
+    """
     from vitpar.launch.resources import cpu_cores
 
     ranks = wanted or ranks_available(device) or cpu_cores()
@@ -100,19 +108,25 @@ def _ranks(device: Device, wanted: int | None) -> int:
 
 
 def _plan_of_run(recipe: Recipe, config: ViTConfig, ranks: int, run: Path | None) -> Chosen | None:
-    """Return the plan of the run whose recipe.toml is `run`, if it is valid and takes `ranks` ranks, else None."""
+    """Return the plan of the run to resume if it is valid and needs `ranks` ranks, else None.
+
+    run: recipe.toml of the run; None for a new run.
+    """
     if run is None:
         return None
     saved = read_recipe(run)
     try:
         plan = recipe.model_copy(update={"parallel": saved.parallel, "communication": saved.communication}).plan(config)
-    except UserError:  # a plan.json that is gone, a batch that it does not divide
+    except UserError:  # such as a missing plan.json, or a batch that the plan does not divide
         return None
     return Chosen(plan, f"the run resumes under its plan '{shown(plan)}'") if plan.world_size == ranks else None
 
 
 def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions, quiet: bool) -> Chosen:
-    """Search the plan for `ranks` ranks and print it."""
+    """Search for the best plan for `ranks` ranks, print it unless `quiet`, and return it.
+
+    Raises PlannerError and RecipeError.
+    """
     from vitpar.planner.automatic import make_search, run_search
     from vitpar.planner.report.data import Findings, speed_words
     from vitpar.planner.search.reasons import reasons
@@ -148,7 +162,10 @@ def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, optio
 
 
 def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions) -> LayerCosts:
-    """Return costs from profiles: those named, else matching ones in this folder or in PROFILES, else new ones."""
+    """Return costs from profiles.
+
+    Profiles are those named by options, else matching ones in the current folder or PROFILES, else new measurements.
+    """
     import torch
 
     from vitpar.planner.measure.device import device_name
@@ -166,7 +183,7 @@ def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, opt
 
     for named, profile in ((options.hardware, Hardware), (options.model_profile, ModelProfile)):
         if named is not None:
-            profile.read(named)  # raise before minutes of measuring
+            profile.read(named)  # fail before minutes of measuring
     machine = options.hardware or _find_or_measure(
         (HARDWARE, PROFILES / f"hardware-{_slug(name)}-{ranks}.json"),
         is_here,
@@ -191,9 +208,14 @@ def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, opt
 
 
 def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], what: str, words: tuple[str, ...]) -> Path:
-    """Return the first of two profiles that matches, or measure the second.
+    """Return the first of two profiles that matches, or else measure and return the second.
 
-    what: the subject, for people. words: the same as arguments of `vitpar profile`. Raises PlannerError.
+    fits: function that checks whether a profile matches.
+    what: subject of the profile, for messages.
+    words: arguments of `vitpar profile` that measure it.
+
+    Raises PlannerError if neither matches under a launcher, or if the folder for profiles cannot be made.
+    Raises typer.Exit if measuring fails.
     """
     for path in paths:
         if path.exists() and _matches(fits, path):
@@ -213,16 +235,16 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
             f"cannot make the folder {target.parent} for profiles: {error.strerror}: run in a writable folder, or "
             "name profiles with --hardware and --model-profile"
         ) from None
-    # -P: no file of the folder we are in takes the place of a module.
+    # -P: do not import modules from the current folder.
     command_line = [sys.executable, "-P", "-m", "vitpar_cli.main", "profile", *words, "--out", str(target)]
     code = subprocess.run(command_line, stdout=subprocess.DEVNULL, check=False).returncode
-    if code:  # it has printed why
+    if code:  # it has printed the reason
         raise typer.Exit(code)
     return target
 
 
 def _matches(fits: Callable[[Path], bool], path: Path) -> bool:
-    """Whether a profile fits; an unreadable one does not."""
+    """Return whether a profile fits; an unreadable one does not."""
     try:
         return fits(path)
     except UserError:
@@ -240,9 +262,11 @@ def _given_launcher() -> bool:
 
 
 def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
-    """Call `find` on rank 0 of a launcher's world and return its result on all ranks, with the store they met in.
+    """Call `find` on rank 0 of a launcher's world, and return its result and the store for communication on all ranks.
 
-    Without a launcher, call it here and return None for the store. Raises what `find` raises, on all ranks.
+    Without a launcher, call `find` in this process and return None for the store.
+
+    Raises the errors of `find` on rank 0, and PlannerError with the same message on other ranks.
     """
     from vitpar.launch import find_world
     from vitpar.launch.store import meeting_place
@@ -253,7 +277,7 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
         return find(), None
     from torch.distributed import PrefixStore
 
-    # An elastic launcher keeps its store, and the keys in it, when it restarts the ranks.
+    # An elastic launcher keeps its store and its keys when it restarts the ranks, so use new keys for each attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     answers, rest = PrefixStore(f"plan/{attempt}", met), PrefixStore(f"run/{attempt}", met)
     if world.rank:

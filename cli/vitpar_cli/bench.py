@@ -1,4 +1,4 @@
-"""`vitpar bench`."""
+"""`vitpar bench`: measure the speed of training."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from vitpar_cli.world import choose_device, run_in_world
 if TYPE_CHECKING:
     import torch
 
-CLASSES = 10  # where no data says how many there are
+CLASSES = 10
+"""Default number of classes if no data is read."""
 
 
 def bench(
@@ -52,11 +53,10 @@ def bench(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Measure the speed of training: images a second, MFU, memory, what input costs, and every phase of a step beside
-    its limit.
+    """Measure the speed of training: images per second, MFU, memory, the cost of input, and each phase of a step.
 
-    Runs the trainer's own steps on the recipe's data, and in turns with them on images that are there already. Nothing
-    is learned and nothing is saved.
+    Runs the trainer's own steps on the recipe's data, alternating with steps on images that are already on the device.
+    Compares the phases of a step with their limits. Nothing is learned or saved.
 
     Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits
     """
@@ -66,7 +66,7 @@ def bench(
     if reads and num_classes is not None:
         raise RecipeError(f"--num-classes {num_classes} changes nothing where the data says it: leave it out")
     o.refuse_idle(assignments, "a benchmark" if reads else "a benchmark without data")
-    # Recipes need a length, a benchmark does not.
+    # A recipe must have a length, although a benchmark does not use it.
     merged = o.merged_recipe(recipe, {**o.settings(bench, locals()), "train.steps": 1}, assignments)
     from vitpar.training.input import open_split, transforms
 
@@ -75,7 +75,7 @@ def bench(
     config = merged.config(images.num_classes if images is not None else num_classes or CLASSES)
     merged, chosen = o.decide(merged, config, kind)
     if images is not None:
-        transforms(merged, config.image_size)  # refuses wrong settings before anything starts
+        transforms(merged, config.image_size)  # refuses invalid settings before ranks start
     if profile is not None:
         _make(profile)
 
@@ -100,7 +100,10 @@ def bench(
 
 
 def _make(folder: Path) -> None:
-    """The folder of the traces. Raises RecipeError where it cannot be."""
+    """Make the folder of the traces.
+
+    Raises RecipeError if it cannot be made or written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(folder, os.W_OK) else "Permission denied"

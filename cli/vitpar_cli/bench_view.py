@@ -1,4 +1,4 @@
-"""How `vitpar bench` shows what it does and what it found."""
+"""Output of `vitpar bench`: its progress and its results."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 if TYPE_CHECKING:
     from vitpar.bench import Benchmark, Kernel, Repeated
 
-CADENCE = 10.0  # seconds between two plain lines at least
-PLAIN_WIDTH = 100  # of tables where there is no terminal
-NAMES = 12  # columns of names before values
-KERNELS = 12  # that are shown
-FIGURES = 54  # columns of all that stands beside a kernel's name
-SHORT = 1e-5  # seconds below which a phase is nothing: its limit says nothing
+CADENCE = 10.0
+"""Minimum seconds between two plain lines of progress."""
+PLAIN_WIDTH = 100
+"""Width of the output in columns if there is no terminal."""
+NAMES = 12
+"""Columns of the names before values."""
+KERNELS = 12
+"""Maximum number of kernels that are shown."""
+FIGURES = 54
+"""Columns of the table of kernels other than the name."""
+SHORT = 1e-5
+"""Seconds up to which a phase counts as empty, so that its share of the limit is meaningless."""
 
 
 class Status:
-    """One line on stderr that says what is done now; plain lines now and then where it is no terminal."""
+    """Status on stderr: one live line on a terminal, otherwise an occasional plain line."""
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
@@ -45,7 +51,7 @@ class Status:
         self._write("\r\x1b[K" if self._live else "")
 
     def tell(self, words: str) -> None:
-        """`words` are what is done now."""
+        """Show the current activity, in words."""
         if self._live:
             self._write(f"\r\x1b[K{words} …")
         elif time.monotonic() - self._said > CADENCE:
@@ -58,7 +64,10 @@ class Status:
 
 
 def show(found: Benchmark, traces: Path | None) -> None:
-    """Print what ran, the result, the phases, and the kernels where they were recorded."""
+    """Print the setup, the result, the phases, and the kernels if they were recorded.
+
+    traces: folder of the traces.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
@@ -73,7 +82,7 @@ def show(found: Benchmark, traces: Path | None) -> None:
 
 
 def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
-    """Yield what was benchmarked, as names and values."""
+    """Yield names and values of the benchmark's setup."""
     from vitpar.planner.cost.elements import layer_parameters
     from vitpar.planner.cost.pipeline import idle_share
 
@@ -97,7 +106,7 @@ def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
 
 
 def _reached(found: Benchmark) -> Iterator[tuple[str, str]]:
-    """How fast it was, as names and values."""
+    """Yield names and values of the result."""
     rates = found.rates
     how = f"{count(len(found.seconds.values), 'repeat')} of {count(found.steps, 'step')}"
     yield "step", f"{_ms(found.seconds)} ms, mean ± deviation of {how}"
@@ -158,7 +167,7 @@ def _kernels(kernels: tuple[Kernel, ...], device: str, width: int) -> Table:
 
 
 def _print(console: Console, rows: Iterator[tuple[str, str]]) -> None:
-    """Names and values; a value that is too long goes on below itself."""
+    """Print names and values; wrap long values below themselves."""
     for name, value in rows:
         lines = textwrap.wrap(value, console.width - NAMES, break_on_hyphens=False)
         for number, line in enumerate(lines):
@@ -186,7 +195,7 @@ def _spread(values: Repeated, factor: float, digits: int | None = None) -> str:
 
 
 def _short(number: float) -> str:
-    """`12.3 G` of 12.3e9."""
+    """Return a number with a metric prefix: 12.3e9 becomes `12.3 G`."""
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {prefix}"

@@ -1,4 +1,4 @@
-"""`vitpar check`."""
+"""`vitpar check`: compare training under a plan with training in one process."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vitpar.check import CheckResult
 
 ROWS_SHOWN = 4
+"""Rows of the table that are printed for each quantity."""
 
 
 def check(
@@ -62,11 +63,11 @@ def check(
 ) -> None:
     """Prove that a plan does not change the training.
 
-    Trains the model under the plan and in one process on the same random images, and compares losses, every
-    parameter's gradient, two steps of SGD, and two steps of the recipe: its optimizer, clipping, averaged weights,
-    label smoothing, mixup, CutMix and repeated samples. A tensor may differ by a few times the rounding noise that it
-    has in one process. Exits with 1 where anything differs by more. Without --recipe the model is a tiny ViT with
-    drop-path and dropout, and everything that is compared is on.
+    Trains the model under the plan and in one process on the same random images. Compares losses, every parameter's
+    gradient, two steps of SGD, and two steps of the recipe: its optimizer, clipping, averaged weights, label smoothing,
+    mixup, CutMix and repeated samples. A tensor may differ by a few times the rounding noise that it has in one
+    process. Exits with 1 if anything differs by more. Without --recipe the model is a tiny ViT with drop-path and
+    dropout, and all of these features are on.
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
@@ -106,8 +107,11 @@ def check(
 
 
 def _batch_that_divides(plan: Plan) -> int:
-    """The least batch of 16 or more images with two in every part of a micro-batch, and twice as many micro-batches as
-    stages."""
+    """Return the smallest batch size of 16 or more that the plan divides.
+
+    Unless the plan says otherwise, a pipeline has twice as many micro-batches as stages, and each has twice the
+    smallest size that the plan allows.
+    """
     count = plan.microbatches or (2 * plan.num_stages if plan.num_stages > 1 else 1)
     size = plan.data_parallel * count * (plan.microbatch_size or 2 * smallest_microbatch(plan))
     return size * -(-16 // size)

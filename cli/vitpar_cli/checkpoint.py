@@ -1,4 +1,4 @@
-"""`vitpar checkpoint`: what a run has saved, whether it is whole, and weights out of it."""
+"""`vitpar checkpoint`: list, verify and compare checkpoints, export weights from them, and import weights."""
 
 import json
 import shlex
@@ -32,8 +32,8 @@ ShardSize = Annotated[
     str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of a file, as in 500MB or 5GB.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_GROUPS = ("model", "optimizer", "ema")
-_WORST = 10  # tensors that `diff` names
+_GROUPS = ("model", "optimizer", "ema")  # first parts of the names of tensors in a checkpoint
+_WORST = 10  # maximum tensors that `diff` lists
 
 
 def _refuse_missing(path: Path) -> None:
@@ -61,7 +61,7 @@ def _opened(path: Path) -> "Checkpoint":
 
 @app.command("list")
 def list_command(run: Run, as_json: AsJson = False) -> None:
-    """The checkpoints of a run, oldest first.
+    """List the checkpoints of a run, oldest first.
 
     Example: vitpar checkpoint list runs/mine
     """
@@ -74,7 +74,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     if not there.steps():
         raise CheckpointError(f"'{run}' has no checkpoints: name the folder of a run that was trained with some")
     found: list[dict[str, Any]] = []
-    best = None  # as the newest knows it
+    best = None  # according to the newest checkpoint
     for step in there.steps():
         path = there.path(step)
         row: dict[str, Any] = {"path": str(path), "step": step}
@@ -86,7 +86,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
             row["problem"] = None
         except CheckpointError as error:
             row["problem"] = str(error)
-        with suppress(FileNotFoundError):  # of a run that goes on, and has removed it by now
+        with suppress(FileNotFoundError):  # the run is still training and has removed it
             written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
             found.append({**row, "written": written})
     for row in found:
@@ -108,7 +108,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
 
 @app.command("info")
 def info_command(path: Path_, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds.
+    """Show the content of a checkpoint.
 
     Example: vitpar checkpoint info runs/mine/checkpoints/step_900
     """
@@ -146,7 +146,7 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify_command(path: Path_) -> None:
-    """Read a checkpoint and compare its files with their checksums. Exits with 1 if one is not as it was written.
+    """Read a checkpoint and compare its files with their checksums. Exits with 1 if a file is damaged.
 
     Example: vitpar checkpoint verify runs/mine/checkpoints/step_900
     """
@@ -170,7 +170,7 @@ def verify_command(path: Path_) -> None:
 
 @app.command("diff")
 def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
-    """How far two checkpoints are apart, tensor by tensor. Exits with 1 if they differ at all.
+    """Compare two checkpoints tensor by tensor. Exits with 1 if they differ at all.
 
     Example: vitpar checkpoint diff runs/one runs/other
     """
@@ -207,7 +207,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while the block runs, moved by how many tensors of how many are done."""
+    """Show a progress bar on stderr, and yield the callback (tensors done, tensors in total) that moves it."""
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -224,7 +224,7 @@ def export_command(
         bool, typer.Option("--no-averages", help="The parameters themselves, where there are running averages too.")
     ] = False,
 ) -> None:
-    """The parameters of a checkpoint as safetensors, for `vitpar eval` and whoever reads Hugging Face's layout.
+    """Write the parameters of a checkpoint as safetensors, for `vitpar eval` and readers of Hugging Face's layout.
 
     Example: vitpar checkpoint export runs/mine --out weights/mine
     """
@@ -268,7 +268,9 @@ def import_command(
     shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
 ) -> None:
-    """Weights of timm's and transformers' ViTs, or a state dict, for `vitpar eval` and `vitpar train --weights`.
+    """Import weights of timm's or transformers' ViTs for `vitpar eval` and `vitpar train --weights`.
+
+    The source is a model's folder, a safetensors file or a state dict.
 
     Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
     """

@@ -1,4 +1,4 @@
-"""`vitpar data`: pack images into shards, index and verify shards, and say what they hold."""
+"""`vitpar data`: pack images into shards, index and verify shards, and describe their content."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -34,14 +34,17 @@ app = typer.Typer(
     short_help="Pack images into shards, index and verify shards, and say what they hold.",
 )
 
-SHOWN_ALWAYS = 1000  # of fewer, each is shown as it is done
-BAR = 20  # characters of the fullest class's
-CLASSES_SHOWN = 20  # a longer table of classes would hide the rest
+SHOWN_ALWAYS = 1000
+"""Total below which the progress bar moves with every item, and not with every 100th item."""
+BAR = 20
+"""Characters in the bar of the largest class."""
+CLASSES_SHOWN = 20
+"""Maximum rows in the table of classes; a longer table would hide the rest of the output."""
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for every split, drawn to the standard error."""
+    """Show a progress bar for every split on stderr, and yield the callback that moves them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         tasks: dict[str, TaskID] = {}
@@ -88,10 +91,10 @@ def pack_command(
     workers: Workers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
 ) -> None:
-    """Pack images into WebDataset shards, without re-encoding unless an option asks for it, and write an index with
-    them.
+    """Pack images into WebDataset shards and write an index of them.
 
-    An interrupted command continues where it stopped when it is run again.
+    Images are not re-encoded unless --short-side is given. An interrupted command continues where it stopped when it is
+    run again.
 
     Example: vitpar data pack digits data_shards/digits
     """
@@ -134,7 +137,7 @@ def index_command(
     ] = None,
     workers: Workers = None,
 ) -> None:
-    """Write an index beside WebDataset shards that others wrote; the shards stay as they are.
+    """Write an index into a folder of existing WebDataset shards, which are not changed.
 
     Example: vitpar data index data_shards/imagenet-wds --label json:class
     """
@@ -167,10 +170,10 @@ def verify_command(
     workers: Workers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Read everything back, and name each shard that is no sound tar file and each sample that is not what was indexed
-    or cannot be decoded.
+    """Read a data set completely and print every damaged shard and sample.
 
-    Exits with 1 if there is any.
+    Reports each shard that is no sound tar file, and each sample that differs from its index or cannot be decoded.
+    Exits with 1 if there are any.
 
     Example: vitpar data verify data_shards/digits
     """
@@ -206,7 +209,7 @@ def info_command(
     recipe: RecipeFile = None,
     assignments: Assignments = None,
 ) -> None:
-    """Say what a data set holds: splits, samples, shards, bytes, image sizes and classes.
+    """Show the content of a data set: splits, samples, shards, bytes, image sizes and classes.
 
     Example: vitpar data info data_shards/digits --preview digits.png --set augment.policy=rand-m9-n2
     """
@@ -226,7 +229,10 @@ def info_command(
 
 
 def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
-    """The contact sheet, as a PNG file."""
+    """Write the contact sheet of the training split to a PNG file.
+
+    path: the file.
+    """
     from vitpar.data import ShardSet
     from vitpar.data.survey import contact_sheet
     from vitpar.training.input import mixing, order_of, transforms
@@ -264,11 +270,11 @@ def _print_survey(found: "Survey") -> None:
 
 
 def _name(name: str) -> str:
-    """A name out of a data set, as Rich prints it without a meaning of its own."""
+    """Return a name from a data set, shortened and escaped so that Rich prints it as plain text."""
     return escape(shown(printable(name)))
 
 
 def _span(numbers: Sequence[float]) -> str:
-    """Five numbers in short."""
+    """Return [minimum, three quartiles, maximum] as short text."""
     low, *middle, high = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in numbers)
     return low if low == high else f"{low} ({' '.join(middle)}) {high}"

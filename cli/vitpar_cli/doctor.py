@@ -1,4 +1,4 @@
-"""`vitpar doctor`: what this machine offers, and what is wrong with it."""
+"""`vitpar doctor`: report the resources of this machine and problems with it."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 COLOURS = {"error": "red", "warning": "yellow"}
+"""Colour of messages by severity."""
 
 
 def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings as JSON.")) -> None:
@@ -41,7 +42,7 @@ def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings 
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The report as lines of a name and a text."""
+    """Yield the rows of the report as (name, text)."""
     system, limits, world, local = (report[key] for key in ("system", "limits", "world", "local_world"))
     yield "versions", ", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items())
     yield "system", system["os"]

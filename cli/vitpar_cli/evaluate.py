@@ -1,4 +1,4 @@
-"""`vitpar eval`."""
+"""`vitpar eval`: evaluate saved weights."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def evaluate(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Evaluate saved weights on a whole data set, under any mesh, whatever mesh trained them.
+    """Evaluate saved weights on a complete split of a data set, under any mesh, independent of the training mesh.
 
     Of a run it takes the final weights or, if the run has not ended, the newest checkpoint.
 
@@ -62,13 +62,13 @@ def evaluate(
             f"know {config.num_classes}: name the data they were trained on with --data"
         )
     kind = choose_device(device)
-    # How fast the weights were trained is not theirs; to compile takes longer than most evaluations.
+    # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.
     plain = {"attention": "auto", "compile": False}
     ours = {key: value for key, value in plain.items() if not o.assigned(assignments, f"train.{key}")}
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=ours)})
     recipe, chosen = o.decide(recipe, config, kind)
     plan = chosen.plan
-    transforms(recipe, config.image_size)  # refuses wrong settings before anything starts
+    transforms(recipe, config.image_size)  # refuses invalid settings before ranks start
 
     def work(device: "torch.device") -> int:
         import torch.distributed as dist

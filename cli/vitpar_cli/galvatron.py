@@ -1,4 +1,4 @@
-"""`vitpar galvatron`: plans from and to Galvatron's strategy files, and its profiles."""
+"""`vitpar galvatron`: import and export Galvatron's strategy files, and import its profiles."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def import_command(
     ] = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Turn a strategy file of Galvatron's into a plan.
+    """Convert a strategy file of Galvatron to a plan.
 
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
@@ -73,7 +73,7 @@ def export_command(
     split: o.Split = None,
     recipe: o.RecipeFile = None,
 ) -> None:
-    """Write a plan as a strategy file of Galvatron's; refused where Galvatron cannot say it.
+    """Write a plan as a strategy file of Galvatron. Plans that Galvatron cannot express are refused.
 
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
@@ -115,7 +115,7 @@ def profiles_command(
     num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes of the model.")] = 1000,
     assignments: o.Assignments = None,
 ) -> None:
-    """Turn Galvatron's profiles of a machine and a model into vitpar's, for `vitpar search`.
+    """Convert Galvatron's profiles of a machine and a model to vitpar's, for `vitpar search`.
 
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """

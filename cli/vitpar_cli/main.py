@@ -1,6 +1,6 @@
-"""The command line: `vitpar`.
+"""Entry point of the command line, `vitpar`.
 
-Each command group is a file; this one puts them together and turns user errors into one sentence.
+Each command or command group has its own file. This file combines them and prints user errors as one sentence.
 """
 
 import os
@@ -78,26 +78,32 @@ def options(
 
 
 def _run() -> int:
-    """Run the command that was typed and return its exit code. Raises UserError for one that typer refuses."""
+    """Run the command on the command line and return its exit code.
+
+    Raises UserError for a command line that typer refuses.
+    """
     try:
         return app(prog_name="vitpar", standalone_mode=False) or 0
     except typer.Abort:
         return 1
     except TyperException as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # has printed the help
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is already printed
             return 2
         raise UserError(sentence(error)) from None
 
 
 def main() -> None:
-    """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 an error that the user must fix."""
+    """Run the console script.
+
+    Exit codes: 0 for success, 1 for a failure, 2 for an error that the user must fix.
+    """
     from vitpar.launch import find_world, reporting, share_cores
 
     try:
         with reporting():
-            with suppress(LaunchError):  # the command tells of it, if it needs a world
+            with suppress(LaunchError):  # the command reports it if it needs a world
                 if world := find_world():
-                    share_cores(world)  # before anything loads torch
+                    share_cores(world)  # must precede the import of torch
             sys.exit(_run())
     except (UserError, FaultError) as error:
         if os.environ.get("VITPAR_DEBUG"):

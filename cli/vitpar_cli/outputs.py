@@ -1,5 +1,7 @@
-"""Warnings, progress and files that commands write, and which command it was. A file that cannot be written is refused
-before anything runs."""
+"""Output of commands: warnings, progress, files, and their provenance.
+
+Files that cannot be written are refused before a command does any work.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
     from vitpar.planner.report.data import Provenance
 
 CADENCE = 10.0
-"""Seconds between two lines of progress at least, where stderr is no terminal."""
+"""Minimum seconds between two lines of progress if stderr is not a terminal."""
 
 
 def origin() -> Provenance:
-    """The version of vitpar and the command that was typed."""
+    """Return the version of vitpar and the command line."""
     from vitpar import __version__
     from vitpar.planner.report.data import Provenance
 
@@ -32,9 +34,10 @@ def origin() -> Provenance:
 
 
 class ProgressLines:
-    """Prints lines of progress on stderr: all of them on a terminal, elsewhere one in `CADENCE`.
+    """Printer of progress lines on stderr: all lines on a terminal, otherwise at most one in CADENCE seconds.
 
-    eager: whether the first line appears at once.
+    eager: whether the first line is printed at once.
+    clock: function that returns monotonic seconds.
     """
 
     def __init__(self, eager: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,13 +51,13 @@ class ProgressLines:
 
 
 def warn(*sentences: str | None) -> None:
-    """Print warnings to stderr, those that are not None."""
+    """Print warnings to stderr; None and empty ones are left out."""
     for sentence in filter(None, sentences):
         typer.echo(f"warning: {sentence}", err=True)
 
 
 def refuse_unwritable(*paths: Path | None) -> None:
-    """Raise PlannerError for a path, of those given, that cannot be written."""
+    """Raise PlannerError if one of the paths cannot be written. None is ignored."""
     for path in paths:
         if path is None:
             continue
@@ -64,7 +67,10 @@ def refuse_unwritable(*paths: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write it whole or not at all. Raises PlannerError."""
+    """Write a text file atomically.
+
+    Raises PlannerError.
+    """
     try:
         write_text(path, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`vitpar plan`: what a strategy makes of a model, before anything runs."""
+"""`vitpar plan`: show the effect of a strategy on a model without running it."""
 
 import json
 from dataclasses import asdict
@@ -70,10 +70,10 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
     assignments: o.Assignments = None,
 ) -> None:
-    """Show what a strategy makes of a model: ranks, stages, memory, batch and communication.
+    """Show the effect of a strategy on a model: ranks, stages, memory, batch and communication.
 
-    It needs no devices and no data. A strategy with spaces stands in quotes. With --cluster, or with profiles, it says
-    how long a step takes and what, how much memory the fullest rank needs, and whether that fits.
+    It needs no devices and no data. Put a strategy with spaces in quotes. With --cluster or profiles, it also predicts
+    the time of a step and its parts, the memory of the fullest rank, and whether that fits.
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
 
@@ -133,8 +133,15 @@ def plan(
 def _predict(
     plan: "Plan", recipe: "Recipe", costs: "LayerCosts", cluster: str | None, budget: float | None
 ) -> "Prediction":
-    """Price the plan. recipe: as it was asked for. costs: of all devices of the cluster, or of the profiled machine.
-    budget: bytes of a rank; None for the usual one."""
+    """Predict the time and memory of a plan.
+
+    recipe: recipe as requested, before its precision is resolved.
+    costs: costs on all devices of the cluster, or on the profiled machine.
+    cluster: name of the cluster; None for profiles.
+    budget: memory of a rank in bytes; None for the default share of the device's memory.
+
+    Raises PlannerError and StrategyError.
+    """
     from vitpar.planner.cost.price import price
     from vitpar.planner.report.data import Prediction
     from vitpar.planner.sources import estimated_costs, usual_budget
@@ -153,15 +160,18 @@ def _predict(
     except StrategyError:
         if not compiled or cluster is None or recipe.train.compile is not None:
             raise
-        compiled = False  # as in a training that leaves it open
-    if cluster is not None:  # as many devices of it as the plan takes
+        compiled = False  # as in training with the default of train.compile
+    if cluster is not None:  # costs on only as many devices as the plan uses
         costs = estimated_costs(costs.config, cluster, recipe.train.precision, compiled, ranks)
     found = price(plan, costs, recipe.train.batch_size, moments(recipe))
     return Prediction(found, costs, budget or usual_budget(costs))
 
 
 def _closed(plan: "Plan") -> "Plan":
-    """The plan itself. Raises StrategyError where it has an open degree."""
+    """Return the plan unchanged.
+
+    Raises StrategyError if it has an open degree.
+    """
     roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
     if plan.pp is None or roles:
         role = "pp" if plan.pp is None else roles[0]
@@ -170,8 +180,11 @@ def _closed(plan: "Plan") -> "Plan":
 
 
 def _to_json(config: "ViTConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
-    """All that is printed, as data. ranks: where every rank of the world stands; places, of a strategy: where every
-    rank of a stage stands on its axes."""
+    """Return everything that is printed, as data for JSON.
+
+    "ranks" is the place of every rank of the world; "places" of a strategy is the place of every rank of a stage on the
+    strategy's axes.
+    """
     from vitpar.strategy import place_of_rank
     from vitpar.strategy.layout import place
     from vitpar.strategy.plan_json import plan_to_json

@@ -26,13 +26,17 @@ from vitpar_cli.plan_words import (
 from vitpar_cli.rank_grid import draw_ranks, row_name
 
 NAME_WIDTH = 20
-"""Columns of the names on the left, at most."""
+"""Maximum columns of the names on the left."""
 Row = tuple[str, str]
-"""A name and a sentence."""
+"""Name and sentence."""
 
 
 def show(config: ViTConfig, plan: Plan, precision: str, summary: PlanSummary, state: str) -> None:
-    """Print it. state: what the memory column counts."""
+    """Print the summary of a plan.
+
+    precision: name of the precision.
+    state: content of the memory column, in words.
+    """
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
     classes = f"{config.num_classes:,} class{'es' * (config.num_classes > 1)}"
@@ -52,7 +56,7 @@ def show(config: ViTConfig, plan: Plan, precision: str, summary: PlanSummary, st
 
 
 def _stages(plan: Plan, summary: PlanSummary) -> Table:
-    """A row for every place on the pp axis, as in the rank grid."""
+    """Return the table of stages, with a row for every position on the pp axis, as in the rank grid."""
     numbered, offloads = not plan.is_uniform and plan.pipeline_degree > 1, any(p.host_bytes for p in summary.pipeline)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
@@ -77,7 +81,7 @@ def _stages(plan: Plan, summary: PlanSummary) -> Table:
 
 
 def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]]]:
-    """The sentences below the stages, under headings."""
+    """Yield the headings and rows of the sections below the table of stages."""
     first = [("batch", batch_words(summary.batch))]
     if plan.pipeline_degree > 1:
         first.append(("pipeline", pipeline_words(plan, summary.idle_share)))
@@ -106,7 +110,7 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
 
 
 def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:
-    """Return the rows of each of the strategy's axes: several where tp is arranged as a square or cube."""
+    """Return the rows of each axis of a strategy: several if tp is arranged as a square or cube."""
     left = iter(part.axes)
     found = []
     for axis in strategy.axes:
@@ -122,7 +126,10 @@ def _flag_rows(part: StrategySummary) -> list[Row]:
 
 
 def _two_columns(rows: list[Row], width: int) -> Table:
-    """width: of the names."""
+    """Return a table of names and sentences.
+
+    width: columns of the names.
+    """
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", width=width)
     table.add_column()

@@ -1,4 +1,4 @@
-"""Sentences about a plan and its numbers, which `vitpar plan` and the header of `vitpar train` share."""
+"""Texts that describe a plan, shared by `vitpar plan`, the header of `vitpar train` and `vitpar bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def batch_words(batch: BatchArithmetic) -> str:
-    """`256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`, without the divisions by 1."""
+    """Return text such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`.
+
+    Divisions by 1 are left out.
+    """
     words = f"{batch.global_batch:,} images"
     if batch.data_parallel > 1:
         words += f" = {batch.data_parallel} data-parallel parts x {batch.local_batch:,}"
@@ -23,18 +26,21 @@ def batch_words(batch: BatchArithmetic) -> str:
 
 
 def pipeline_words(plan: Plan, idle_share: float) -> str:
-    """`1f1b, in theory 20.0 % of the time idle`."""
+    """Return text such as `1f1b, in theory 20.0 % of the time idle`."""
     return f"{plan.schedule}, in theory {percent(idle_share)} of the time idle"
 
 
 def travel_words(shares: Sequence[float]) -> str:
-    """`a rank sends 25.0 % of each`. shares: how much of an activation a rank sends on, for each stage but the last."""
+    """Return text such as `a rank sends 25.0 % of each`.
+
+    shares: fraction of an activation that a rank sends to the next stage, for each stage but the last.
+    """
     least, most = percent(min(shares)), percent(max(shares))
     return f"a rank sends {least if least == most else f'{least} to {most}'} of each"
 
 
 def redistribution_words(change: Redistribution) -> str:
-    """`fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients`."""
+    """Return text such as `fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients`."""
     shares = {"activation": change.forward, "gradient": change.backward}
     some = [f"{percent(share)} of each {what}" for what, share in shares.items() if share]
     none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
@@ -43,7 +49,10 @@ def redistribution_words(change: Redistribution) -> str:
 
 
 def layer_words(stages: Iterable[Sequence[str]]) -> str:
-    """`stem, blocks 0-1, 4-5`. stages: for each stage in order, the names of its consecutive layers."""
+    """Return text such as `stem, blocks 0-1, 4-5`.
+
+    stages: names of the consecutive layers of each stage, in order.
+    """
     names = [name for layers in stages for name in layers]
     runs, blocks = [], 0
     for layers in stages:
@@ -56,7 +65,10 @@ def layer_words(stages: Iterable[Sequence[str]]) -> str:
 
 
 def consecutive(names: Sequence[str]) -> list[list[str]]:
-    """Names of layers in order, cut where blocks are left out between them: what `layer_words` takes."""
+    """Split names of layers into runs of consecutive blocks, as `layer_words` takes them.
+
+    names: names in the order of the model, of which some may be missing.
+    """
     runs: list[list[str]] = []
     expected = None
     for name in names:
@@ -69,10 +81,10 @@ def consecutive(names: Sequence[str]) -> list[list[str]]:
 
 
 def millions(number: int) -> str:
-    """`0.90 M`, `86.6 M`."""
+    """Return a number in millions, such as `0.90 M` or `86.6 M`."""
     return f"{number / 1e6:,.{2 if number < 10e6 else 1}f} M"
 
 
 def percent(share: float) -> str:
-    """`91.2 %` of 0.912."""
+    """Return a fraction as a percentage: 0.912 becomes `91.2 %`."""
     return f"{share * 100:.1f} %"

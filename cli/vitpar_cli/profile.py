@@ -1,4 +1,4 @@
-"""`vitpar profile`: measures what the planner needs to know."""
+"""`vitpar profile`: measure a machine and a model for the planner."""
 
 import statistics
 import time
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
     from vitpar.planner.profile.profiles import Hardware, ModelProfile, Timing
 
-CADENCE = 10.0  # seconds between two plain lines at least
-BUSY = 0.2  # spread of a point in the middle of all, above which a profile is worth little
+CADENCE = 10.0
+"""Minimum seconds between two plain lines of progress."""
+BUSY = 0.2
+"""Median relative spread of points above which a profile is not reliable."""
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine, for the planner.")
 
@@ -47,7 +49,7 @@ def hardware(
     """Measure matrix products, memory, links between ranks, and how they slow each other down.
 
     Every operation runs in every group that plans can form, on all ranks at once. Train with as many ranks as you
-    measured with: on a CPU they share its cores.
+    measure with, because ranks on a CPU share its cores.
 
     Example: vitpar profile hardware --ranks 4 --out hardware.json
     """
@@ -56,7 +58,7 @@ def hardware(
 
     kind = choose_device(device)
     world = ranks or ranks_available(kind) or cpu_cores()
-    plan = resolve(parse(f"dp{world}"), kind)  # refuses ranks that a launcher or the GPUs do not give
+    plan = resolve(parse(f"dp{world}"), kind)  # refuses more ranks than the launcher or the GPUs provide
     refuse_unwritable(out)
 
     def work(device: "torch.device") -> int:
@@ -98,8 +100,8 @@ def model(
 ) -> None:
     """Measure a model's layers on one device: time and memory of every tensor-parallel shard, forward and backward.
 
-    The shards of one rank are computed alone, as the runtime would, without the other ranks. On a CPU as many
-    processes as ranks do so at the same time, because in training they share the machine too.
+    One process computes the shards of one rank as the runtime does, but without communicating with other ranks. On a
+    CPU as many processes as ranks do so at the same time, because they also share the machine in training.
 
     Example: vitpar profile model --recipe digits --ranks 4 --out model.json
     """
@@ -139,7 +141,10 @@ def model(
 
 @contextmanager
 def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, so that what is measured can be piped; plain lines now and then where it is no terminal."""
+    """Show progress on stderr, so that stdout can be piped, and yield the callback that moves it.
+
+    On a terminal it is a bar, otherwise an occasional plain line.
+    """
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
@@ -157,7 +162,7 @@ def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _show_hardware(profile: "Hardware", out: Path) -> None:
-    """Print the profile's main figures, and where it was written."""
+    """Print the main figures of a profile and the path it was written to."""
     console = Console()
     console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
     table = Table("", "GFLOP/s by side of the matrices", box=box.SIMPLE)
@@ -182,7 +187,7 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
 
 
 def _show_model(profile: "ModelProfile", out: Path) -> None:
-    """Print the profile's main figures, and where it was written."""
+    """Print the main figures of a profile and the path it was written to."""
     from vitpar.planner.profile.profiles import CHECKPOINTS, always_wrapped
 
     console = Console()

@@ -1,4 +1,4 @@
-"""Options of commands that predict: profiles or a cluster, a budget, and the recipe that they are to fit."""
+"""Options of commands that predict: profiles or a cluster, a memory budget, and the recipe to plan for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,13 @@ def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None,
 
 
 def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
-    """Return the whole numbers in a list such as `256,512`. most: the largest accepted. Raises PlannerError."""
+    """Return the positive integers in a list such as `256,512`.
+
+    option: name of the option, for messages.
+    most: largest accepted number.
+
+    Raises PlannerError.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
         raise PlannerError(f"{option} {shown(text)} is no number: use 256, or several as in 256,512,1024")
@@ -70,8 +76,14 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
 
 
 def planned_recipe(recipe: Path | None, given: Mapping[str, object], assignments: list[str] | None) -> Recipe:
-    """The recipe that is planned for, without data; a model that is named beside no recipe is the published one.
-    given: settings by dotted key. Raises RecipeError for settings that change nothing."""
+    """Return the recipe to plan for, which needs no data.
+
+    If a model is named without a recipe, it is the published model.
+
+    given: settings by dotted key.
+
+    Raises RecipeError, also for a setting in `assignments` that has no effect on a search.
+    """
     o.refuse_idle(assignments, "a search")
     named = recipe is None and given.get("model.name")
     return o.merged_recipe(recipe, {**given, **o.NO_DATA} if named else given, assignments)
@@ -85,8 +97,14 @@ def costs_of(
     num_classes: int | None,
     ranks: int | None = None,
 ) -> LayerCosts:
-    """Return the costs of the recipe's model on `ranks` devices of a cluster (all, if None), or on the machine that was
-    profiled. Raises PlannerError and RecipeError."""
+    """Return the costs of the recipe's model on a cluster or on the profiled machine.
+
+    cluster: name of the cluster; None for profiles.
+    num_classes: classes of the model on a cluster; 1000 if None.
+    ranks: number of devices of the cluster to use; None for all.
+
+    Raises PlannerError and RecipeError.
+    """
     from vitpar.planner.sources import estimated_costs, profiled_costs
 
     train = recipe.train
@@ -94,5 +112,5 @@ def costs_of(
         costs = estimated_costs(recipe.config(num_classes or 1000), cluster, train.precision, train.compile, ranks)
     else:
         costs = profiled_costs(recipe.config, train.precision, train.compile, hardware, model)
-    recipe.with_precision(costs.model.precision)  # refuses settings that do nothing in it
+    recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return costs

@@ -1,6 +1,6 @@
-"""How `vitpar train` shows a run: a header, progress, evaluations and the result.
+"""Output of `vitpar train`: a header, progress, evaluations and the result.
 
-On a terminal progress is one live line; elsewhere it is a plain line now and then, without control characters.
+On a terminal, progress is one live line; otherwise it is an occasional plain line without control characters.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
 
-CADENCE = 10.0  # seconds between two plain lines at least
-BAR = 40  # columns of the bar at most
-PLAIN_WIDTH = 100  # of the header where there is no terminal
+CADENCE = 10.0
+"""Minimum seconds between two plain lines of progress."""
+BAR = 40
+"""Maximum width of the bar in columns."""
+PLAIN_WIDTH = 100
+"""Width of the header in columns if there is no terminal."""
 
 
 class ConsoleReporter(Reporter):
-    """Prints the events of a run to the console. clock: seconds from any start, never back."""
+    """Reporter that prints the events of a run to a console.
+
+    console: None for stdout.
+    clock: function that returns monotonic seconds.
+    """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or _console()
@@ -41,7 +48,7 @@ class ConsoleReporter(Reporter):
         self._printed = float("-inf")
 
     def started(self, header: RunHeader) -> None:
-        """Print what will run."""
+        """Print the header of the run."""
         self._header, self._begun = header, self._clock()
         self._first: tuple[int, float] | None = None
         if self._console.is_terminal:
@@ -55,10 +62,10 @@ class ConsoleReporter(Reporter):
                     self._print(f"{'' if number else name:<11}{line}")
 
     def stepped(self, row: dict[str, Any]) -> None:
-        """Show the step of `row`, on a terminal always, else at the first, the last and when CADENCE has passed."""
+        """Show a step: always on a terminal, otherwise the first, the last, and one per CADENCE seconds."""
         step, now = row["step"], self._clock()
         self._first = self._first or (step, now)
-        loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # of a skipped step
+        loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # the step was skipped
         scale = f"  scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
         scale += " skipped" if row.get("skipped") else ""
         line = (
@@ -72,7 +79,7 @@ class ConsoleReporter(Reporter):
             self._print(f"step {line}")
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        """Print the result."""
+        """Print the result of an evaluation."""
         self._print(f"step {row['step']:,}  {_result(row)}", style="bold")
 
     def note(self, text: str) -> None:
@@ -80,11 +87,11 @@ class ConsoleReporter(Reporter):
         self._print(f"warning: {text}", style="yellow")
 
     def info(self, text: str) -> None:
-        """Print it."""
+        """Print a message."""
         self._print(text, style="bold")
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """Print the result, where the weights are and how to evaluate them."""
+        """Print the result, the path of the weights and the command that evaluates them."""
         self.close()
         rate = summary["images_per_second"]
         average = f", {_rate(rate)} on average" if rate else ""
@@ -98,54 +105,57 @@ class ConsoleReporter(Reporter):
         self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop the live line."""
         if self._live:
             self._live.stop()
             atexit.unregister(self._live.stop)
             self._live = None
 
     def _print(self, text: str, style: str = "") -> None:
-        """A line of its own, above the live line, never wrapped by us so that it can be copied and searched."""
+        """Print a line above the live line, without wrapping it, so that it can be copied and searched."""
         self._console.print(Text(text, style), soft_wrap=True, highlight=False)
 
     def _eta(self, step: int, now: float) -> str:
-        """Time to the end if it goes on as since the first step shown, evaluations included."""
+        """Return the remaining time at the average speed since the first step shown, evaluations included."""
         assert self._first is not None
         first, then = self._first
         return _duration((now - then) / (step - first) * (self._header.steps - step)) if step > first else "?"
 
 
 class _LiveLine:
-    """The bar and the text behind it on the last line of a terminal."""
+    """Bar and text on the last line of a terminal."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._bar = BarColumn(bar_width=0)
-        # No thread redraws it: the log interval decides when there is something new to show.
+        # No background refresh: the log interval decides when there is something new to show.
         self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console, auto_refresh=False)
         self._task = self._progress.add_task("", total=steps)
         self._progress.start()
-        console.show_cursor()  # hidden by rich; a process that is killed could not bring it back
+        console.show_cursor()  # rich hides it, and a killed process could not restore it
         self.show(0, f"0/{steps:,}  waiting for the first step")
 
     def show(self, step: int, line: str) -> None:
-        """Draw it again; the bar takes what the text leaves free."""
+        """Redraw the line; the bar takes the width that the text leaves free."""
         self._bar.bar_width = max(0, min(BAR, self._progress.console.width - len(line) - 1))
         self._progress.update(self._task, completed=step, description=line, refresh=True)
 
     def stop(self) -> None:
-        """Leave the line as it is and give the terminal back. Again: nothing."""
+        """Leave the line as it is and release the terminal. Further calls do nothing."""
         self._progress.stop()
 
 
 def _console() -> Console:
-    """The console of stdout, live only on a terminal that can move its cursor, whatever FORCE_COLOR says."""
+    """Return a console on stdout. It is a terminal only if it can move the cursor, regardless of FORCE_COLOR."""
     console = Console()
     live = console.file.isatty() and not console.is_dumb_terminal
     return console if live else Console(force_terminal=False, no_color=True)
 
 
 def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
-    """Yield names and values of the header, in at most `width` columns where that can be chosen."""
+    """Yield names and values of the header.
+
+    width: maximum columns of the rank grid.
+    """
     from vitpar.planner.cost.pipeline import idle_share
     from vitpar.training.optim.optimizer import state_words
 
@@ -191,7 +201,7 @@ def _ms(milliseconds: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """`0:07`, `12:34`, `5:00:00`."""
+    """Return a duration such as `0:07`, `12:34` or `5:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,14 +1,14 @@
-"""The rank grid: which rank stands where in the mesh, drawn with characters.
+"""Rank grid: a drawing with characters of the place of each rank in the mesh.
 
              dp 0         dp 1
           tp 0  tp 1   tp 0  tp 1
         ┌────────────┬────────────┐
-stage 0 │  0     2   │  1     3   │      a row is a place on the pp axis
+stage 0 │  0     2   │  1     3   │      a row is a position on the pp axis
         ├────────────┼────────────┤      a box is a tensor-parallel group: its ranks split each layer
-stage 1 │  4     6   │  5     7   │      a colour is a part of the batch
+stage 1 │  4     6   │  5     7   │      a colour is a data-parallel part of the batch
         └────────────┴────────────┘
 
-Under 2d and 2.5d a box is a square of rows i and columns j, under 3d of rows j and columns k.
+With 2d and 2.5d tensor parallelism a box is a square of rows i and columns j, with 3d of rows j and columns k.
 """
 
 from __future__ import annotations
@@ -22,21 +22,29 @@ from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 
 MOST_RANKS = 64
+"""Largest number of ranks that is drawn as a grid."""
 MOST_LINES = 32
+"""Largest number of lines of a grid."""
 LAYERS_WIDTH = 24
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")  # of the parts of the batch, in turn
-DATA_AXES = ("dp", "fsdp", "d", "i")  # those that split the batch
+"""Maximum columns of the names of layers."""
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+"""Colours of the parts of the batch, in turn."""
+DATA_AXES = ("dp", "fsdp", "d", "i")
+"""Axes that split the batch."""
 
 
 def draw_ranks(plan: Plan, width: int) -> Text:
-    """The grid in at most `width` columns; the groups along every axis where it would be too large to read. Of a
-    layerwise plan a line for every strategy: the ranks of a stage by the part of the batch they work on."""
+    """Draw the ranks of a plan in at most `width` columns.
+
+    A uniform plan is drawn as a grid, or if that is too large to read, as the groups of ranks along each axis. A
+    layerwise plan gets a line per strategy, with the ranks of a stage grouped by their part of the batch.
+    """
     if plan.world_size == 1:
         return Text("rank 0 holds the whole model and sees the whole batch")
     if not plan.is_uniform:
         return Text("\n").join(_strategies(plan, width))
     if plan.world_size <= MOST_RANKS:
-        # Boxes stand side by side, or below each other where that is too wide.
+        # Put boxes side by side, or stack them along more and more axes while that is too wide.
         for number in range(4):
             lines = _grid(plan, _box_axes(plan.strategy)[:number])
             if max(line.cell_len for line in lines) <= width and len(lines) <= MOST_LINES:
@@ -45,7 +53,7 @@ def draw_ranks(plan: Plan, width: int) -> Text:
 
 
 def row_name(plan: Plan, pp: int) -> str:
-    """Return the label of a place on the pp axis: its stages, or all layers where there is no pipeline."""
+    """Return the label of position `pp` on the pp axis: its stages, or "all layers" without a pipeline."""
     if plan.pipeline_degree == 1:
         return "all layers"
     stages = stages_of_rank(pp, plan)
@@ -53,22 +61,25 @@ def row_name(plan: Plan, pp: int) -> str:
 
 
 def shown_axis(strategy: Strategy, axis: str) -> str:
-    """Return the label of an axis of a layer's mesh: tp as long as it is one axis."""
+    """Return the label of an axis of a layer's mesh: "tp" if tensor parallelism has a single axis."""
     return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
 
 
 def _box_axes(strategy: Strategy) -> tuple[str, ...]:
-    """The axes whose ranks stand in different boxes."""
+    """Return the axes along which ranks are in different boxes, outermost first."""
     return ("dp", "fsdp", {"2.5d": "d", "3d": "i"}.get(strategy.tensor_mode, "d"))
 
 
 def _inside_axes(strategy: Strategy) -> tuple[str, str]:
-    """The axes of the rows and of the columns inside a box."""
+    """Return the axis of the rows and the axis of the columns inside a box."""
     return ("j", "k") if strategy.tensor_mode == "3d" else ("i", "j")
 
 
 def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
-    """The lines of the picture. below: the axes whose boxes stand below each other; the others stand side by side."""
+    """Return the lines of the grid.
+
+    below: axes along which boxes are stacked; along the others they are side by side.
+    """
     strategy = plan.strategy
     (down, across), beside = _inside_axes(strategy), [axis for axis in _box_axes(strategy) if axis not in below]
     sizes = {"pp": plan.pipeline_degree, **dict.fromkeys((*_box_axes(strategy), down, across), 1)}
@@ -125,8 +136,10 @@ def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
 
 
 def _colour(indices: list[tuple[int, int]]) -> str:
-    """Return the colour of a part of the batch. indices: (index, size) along the axes that split it, outermost
-    first."""
+    """Return the colour of a part of the batch.
+
+    indices: (index, size) along the axes that split the batch, outermost first.
+    """
     part = 0
     for index, size in indices:
         part = part * size + index
@@ -134,7 +147,7 @@ def _colour(indices: list[tuple[int, int]]) -> str:
 
 
 def _groups(plan: Plan, width: int) -> list[str]:
-    """A line for each axis of a uniform plan: its groups of ranks, as many as fit."""
+    """Return a line for each axis of a uniform plan, with as many of its groups of ranks as fit."""
     strategy = plan.strategy
     arranged = [axis for axis, _ in strategy.tensor_shape]
     names = [name for axis in plan.axes for name in (arranged if axis.role == "tp" else [axis.role])]
@@ -150,7 +163,7 @@ def _groups(plan: Plan, width: int) -> list[str]:
 
 
 def _strategies(plan: Plan, width: int) -> list[Text]:
-    """The lines of a layerwise plan."""
+    """Return the lines of a layerwise plan: a heading, and a line or two for each strategy."""
     layers: dict[Strategy, list[str]] = {}
     for selector, strategy in plan.layers:
         layers.setdefault(strategy, []).append(selector)
@@ -164,7 +177,7 @@ def _strategies(plan: Plan, width: int) -> list[Text]:
             at = place(strategy, rank)
             parts[tuple(at.get(axis, 0) for axis in DATA_AXES)].append(rank)
         start = f"{selectors:<{name}}  {strategy!s:<{kind}}  "
-        if len(start) > width // 2:  # the ranks get a line of their own
+        if len(start) > width // 2:  # the ranks go on a separate line
             lines.append(Text(_cut(start.rstrip(), width)))
             start = "  "
         lines.append(_fitting(start, list(parts.values()), width, coloured=True))
@@ -172,7 +185,7 @@ def _strategies(plan: Plan, width: int) -> list[Text]:
 
 
 def _fitting(start: str, groups: list[list[int]], width: int, *, coloured: bool = False) -> Text:
-    """`start` and as many of `groups` as fit in `width` columns, with a sign where some do not."""
+    """Return `start` followed by as many of `groups` as fit in `width` columns, with an ellipsis if some do not."""
     line = Text(start)
     for number, group in enumerate(groups):
         piece = " ".join(map(str, group)) if len(group) <= 4 else f"{group[0]} {group[1]} … {group[-1]}"

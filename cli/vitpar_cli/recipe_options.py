@@ -1,4 +1,4 @@
-"""Options that several commands share, and the recipe they make together."""
+"""Options that several commands share, and the recipe that they define."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 NO_DATA = {"data.path": "unused", "train.steps": 1}
-"""Values for settings that every recipe needs, for commands that read no data and train nothing."""
+"""Values of the settings that every recipe must have, for commands that neither read data nor train."""
 
 PANELS = {"model": "Model and data", "data": "Model and data", "train": "Training", "parallel": "Plan"}
-"""Heading in `--help` of the options that give settings of a section; the others stand under Options."""
+"""Heading in `--help` for options that give settings of a recipe's section; the others are under Options."""
 
 
 def parse_split(text: str) -> str | list[int]:
-    """``5,7`` as numbers; names as they are."""
+    """Return numbers such as ``5,7`` as a list, and other text unchanged."""
     return [int(part) for part in text.split(",")] if re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text) else text
 
 
 def setting(key: str, *flags: str, to: Callable[[Any], object] = lambda given: given, **option: Any) -> Any:
     """Return an option that gives the recipe's setting `key`, for use in ``Annotated``.
 
-    to: turns what was given into the setting's value, or into None to leave the setting alone. flags, option: see
-    `typer.Option`.
+    flags, option: as for `typer.Option`.
+    to: function from the option's value to the setting's value, or to None to leave the setting unchanged.
     """
     found = typer.Option(*flags, rich_help_panel=PANELS.get(key.partition(".")[0]), **option)
     found.setting = key, to
@@ -44,9 +44,9 @@ def setting(key: str, *flags: str, to: Callable[[Any], object] = lambda given: g
 
 
 def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that the options of `command` give, by dotted key, None where an option is left out.
+    """Return the settings that the options of `command` give, by dotted key; None for options that are left out.
 
-    arguments: those of the call, as ``locals()`` has them in the command's first line.
+    arguments: arguments of the call, which ``locals()`` returns in the first line of the command.
     """
     found: dict[str, object] = {}
     for name, annotation in get_type_hints(command, include_extras=True).items():
@@ -160,20 +160,23 @@ Assignments = Annotated[
 
 
 def assigned(assignments: list[str] | None, key: str) -> bool:
-    """Whether ``--set`` gives `key`."""
+    """Return whether ``--set`` gives the setting `key`."""
     return key in _keys(assignments)
 
 
 def _keys(assignments: list[str] | None) -> list[str]:
-    """Return the keys that ``--set`` gives."""
+    """Return the keys of all settings that ``--set`` gives."""
     return [assignment.partition("=")[0].strip() for assignment in assignments or ()]
 
 
 def refuse_idle(assignments: list[str] | None, doing: str) -> None:
-    """Refuse ``--set`` of a setting that changes nothing in what a command does (``COMMANDS``)."""
+    """Raise RecipeError if ``--set`` gives a setting that has no effect on a command.
+
+    doing: kind of command, a key of ``COMMANDS``.
+    """
     used = COMMANDS[doing]
     for key in _keys(assignments):
-        # Weights change no shape, plan or time, so only a training has a use for them.
+        # Weights change no shape, plan or time, so only training uses them.
         if key == "model.weights" or (key not in used and f"{key.partition('.')[0]}.…" not in used):
             raise RecipeError(
                 f"--set {shown(key)} changes nothing in {doing}, which uses {', '.join(used)}: leave it out"
@@ -181,8 +184,11 @@ def refuse_idle(assignments: list[str] | None, doing: str) -> None:
 
 
 def without_commands(recipe: Recipe, assignments: list[str] | None) -> Recipe:
-    """A recipe that came with weights or a checkpoint: its stream runs commands only where --set allows it anew, since
-    who was given them may not have read it."""
+    """Return a recipe with ``stream.allow_pipe`` off, unless ``--set`` gives that setting.
+
+    For a recipe that came with weights or a checkpoint: the user may not have read it, so its URLs may run commands
+    only with the user's new consent.
+    """
     if assigned(assignments, "stream.allow_pipe") or not recipe.stream.allow_pipe:
         return recipe
     return recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
@@ -195,11 +201,17 @@ def merged_recipe(
     *,
     without: Collection[str] = (),
 ) -> Recipe:
-    """The recipe of `path`, or the shipped digits recipe when neither a recipe nor data is named, with the settings
-    `given` put in. without: sections of the file to leave out."""
+    """Return a recipe with the settings `given` and `assignments` applied.
+
+    path: recipe file. If it is None and `given` has no data, the recipe is the shipped digits recipe.
+    given: settings by dotted key.
+    without: sections of the file to leave out.
+
+    Raises RecipeError.
+    """
     if path is not None or given.get("data.path") is not None:
         return read_recipe(path, given, assignments or (), without=without)
-    # A model that is named beside no recipe is the published one, not one with the digits recipe's options.
+    # A model that is named without a recipe is the published one, so it must not get the digits recipe's options.
     named = given.get("model.name") is not None
     return read_recipe(DEFAULT_RECIPE, given, assignments or (), without=("model",) if named else ())
 
@@ -211,10 +223,13 @@ def training_recipe(
     *,
     without: Collection[str] = (),
 ) -> tuple[Recipe, int | None]:
-    """Return the recipe of a training, and for how many images its defaults are (``vitpar.training.recipe.defaults``).
+    """Return the recipe of a training run and the number of images that its defaults are for.
 
-    Without a recipe file the defaults are the lowest layer where data is named; otherwise, and to begin with weights,
-    the recipe is that of `merged_recipe` and the number None.
+    If data is named without a recipe file, defaults for that number of images (``vitpar.training.recipe.defaults``)
+    fill the settings that are not given. Otherwise the recipe is that of `merged_recipe`, and the number is None. A run
+    that begins with weights does not use those defaults either.
+
+    Raises RecipeError and DataError.
     """
     keys = [key for key, value in given.items() if value is not None] + _keys(assignments)
     named = any(key == "data.path" or key.startswith("stream.") for key in keys)
@@ -223,7 +238,7 @@ def training_recipe(
     from vitpar.training.recipe.defaults import with_defaults
 
     begun = read_recipe(None, given, assignments or (), needs_length=False)
-    if begun.model.weights is not None:  # the table is for training from initial values
+    if begun.model.weights is not None:  # the defaults are for training from scratch
         return read_recipe(None, given, assignments or ()), None
     images = begun.stream.samples
     if images is None:
@@ -234,10 +249,11 @@ def training_recipe(
 
 
 def decide(recipe: Recipe, config: "ViTConfig", device: Device) -> "tuple[Recipe, Chosen]":
-    """Return `recipe` as it runs on a kind of device, and the plan for the ranks there are.
+    """Return `recipe` adapted to a kind of device, and the plan for the available ranks.
 
-    A rank takes the plan from the process that started it, if that was this program. Raises RecipeError and
-    StrategyError for what device, ranks, model and batch do not allow.
+    A rank that vitpar started uses the plan that the starting process passed to it.
+
+    Raises RecipeError and StrategyError for settings that the device, ranks, model or batch do not allow.
     """
     from vitpar.training.recipe.machine import on_device
 

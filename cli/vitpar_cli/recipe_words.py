@@ -1,4 +1,4 @@
-"""How a recipe trains, in a few rows: optimizer, learning rate, augmentation, regularisation and precision."""
+"""Summary of a recipe in a few rows: optimizer, learning rate, augmentation, regularisation and precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitpar.training.recipe.sections import OptimizerSection
 
 
 def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the rows, without what is off or usual."""
+    """Yield names and values of the rows, leaving out features that are off or have their defaults."""
     recipe = header.recipe
     if (images := header.origin.default_images) is not None:
         yield "settings", f"defaults for {images:,} images (docs/defaults.md)"
@@ -26,7 +26,7 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
 
 
 def optimizer_words(recipe: Recipe) -> str:
-    """Return `adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1`."""
+    """Return text such as `adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1`."""
     optimizer, usual = recipe.optimizer, OptimizerSection(name=recipe.optimizer.name)
     words = [optimizer.name, f"weight decay {optimizer.weight_decay:g}"]
     if optimizer.betas != usual.betas:
@@ -39,14 +39,17 @@ def optimizer_words(recipe: Recipe) -> str:
 
 
 def lr_words(recipe: Recipe, samples: int) -> str:
-    """Return `0.001 after 50 steps of warm-up, cosine to 0`."""
+    """Return text such as `0.001 after 50 steps of warm-up, cosine to 0`.
+
+    samples: number of training samples.
+    """
     steps, least = recipe.warmup_steps(samples), recipe.lr_schedule.min_lr
     warmup = f"after {count(steps, 'step')} of warm-up" if steps else "from the first step"
     return f"{recipe.optimizer.lr:g} {warmup}, cosine to {least:g}"
 
 
 def augment_words(recipe: Recipe) -> str:
-    """Return `crop 0.08-1, flip 0.5, rand-m9-n2, erasing 0.25, mixup 0.8, CutMix 1, 3 repeats`."""
+    """Return text such as `crop 0.08-1, flip 0.5, rand-m9-n2, erasing 0.25, mixup 0.8 or CutMix 1, 3 repeats`."""
     data, augment = recipe.data, recipe.augment
     crop = "crop {:g}-{:g}".format(*data.crop_scale)
     jitter = augment.color_jitter if isinstance(augment.color_jitter, tuple) else (augment.color_jitter,)
@@ -64,7 +67,7 @@ def augment_words(recipe: Recipe) -> str:
 
 
 def regularisation_words(recipe: Recipe, drop_path: float, dropout: float) -> str:
-    """Return `label smoothing 0.1, drop-path 0.1, EMA 0.9999`; nothing where all is off."""
+    """Return text such as `label smoothing 0.1, drop-path 0.1, EMA 0.9999`; empty if all are off."""
     parts = {
         "label smoothing": recipe.train.label_smoothing,
         "drop-path": drop_path,
@@ -75,7 +78,10 @@ def regularisation_words(recipe: Recipe, drop_path: float, dropout: float) -> st
 
 
 def precision_words(recipe: Recipe, automatic: bool) -> str:
-    """Return `bf16 (auto): compute in bfloat16, parameters in float32`."""
+    """Return text such as `bf16 (auto): compute in bfloat16, parameters in float32`.
+
+    automatic: whether the precision was chosen automatically.
+    """
     from vitpar.parallel import PRECISIONS
 
     found = PRECISIONS[recipe.train.precision]
@@ -85,7 +91,7 @@ def precision_words(recipe: Recipe, automatic: bool) -> str:
 
 
 def kernel_words(recipe: Recipe) -> str:
-    """Return `blocks compiled, attention math`; nothing where all is chosen by itself."""
+    """Return text such as `blocks compiled, attention math`; empty if all is chosen automatically."""
     train = recipe.train
     words = [] if train.compile is None else ["blocks compiled" if train.compile else "blocks not compiled"]
     if train.attention != "auto":

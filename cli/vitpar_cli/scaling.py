@@ -1,4 +1,4 @@
-"""`vitpar scaling`: how speed grows with devices, by simulation."""
+"""`vitpar scaling`: predict how speed grows with the number of devices."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -46,8 +46,9 @@ def scaling(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Search the best plan for fewer and more ranks and show how speed grows: weak scaling, with as many images for
-    each rank, and strong scaling, with as many images in all.
+    """Search for the best plan on several numbers of ranks and show how speed grows with them.
+
+    Weak scaling keeps the number of images per rank, strong scaling the total number of images.
 
     Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
     """
@@ -107,7 +108,7 @@ def scaling(
 
 
 def _halves(most: int) -> tuple[int, ...]:
-    """All ranks, half of them, and so on while that is whole."""
+    """Return `most`, its half, and so on while that is an integer, in ascending order."""
     found = [most]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)

@@ -1,4 +1,4 @@
-"""`vitpar search`: the plan with the most images a second that fits into memory."""
+"""`vitpar search`: find the plan with the most images per second that fits into memory."""
 
 import json
 import shlex
@@ -57,9 +57,10 @@ def search(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Find the plan with the most images a second whose ranks need no more memory than there is.
+    """Find the plan with the most images per second that fits into the memory of each rank.
 
-    It reads two profiles and needs no devices. With --cluster a data sheet takes their place: figures are estimates.
+    It reads two profiles and needs no devices. With --cluster it uses a data sheet instead, so all figures are
+    estimates.
 
     Example: vitpar search --memory 2GB --out plan.json && vitpar train --mesh plan.json
 
@@ -116,7 +117,10 @@ def search(
 
 
 def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe: Path | None, model: str | None) -> str:
-    """The command that trains the best plan: with the file `out`, or with all that a strategy does not say."""
+    """Return the command that trains with the best plan.
+
+    It uses the file `out` if there is one, and otherwise options for all settings that the strategy does not contain.
+    """
     plan = best.plan
     words = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
     if out is None:
@@ -131,5 +135,5 @@ def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a list such as `dp, tp`."""
+    """Return the words of a comma-separated list such as `dp, tp`."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from vitpar.planner.report.data import Findings, Prediction, Provenance
 
 SHOWN = 5
-"""Plans listed besides the best."""
+"""Number of plans that are listed after the best one."""
 
 
 class SearchProgress:
-    """A line on stderr that says how far the search is; without a terminal a line now and then."""
+    """Progress of a search on stderr: a live line on a terminal, otherwise an occasional plain line.
+
+    shown: whether to show the live line.
+    """
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
@@ -46,7 +49,7 @@ class SearchProgress:
 
 
 def show(found: "Findings", out: Path | None, report: Path | None = None, trace: Path | None = None) -> None:
-    """Print the best plan, what it costs, the next best, why not the obvious ones, and what was written."""
+    """Print the best plan, its costs, the next best plans, why obvious plans are worse, and the files written."""
     from vitpar.planner.report.data import noise_words
 
     console = Console(highlight=False)
@@ -63,7 +66,7 @@ def show(found: "Findings", out: Path | None, report: Path | None = None, trace:
 
 
 def show_choice(found: "Findings") -> None:
-    """Print the best plan, what it costs and why not the obvious ones, for a training that begins with it."""
+    """Print the best plan, its costs and why obvious plans are worse, before a training run uses the plan."""
     console = Console(highlight=False)
     _show_best(console, found)
     _show_reasons(console, found)
@@ -71,7 +74,7 @@ def show_choice(found: "Findings") -> None:
 
 
 def show_prediction(found: "Prediction", origin: "Provenance") -> None:
-    """Print what a plan is predicted to cost."""
+    """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     from vitpar.planner.report.data import provenance, speed_words
     from vitpar.planner.report.uncertainty import uncertainty
 
@@ -89,7 +92,7 @@ def show_prediction(found: "Prediction", origin: "Provenance") -> None:
 
 
 def _show_best(console: Console, found: "Findings") -> None:
-    """Print the best plan, where its figures come from, and what it costs."""
+    """Print the best plan, the source of its figures, and its costs."""
     from vitpar.planner.report.data import speed_words
 
     best, costs, doubt = found.result.plans[0], found.costs, found.doubt
@@ -112,7 +115,10 @@ def _show_best(console: Console, found: "Findings") -> None:
 
 
 def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
-    """Return rows with the breakdown of a step's time and of the fullest rank's memory. budget: bytes."""
+    """Return rows with the breakdown of a step's time and of the fullest rank's memory.
+
+    budget: memory of a rank in bytes.
+    """
     return [
         ("time", _parts(price.time, price.seconds)),
         ("memory", f"{size(price.memory_bytes)} of {size(budget)}: {_memory(price)}"),
@@ -120,7 +126,7 @@ def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
 
 
 def print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and sentences."""
+    """Print rows of a name and a sentence."""
     for name, words in rows:
         console.print(f"{name:<10} {words}", soft_wrap=True)
 
@@ -132,7 +138,7 @@ def _show_reasons(console: Console, found: "Findings") -> None:
 
 
 def _parts(time: Mapping[str, float], seconds: float) -> str:
-    """`backward 61.2 %, forward 30.1 %`: what takes a hundredth at least."""
+    """Return text such as `backward 61.2%, forward 30.1%`, with the parts that take at least 1 %."""
     items = sorted(time.items(), key=lambda item: -item[1])
     return ", ".join(f"{what} {part / seconds:.1%}" for what, part in items if part >= 0.01 * seconds)
 
@@ -162,8 +168,12 @@ def _print_prices(console: Console, title: str, prices: "Sequence[Price]", found
 
 
 def print_plans(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose last column is a plan: a plan that is too long for its line gets one below, so that it can
-    be copied. Prints nothing without rows."""
+    """Print a table whose last column is a plan; print nothing without rows.
+
+    A plan that is too long for its line is printed on a separate line below, so that it can be copied.
+
+    headings: headings of all columns but the last.
+    """
     if not rows:
         return
     widths = [max(map(len, column)) for column in zip(headings, *(row[:-1] for row in rows), strict=True)]
@@ -179,11 +189,14 @@ def print_plans(console: Console, title: str, headings: Sequence[str], rows: Seq
 
 
 def model_words(costs: "LayerCosts", ranks: str) -> str:
-    """`vit_huge_patch14_224 in bf16 on 8 ranks of NVIDIA H100 SXM 80GB`. ranks: in words."""
+    """Return text such as `vit_huge_patch14_224 in bf16 on 8 ranks of NVIDIA H100 SXM 80GB`.
+
+    ranks: number of ranks, in words.
+    """
     compiled = ", compiled" if costs.model.compiled else ""
     return f"{costs.config.name} in {costs.model.precision}{compiled} on {ranks} of {costs.hardware.device_name}"
 
 
 def print_origin(console: Console, origin: "Provenance") -> None:
-    """Print which version of vitpar made the output, by which command."""
+    """Print the version of vitpar and the command that made the output."""
     console.print(str(origin), style="dim", markup=False, soft_wrap=True)

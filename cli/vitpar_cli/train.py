@@ -1,4 +1,4 @@
-"""`vitpar train`."""
+"""`vitpar train`: train a Vision Transformer."""
 
 import json
 import sys
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 SEARCHED = "Search of the plan, with --mesh auto"
+"""Heading in `--help` of the options for --mesh auto."""
 
 
 def train(
@@ -129,8 +130,8 @@ def train(
 ) -> None:
     """Train a Vision Transformer under any mesh.
 
-    Without a launcher it starts its own workers; under torchrun, srun or mpirun it joins them. With --data and no
-    --recipe, settings follow the number of training images (docs/defaults.md).
+    Without a launcher it starts its own ranks; under torchrun, srun or mpirun it joins theirs. With --data and without
+    --recipe, defaults of settings depend on the number of training images (docs/defaults.md).
 
     Example: vitpar train --data data_shards/mine
 
@@ -152,7 +153,7 @@ def train(
         went.recipe if own_recipe else recipe,
         given,
         assignments,
-        # Another mesh brings its own plan.
+        # Another mesh replaces the complete plan of the resumed run.
         without=("parallel", "communication") if own_recipe and mesh is not None else ("parallel",) * (mesh == AUTO),
     )
     merged = o.without_commands(merged, assignments) if own_recipe else merged
@@ -165,7 +166,7 @@ def train(
 
     kind = choose_device(device)
     automatic = merged.train.precision == "auto"
-    if went.recipe is not None:  # a run keeps the precision that it began with
+    if went.recipe is not None:  # a resumed run keeps its precision
         merged = merged.with_precision(read_recipe(went.recipe).train.precision)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
@@ -176,7 +177,7 @@ def train(
         options.refuse_beside(merged.parallel.mesh)
         (merged, chosen), store = o.decide(merged, config, kind), None
     plan = chosen.plan
-    transforms(merged, config.image_size)  # refuses wrong settings before anything starts
+    transforms(merged, config.image_size)  # refuses invalid settings before ranks start
     refuse_huge_batch(merged, config)
     if merged.model.weights is not None and went.begins:
         beginning(merged, config)

@@ -1,4 +1,4 @@
-"""Sentences on a command line that typer refuses: unknown options, arguments too many, values of the wrong type."""
+"""Messages for command lines that typer refuses: unknown options, extra arguments, values of the wrong type."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vitpar.errors import RecipeError
 from vitpar.text import nearest, shown
 
 POSITIONAL = {"train": "--mesh", "check": "--mesh", "bench": "--mesh", "eval": "--checkpoint"}
-"""By command: the option that people give as an argument."""
+"""Option, by command, whose value users give as a positional argument by mistake."""
 
 
 def sentence(error: TyperException) -> str:
-    """Return what is wrong and what to do, in vitpar's style."""
+    """Return a message that says what is wrong and what to do, in vitpar's style."""
     context: Any = getattr(error, "ctx", None)
     command = context.command_path if context else "vitpar"
     options = [name for option in context.command.params for name in option.opts] if context else []
@@ -31,7 +31,7 @@ def sentence(error: TyperException) -> str:
 
 
 def _instead(option: str, options: list[str]) -> str:
-    """Return `: use --set optimizer.lr=VALUE` for a setting, else the nearest option or a hint."""
+    """Return a hint such as `: use --set optimizer.lr=VALUE` for a setting, else the nearest option or `--help`."""
     if "--set" in options:
         from vitpar.training.recipe.reference import find
 

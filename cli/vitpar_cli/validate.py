@@ -1,4 +1,4 @@
-"""`vitpar validate`: predictions beside measurements."""
+"""`vitpar validate`: compare predictions with measurements."""
 
 import json
 import os
@@ -48,11 +48,12 @@ def validate(
     ] = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Run plans for a few steps and print what was predicted beside what was measured.
+    """Run plans for a few steps and compare predictions with measurements.
 
-    The plans need as many ranks as the hardware was profiled with. Each runs in processes of its own, on random images:
-    all plans once, all again, a third time those whose two runs disagree, and at the end the fastest in turns. It says
-    how much of the cores other programs used meanwhile: above a tenth figures are not reliable.
+    The plans need as many ranks as the hardware was profiled with. Each plan runs in separate processes on random
+    images. All plans run twice, and those whose two runs disagree run a third time. At the end the plan predicted to be
+    the fastest alternates with the fastest of the others. The output says how much of the cores other programs used;
+    above a tenth, figures are not reliable.
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
@@ -67,8 +68,8 @@ def validate(
         raise PlannerError("--microbatches is given beside plans that have their own: give it with strategies alone")
     corrected = None if correct is None else _corrected_files(correct, hardware, model_profile)
     refuse_unwritable(out, *(corrected or ()))
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or processes that we fork could not use GPUs
-    # --microbatches is for the plans that are named, not for the recipe's.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
+    # --microbatches applies to the plans on the command line, not to the recipe's plan.
     merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
     kind, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
     images = merged.train.batch_size
@@ -85,7 +86,7 @@ def validate(
             "--batch-images"
         )
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
-    resolve(chosen[0], kind)  # refuses ranks that a launcher or the GPUs do not give
+    resolve(chosen[0], kind)  # refuses more ranks than the launcher or the GPUs provide
     world = enter(machine.ranks, kind)
 
     from vitpar.planner.measure.clock import load_share
@@ -94,13 +95,13 @@ def validate(
     runner = PlanRunner(world, kind, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.config)
-    load, progress = load_share(), ProgressLines()  # before our own processes compute
+    load, progress = load_share(), ProgressLines()  # load is read before our own processes run
     rows: list[AccuracyRow] = []
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite), start=1):
         rows[index : index + 1] = [
             AccuracyRow(prices[index], measured, profile.pace)
-        ]  # the first run of a plan appends
+        ]  # appends in the first run of a plan, replaces in later ones
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(_to_json(rows, costs, load), indent=1) + "\n")
@@ -117,7 +118,10 @@ def validate(
 
 
 def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:
-    """Where corrected profiles go: a folder, made if needed, in which the profiles are not themselves."""
+    """Make the folder for corrected profiles if needed and return their paths.
+
+    Raises PlannerError if the folder cannot be made, or if the original profiles would be overwritten.
+    """
     files = folder / "hardware.json", folder / "model.json"
     for path, source in zip(files, (hardware, model), strict=True):
         if path.resolve() == (source or Path(path.name)).resolve():
@@ -166,6 +170,7 @@ def _to_json(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None)
 
 
 COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
+"""Headings of the table: three for time, then three for memory."""
 
 
 def _show(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) -> None:

@@ -1,4 +1,4 @@
-"""How a command becomes a world of ranks: it joins the one a launcher made, or starts its own on this machine."""
+"""World of a command: join the ranks that a launcher started, or start ranks on this machine."""
 
 import json
 import os
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str | None) -> Device:
-    """The kind of device to compute on: the one named, else CUDA where there is a GPU. Raises LaunchError."""
+    """Return the kind of device to compute on: `name`, or if None, CUDA if there is a GPU and else the CPU.
+
+    Raises LaunchError for an unknown or missing device.
+    """
     import torch
 
     if name is None:
@@ -38,7 +41,10 @@ def choose_device(name: str | None) -> Device:
 
 
 def ranks_available(device: Device) -> int | None:
-    """Ranks of the world a launcher made, else the GPUs of this machine; None on a CPU, which holds any number."""
+    """Return the number of ranks that a launcher started, or else the number of GPUs of this machine.
+
+    None means any number, on a CPU without a launcher.
+    """
     world = _given_world()
     if world is not None:
         return world.size
@@ -50,9 +56,11 @@ def ranks_available(device: Device) -> int | None:
 
 
 def resolve(plan: Plan, device: Device) -> Plan:
-    """The plan with its open degree filled for the ranks there are.
+    """Return the plan with its open degree resolved for the number of available ranks.
 
-    A closed plan smaller than a machine's GPUs runs on some of them.
+    A plan without an open degree may use fewer ranks than the machine has GPUs.
+
+    Raises StrategyError for a plan that does not fit the available ranks.
     """
     from vitpar.launch.resources import cpu_cores
 
@@ -71,8 +79,11 @@ def resolve(plan: Plan, device: Device) -> Plan:
 
 
 def _given_world() -> "World | None":
-    """The world that another launcher made. The plan decided the size of one that this program started, so its ranks
-    choose the plan from what the machine has, as the program did."""
+    """Return the world of an external launcher; None without one.
+
+    A world that vitpar started itself does not count. Its size follows from the plan, so its ranks must resolve the
+    plan from the machine's resources, as the process that started them did.
+    """
     from vitpar.launch import find_world
 
     world = find_world()
@@ -80,17 +91,22 @@ def _given_world() -> "World | None":
 
 
 def enter(ranks: int, device: Device, *, saves: bool = False, chosen: Chosen | None = None) -> "World":
-    """The world of `ranks` in which this process is one.
+    """Return the world that this process belongs to, after starting its ranks if needed.
 
-    Without a launcher and with more than one, this process starts them, each running the same command line, waits, and
-    exits with their code. saves: whether ranks that are asked to end save first, and so are waited for. chosen: the
-    plan to hand to the ranks that it starts (`handed_plan`), so that they run it whatever becomes of files meanwhile.
+    Without a launcher and with more than one rank, this process starts ranks that run the same command line, waits for
+    them and exits with their exit code.
+
+    ranks: number of ranks to start.
+    saves: whether ranks save a checkpoint when they are told to stop, so that this process must wait for them.
+    chosen: plan to pass to the ranks that are started (`handed_plan`), so that they use it even if files change.
+
+    Raises typer.Exit in a process that started ranks.
     """
     from vitpar.launch import ALONE, find_world, spawn
 
     world = find_world()
     if world is None and ranks > 1:
-        # -P: no file of the folder we are in takes the place of a module.
+        # -P: do not import modules from the current folder.
         argv = ["-P", "-m", "vitpar_cli.main", *sys.argv[1:]]
         debug = bool(os.environ.get("VITPAR_DEBUG"))
         handed = chosen_to_text(chosen) if chosen else None
@@ -99,7 +115,10 @@ def enter(ranks: int, device: Device, *, saves: bool = False, chosen: Chosen | N
 
 
 def end(world: "World", code: int = 0) -> None:
-    """Ends a rank, whose work is done, with `code`; a program that is alone goes on to its own end."""
+    """End a rank whose work is done with exit code `code`.
+
+    A process that is alone returns from here if `code` is 0, and raises typer.Exit otherwise.
+    """
     from vitpar.launch import ALONE, finish
 
     if world is not ALONE:
@@ -109,7 +128,7 @@ def end(world: "World", code: int = 0) -> None:
 
 
 def handed_plan() -> "Chosen | None":
-    """Return the plan that the process which started this rank has chosen, None in any other process."""
+    """Return the plan that the process that started this rank passed to it; None in any other process."""
     from vitpar.launch.world import HANDED, REPORTS
 
     handed = Path(os.environ.get(REPORTS, os.devnull)) / HANDED
@@ -119,12 +138,12 @@ def handed_plan() -> "Chosen | None":
 
 
 def chosen_to_text(chosen: Chosen) -> str:
-    """Return a plan as it is sent to other ranks of the same program."""
+    """Serialise a plan for other ranks of the same program."""
     return json.dumps({"plan": plan_to_json(chosen.plan), "because": chosen.because})
 
 
 def chosen_from_text(text: str) -> Chosen:
-    """Return the plan that `chosen_to_text` was given."""
+    """Return the plan that `chosen_to_text` serialised."""
     found = parse_json(text)
     return Chosen(plan_from_json(found["plan"]), found["because"])
 
@@ -137,8 +156,12 @@ def run_in_world(
     saves: bool = False,
     store: "Store | None" = None,
 ) -> None:
-    """Run `work` on every rank of a plan and exit with its code (the same on all ranks). saves: see `enter`. store: see
-    `vitpar.launch.join`."""
+    """Run `work` on every rank of a plan and exit with the code that it returns.
+
+    work: function of the rank's device; returns the same exit code on all ranks.
+    saves: as in `enter`.
+    store: as in `vitpar.launch.join`.
+    """
     from vitpar.launch import join, leave
 
     plan = chosen.plan

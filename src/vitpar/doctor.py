@@ -1,6 +1,6 @@
 """Report on this machine (`collect`) and problems found in it (`problems`).
 
-`collect` only looks and `problems` only judges what was collected, so the report of another machine can be judged here.
+`collect` only observes and `problems` only judges, so the report of another machine can be judged here.
 """
 
 from __future__ import annotations
@@ -24,24 +24,35 @@ from vitpar.launch.resources import cpu_cores
 Severity = Literal["error", "warning"]
 Problem = tuple[Severity, str]
 
-MINIMUM = {  # as in the project's dependencies
+MINIMUM = {
     **{"python": "3.11", "torch": "2.11", "einops": "0.8", "numpy": "1.26", "webdataset": "1.0", "pydantic": "2.9"},
     **{"safetensors": "0.5", "rich": "13.7", "typer": "0.15", "pillow": "10.3", "simplejpeg": "1.8", "tomli-w": "1.1"},
 }
+"""Oldest supported version of Python and of each package, as in the project's dependencies."""
 GB = 10**9
-ENOUGH_SHARED_MEMORY = GB  # NCCL moves data between ranks through it; containers often get 64 MB
-ENOUGH_OPEN_FILES = 4096  # shards, and a socket for every peer
+ENOUGH_SHARED_MEMORY = GB
+"""Bytes of /dev/shm, through which NCCL moves data between ranks. Containers often get 64 MB."""
+ENOUGH_OPEN_FILES = 4096
+"""Open files of a process: data shards, and a socket for every peer."""
 ENOUGH_PROCESSES = 1024
-ENOUGH_MEMORY = 2 * GB  # two ranks, before any model
+"""Processes of the user."""
+ENOUGH_MEMORY = 2 * GB
+"""Bytes of free host memory for two ranks, before any model."""
 
 
 def collect() -> dict[str, object]:
-    """Everything `problems` judges, as values that go into JSON. Takes seconds: two ranks are started to see them work.
+    """Return the report that `problems` judges, as values that JSON can express.
 
-    versions: name -> version or None. system: OS, cores, memory in bytes. torch: why it cannot be imported, or None.
-    cpu_capability, devices, distributed: the vector instructions, GPUs and backends that torch has; nothing without it.
-    gpu_driver: whether an NVIDIA driver is loaded. world: what a launcher has described, or None.
-    limits: None = unlimited, or not told by this system. local_world: ok, seconds, error.
+    Takes seconds: it starts two ranks to verify that they can communicate.
+
+    versions: name -> version, or None if not installed.
+    system: OS, cores, memory in bytes.
+    torch: why torch cannot be imported; None if it can.
+    cpu_capability, devices, distributed: vector instructions, GPUs and backends of torch; empty without torch.
+    gpu_driver: whether an NVIDIA driver is loaded.
+    world: the world that a launcher describes, or its error; None without a launcher.
+    limits: of open files, processes and shared memory; None for unlimited or unknown.
+    local_world: ok, seconds, error.
     compiler: path of the C++ compiler that torch.compile needs on a CPU, or None.
     """
     return {
@@ -74,7 +85,7 @@ def problems(report: Mapping[str, Any]) -> list[Problem]:
     return sorted(found, key=lambda problem: problem[0])
 
 
-# Looking
+# Collecting
 
 
 def _versions() -> dict[str, str | None]:
@@ -178,14 +189,14 @@ def _wrong_versions(versions: Mapping[str, str | None]) -> Iterator[Problem]:
 
 
 def _release(text: str) -> list[int]:
-    """`2.13.0+cpu` -> [2, 13, 0]."""
+    """Return the numbers of a version: `2.13.0+cpu` -> [2, 13, 0]."""
     return [int(part) for part in re.findall(r"\d+", text.split("+")[0])]
 
 
 def _wrong_world(report: Mapping[str, Any]) -> Iterator[Problem]:
     local, world = report["local_world"], report["world"]
     if report["torch"] is not None:
-        if report["versions"]["torch"]:  # otherwise it is missing, and said to be
+        if report["versions"]["torch"]:  # otherwise `_wrong_versions` reports it as missing
             yield "error", f"torch is installed but cannot be imported ({report['torch']}): install it again"
     elif not report["distributed"]["gloo"]:
         yield "error", "this torch has no gloo backend, over which ranks meet: install torch from https://pytorch.org"

@@ -10,7 +10,7 @@ class UserError(ValueError):
     """Base of errors that the user must fix."""
 
     def __str__(self) -> str:
-        # Messages quote names out of files of others, which must not steer a terminal.
+        # Messages quote names from untrusted files, which must not control a terminal.
         return printable(super().__str__())
 
 
@@ -31,11 +31,11 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged or of another model or training, or one that cannot be written."""
+    """A checkpoint that is missing, damaged, of another model or training, or that cannot be written."""
 
 
 class LaunchError(UserError):
-    """A world of processes that cannot be formed from the environment found."""
+    """A world of processes that cannot be formed from the given environment."""
 
 
 class DeviceMemoryError(UserError):
@@ -43,9 +43,11 @@ class DeviceMemoryError(UserError):
 
 
 class PlannerError(UserError):
-    """A profile that cannot be used, or nothing that fits what a search was asked for."""
+    """A profile or cluster that cannot be used, or a search without a result."""
 
 
 class FaultError(RuntimeError):
-    """A fault that ended a run and that the user did not cause, such as ranks that hang or disagree. The message is one
-    sentence; the exit code is 1."""
+    """A fault that ended a run and that the user did not cause, such as ranks that hang or disagree.
+
+    The message is one sentence; the exit code is 1.
+    """

@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have made, and writes files that are there whole or not at all."""
+"""Read files that may be untrusted, and write files atomically."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _TOML_TEXT = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-"""Strings and comments of TOML, also those that do not end."""
+"""Strings and comments of TOML, including unterminated ones."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F])|.)", re.DOTALL
 )
-"""Escapes in JSON. Group 1: half of a surrogate pair without the other."""
+"""Escapes in JSON. Group 1: half of a surrogate pair without the other half."""
 
 
 def open_regular(path: PathLike) -> BinaryIO:
     """Open a regular file for reading bytes.
 
-    Raises OSError, also for anything else: a FIFO would be waited for without end, and a device may have no end.
+    Raises OSError, also for anything but a regular file: a FIFO would block forever, and a device may be endless.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO opens at once, to be refused
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait for a FIFO
     except ValueError:
         raise OSError(errno.EINVAL, "it is no name of a file") from None
     try:
@@ -55,11 +55,13 @@ def open_regular(path: PathLike) -> BinaryIO:
 
 
 def stat_regular(path: PathLike) -> os.stat_result:
-    """Return the status of a regular file, for readers that open `path` themselves. Raises OSError, also for anything
-    else."""
+    """Return the status of a regular file, for readers that open `path` themselves.
+
+    Raises OSError, also for anything but a regular file.
+    """
     try:
         found = os.stat(path)
-    except ValueError:  # a name with a zero in it, or that cannot be encoded
+    except ValueError:  # the name has a NUL character or cannot be encoded
         raise OSError(errno.EINVAL, "it is no name of a file") from None
     _refuse_irregular(found, path)
     return found
@@ -74,32 +76,41 @@ def _refuse_irregular(found: os.stat_result, path: PathLike) -> None:
 
 
 def read_bytes(path: PathLike, limit: int) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes. Raises OSError."""
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises OSError.
+    """
     with open_regular(path) as file:
         large = os.fstat(file.fileno()).st_size > limit
         data = b"" if large else file.read(limit + 1)
-    if large or len(data) > limit:  # a file of /proc has no size
+    if large or len(data) > limit:  # files in /proc have size 0
         raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
     return data
 
 
 def read_text(path: PathLike, limit: int) -> str:
-    """Return the UTF-8 text in a regular file of at most `limit` bytes. Raises OSError, and ValueError for other
-    encodings."""
+    """Return the UTF-8 text of a regular file of at most `limit` bytes.
+
+    Raises OSError, and ValueError for other encodings.
+    """
     return read_bytes(path, limit).decode("utf-8")
 
 
 def read_json(path: PathLike, limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the JSON value in a regular file of at most `limit` bytes. Raises OSError, and ValueError as `parse_json`
-    does."""
+    """Return the JSON value in a regular file of at most `limit` bytes.
+
+    Raises OSError, and ValueError as `parse_json` does.
+    """
     return parse_json(read_bytes(path, limit))
 
 
 def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the JSON value that `data` holds. pairs: makes an object of its keys and values, a dict by default.
+    """Return the JSON value in `data`.
 
-    Raises ValueError for what is not JSON, also where it is nested too deeply to be read, and for text that cannot be
-    written again: half of a surrogate pair.
+    pairs: makes an object from its keys and values; None makes a dict.
+
+    Raises ValueError for invalid JSON, for nesting that is too deep to parse, and for half of a surrogate pair, which
+    could not be written again.
     """
     text = data.decode(json.detect_encoding(data)) if isinstance(data, bytes) else data
     if _SURROGATE.search(text) and any(match[1] for match in _JSON_ESCAPE.finditer(text)):
@@ -111,16 +122,19 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
 
 def read_toml(path: PathLike) -> dict[str, Any]:
-    """Return what a regular file of TOML holds. Raises OSError, and ValueError as `parse_toml` does."""
+    """Return the content of a regular TOML file.
+
+    Raises OSError, and ValueError as `parse_toml` does.
+    """
     return parse_toml(read_text(path, MAX_TOML_BYTES))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return what TOML `text` holds.
+    """Return the content of TOML `text`.
 
-    Raises ValueError for what is not TOML, also where it is nested too deeply to be read.
+    Raises ValueError for invalid TOML, and for nesting that is too deep to parse.
     """
-    # Reading a key takes the square of its dots. Between two of these signs there is at most one key.
+    # tomllib takes time quadratic in the dots of a key. Between two of these characters there is at most one key.
     longest = max(piece.count(".") for piece in re.split(r"[\n=\[\]{},]", _TOML_TEXT.sub("", text)))
     if longest > MAX_TOML_DOTS:
         raise ValueError(f"a key has {longest:,} dots, and at most {MAX_TOML_DOTS} are read")
@@ -131,14 +145,17 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Write `text` to `path` as UTF-8. A reader sees the old file or the whole new one. Raises OSError."""
+    """Write `text` to `path` as UTF-8, atomically: a reader sees the old file or the complete new one.
+
+    Raises OSError.
+    """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed
-        with temporary.open("x", encoding="utf-8") as file:  # through no link that somebody put there
+        temporary.unlink(missing_ok=True)  # left by a killed process
+        with temporary.open("x", encoding="utf-8") as file:  # "x": never write through a link that somebody put there
             file.write(text)
         os.replace(temporary, target)
     finally:
-        with suppress(OSError):  # already renamed, or never made
+        with suppress(OSError):  # already renamed, or never created
             temporary.unlink()

@@ -1,7 +1,7 @@
-"""Records that strangers may have written, refused at the first thing that is wrong.
+"""Pydantic records for untrusted files, which stop at the first error.
 
-Pydantic tells all that is wrong at once, which takes a kilobyte and some microseconds each: for a file of nothing else
-gigabytes. Lists, tables and unknown keys are checked so that the first ends it.
+Pydantic collects all errors, each of about a kilobyte and some microseconds. A file that is all errors would take
+gigabytes. Lists, tables and unknown keys are therefore checked so that the first error ends the validation.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vitpar.text import shown
 
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], FailFast()]
-"""Any number of a kind."""
+"""Tuple of any length, validated up to its first error."""
 
 
 class Record(BaseModel):
-    """Base of records whose unknown keys are refused; a subclass may name further settings of pydantic's."""
+    """Base of records that refuse unknown keys. Subclasses may add settings of pydantic."""
 
     @model_validator(mode="before")
     @classmethod
@@ -31,7 +31,10 @@ class Record(BaseModel):
 
 
 def table_of(kind: Callable[[Any], Any]) -> BeforeValidator:
-    """Return what checks the values of a table one by one. kind: makes one, or raises ValueError."""
+    """Return a validator that checks the values of a table one by one.
+
+    kind: converts one value, or raises ValueError.
+    """
 
     def checked(said: Any) -> Any:
         return {key: _checked(kind, key, value) for key, value in said.items()} if isinstance(said, dict) else said
@@ -49,14 +52,17 @@ def _checked(kind: Callable[[Any], Any], key: object, value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return `value` if it is text. Raises ValueError."""
+    """Return `value` if it is a string.
+
+    Raises ValueError.
+    """
     if not isinstance(value, str):
         raise ValueError("it is no text")
     return value
 
 
 def first_wrong(error: ValidationError) -> str:
-    """Return the key that is wrong first, and what is wrong with it."""
+    """Return the first error of a validation: the key and what is wrong with it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     said = first["msg"].removeprefix("Value error, ")
     place = ".".join(map(str, first["loc"]))

@@ -1,4 +1,4 @@
-"""Pieces of sentences: what somebody typed, quoted safely; counts, sizes, alternatives and lists of ranks."""
+"""Parts of messages: safely quoted input, counts, sizes, alternatives and lists of ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from vitpar.limits import MAX_QUOTED_CHARS
 
 
 def shown(text: object, around: int = 0) -> str:
-    """Return `text` for an error message: if it is long, the part with the character number `around`, from 0."""
+    """Return `text` for an error message, cut to MAX_QUOTED_CHARS characters.
+
+    around: index of the character around which a long text is cut.
+    """
     words = str(text)
     if len(words) <= MAX_QUOTED_CHARS:
         return words
-    kept = MAX_QUOTED_CHARS - 2  # and a sign for each side that may be cut
+    kept = MAX_QUOTED_CHARS - 2  # room for an ellipsis on each side
     start = max(0, min(around - kept // 2, len(words) - kept))
     return f"{'…' * (start > 0)}{words[start : start + kept]}{'…' * (start + kept < len(words))}"
 
 
 def literal(value: object) -> str:
-    """Return `value` for an error message as Python writes it."""
+    """Return the Python literal of `value` for an error message, cut like `shown`."""
     try:
         return shown(repr(value))
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number of thousands of digits"
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes for control characters, other than line ends, and for what UTF-8 cannot encode."""
+    """Return `text` with control characters, except newlines, and what UTF-8 cannot encode escaped."""
     if text.isprintable():
         return text
     return "".join(
@@ -37,34 +40,34 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the known word most like `word`, or an empty string when none is close."""
-    if len(word) > MAX_QUOTED_CHARS:  # comparing takes the square of its length
+    """Return ` (did you mean 'x'?)` for the known word closest to `word`, or an empty string if none is close."""
+    if len(word) > MAX_QUOTED_CHARS:  # comparing takes time quadratic in its length
         return ""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `4 ranks`, `2 micro-batches`, `3 strategies`."""
+    """Return a number with its noun: `1 rank`, `4 ranks`, `2 micro-batches`, `3 strategies`."""
     plural = noun[:-1] + "ies" if noun.endswith("gy") else noun + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{number} {noun if number == 1 else plural}"
 
 
 def size(number: float) -> str:
-    """`1,360 GB`, `31.2 GB`, `640 MB`, `0.12 MB`: bytes."""
+    """Return a number of bytes with its unit: `1,360 GB`, `31.2 GB`, `640 MB`, `0.12 MB`."""
     unit, scale = ("GB", 1e9) if number >= 999.5e6 else ("MB", 1e6)
     value = number / scale
-    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"  # without an exponent
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"  # .3g would write 1e+03
 
 
 def either(options: Iterable[object]) -> str:
-    """`2`, `2 or 3`, `2, 3 or 6`."""
+    """Return alternatives: `2`, `2 or 3`, `2, 3 or 6`."""
     *others, last = map(str, options)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0 and 2`, `ranks 0-2, 5 and 7`."""
+    """Return a list of ranks: `rank 3`, `ranks 0 and 2`, `ranks 0-2, 5 and 7`."""
     parts: list[str] = []
     run: list[int] = []
     ordered = sorted(numbers)
@@ -79,11 +82,11 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def closest(values: Iterable[int], wanted: int, most: int = 3) -> list[int]:
-    """Up to `most` of `values` that are nearest to `wanted`, in ascending order."""
+    """Return up to `most` of `values` that are nearest to `wanted`, in ascending order."""
     return sorted(sorted(values, key=lambda value: abs(value - wanted))[:most])
 
 
 def divisors(number: int) -> list[int]:
-    """Every divisor of `number` (1 or more), in ascending order."""
+    """Return every divisor of `number` (1 or more), in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]

@@ -1,4 +1,4 @@
-"""The state of a run as a folder that any plan reads, whatever plan wrote it."""
+"""Checkpoints: the state of a run in a folder that any plan can read, whatever plan wrote it."""
 
 from typing import TYPE_CHECKING
 

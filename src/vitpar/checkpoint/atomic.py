@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whenever the machine stops.
+"""Atomic files and folders: complete or absent, even if the machine stops at any moment.
 
 step_300.partial     while it is written          step_300.removed     while it is removed
 """
@@ -14,20 +14,21 @@ from pathlib import Path
 from vitpar.checkpoint.index import StoredFile
 
 _CHUNK = 1 << 24
+"""Bytes that are written at a time."""
 
 
 def partial(folder: Path) -> Path:
-    """The name of `folder` while it is written."""
+    """Return the path of `folder` while it is written."""
     return folder.with_name(folder.name + ".partial")
 
 
 def removed(folder: Path) -> Path:
-    """The name of `folder` while it is removed."""
+    """Return the path of `folder` while it is removed."""
     return folder.with_name(folder.name + ".removed")
 
 
 def begin(folder: Path) -> None:
-    """Make the empty folder in which `folder` is written."""
+    """Create the empty folder in which `folder` is written, replacing one left by an earlier attempt."""
     shutil.rmtree(partial(folder), ignore_errors=True)
     partial(folder).mkdir(parents=True)
 
@@ -50,7 +51,7 @@ def write(path: Path, content: bytes | memoryview) -> StoredFile:
 
 
 def publish(folder: Path) -> None:
-    """Give what was written its name, in the place of what has it."""
+    """Rename the partial folder to `folder`, replacing a folder of that name."""
     _sync(partial(folder))
     gone, replaces = removed(folder), folder.exists()
     shutil.rmtree(gone, ignore_errors=True)
@@ -67,7 +68,7 @@ def publish(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, which at no time looks whole while parts of it are gone."""
+    """Remove a folder atomically: it never looks complete while parts of it are gone."""
     gone = removed(folder)
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(folder, gone)
@@ -75,13 +76,13 @@ def remove(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file that something else wrote is on the disk."""
+    """Wait until a file that other code wrote is on disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:
-    with suppress(OSError):  # some mounts cannot
+    with suppress(OSError):  # some mounts do not support it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -27,12 +27,15 @@ _NAME = re.compile(r"step_(\d+)")
 
 
 class Scale(BaseModel):
-    """State of the scale of a float16 loss."""
+    """State of the loss scale in float16."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     scale: PositiveFloat
+    """Factor of the loss."""
     good_steps: NonNegativeInt
+    """Steps without an overflow since the scale changed or an overflow happened."""
     hysteresis_left: NonNegativeInt
+    """Overflows left until the scale falls; 0 if each further one lowers it."""
 
 
 class BestEvaluation(BaseModel):
@@ -40,27 +43,34 @@ class BestEvaluation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     step: NonNegativeInt
+    """Updates made before it."""
     top1: float
+    """Its top-1 accuracy."""
 
 
 class Facts(BaseModel):
-    """State of a run besides its tensors. step: updates made. samples: of the training set, seen so far. data: the
-    fingerprint of the training set. attention: the kernel that computed it, None for whatever torch takes.
-    compiled: whether blocks were."""
+    """State of a run besides its tensors."""
 
     model_config = ConfigDict(extra="forbid")
     step: NonNegativeInt
+    """Updates made."""
     samples: NonNegativeInt
+    """Training samples seen so far."""
     data: str
+    """Fingerprint of the training set."""
     loss_scale: Scale | None = None
+    """State of the loss scale; None unless the run trains in float16."""
     best: BestEvaluation | None = None
+    """Best evaluation so far; None if none is recorded."""
     attention: str | None = None
+    """Kernel that computed attention. None leaves the choice to torch."""
     compiled: bool | None = None
+    """Whether blocks were compiled."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was opened: its index and facts are read, its tensors are not."""
+    """Opened checkpoint: its index and facts are read, its tensors are not."""
 
     path: Path
     index: Index
@@ -68,7 +78,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Raises CheckpointError where `path` is none."""
+        """Open the checkpoint at `path`.
+
+        Raises CheckpointError if there is none.
+        """
         index = read_index(path)
         try:
             facts = Facts.model_validate_json(read_bytes(path / STATE, MAX_JSON_BYTES))
@@ -80,9 +93,9 @@ class Checkpoint:
 
     @classmethod
     def open_whole(cls, path: Path) -> Checkpoint:
-        """The checkpoint, with files as they were written; all ranks of the world look at a part of them. Collective.
+        """Open a checkpoint after verifying its files; each rank of the world reads a share of them. Collective.
 
-        Raises CheckpointError on all of them.
+        Raises CheckpointError on all ranks if there is none or any file is damaged.
         """
         found, wrong = None, None
         try:
@@ -97,13 +110,16 @@ class Checkpoint:
         return found
 
     def damage(self, part: int = 0, parts: int = 1) -> str | None:
-        """Return what is wrong with the files, None if nothing is. Of `parts` readers, this is number `part`."""
+        """Return the first problem of the files, None if there is none.
+
+        part, parts: which share of the files to verify, of how many.
+        """
         names = sorted(self.index.files)[part::parts]
         return damage(self.path, {name: self.index.files[name] for name in names})
 
 
 class Checkpoints:
-    """The checkpoints in one folder, which need not exist."""
+    """Checkpoints in one folder, which need not exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -118,7 +134,7 @@ class Checkpoints:
         return sorted(int(name[1]) for name in names if name and (self.folder / name[0] / INDEX).exists())
 
     def clear(self) -> None:
-        """Remove what killed runs left; one that was written in full, but has not got its name, gets it."""
+        """Remove what killed runs left. A checkpoint that is complete except for its final name gets that name."""
         for path in self.folder.glob("step_*.partial"):
             with suppress(CheckpointError, OSError):
                 whole = damage(path, Checkpoint.open(path).index.files, only_sizes=True) is None  # the index comes last
@@ -128,7 +144,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def keep(self, steps: Iterable[int]) -> None:
-        """Remove all but these. What cannot be removed is left for the next time."""
+        """Remove all checkpoints but those of `steps`. One that cannot be removed stays until the next call."""
         for step in set(self.steps()) - set(steps):
             with suppress(OSError):
                 remove(self.path(step))

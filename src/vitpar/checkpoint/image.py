@@ -1,7 +1,8 @@
-"""A safetensors file as it will be on the disk, laid out in host memory: copying tensors into it is all that training
-has to wait for.
+"""A safetensors file in host memory, laid out as it will be on disk.
 
-8 bytes (length of the header) | header: JSON of names, dtypes, shapes and places | tensors, one behind the other
+Training waits only while tensors are copied into it.
+
+    8 bytes (length of the header) | header: JSON of names, dtypes, shapes and places | tensors, one after another
 
 Source: the format of https://github.com/huggingface/safetensors. Its library writes a file from tensors that must not
 change meanwhile, so it would need another copy.
@@ -29,16 +30,17 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""Name of each dtype in safetensors."""
 
 
 class SafetensorsBuffer:
-    """The bytes of a file that holds tensors of these dtypes and shapes, by name.
+    """Buffer with the bytes of a safetensors file, for tensors of given names, dtypes and shapes.
 
-    pinned: whether GPUs copy into it by themselves, while the host goes on.
+    pinned: whether to page-lock the memory, so that GPUs copy into it asynchronously.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], *, pinned: bool) -> None:
-        # By size of their elements, so that all begin at a multiple of it.
+        # Largest elements first, so that every tensor is aligned to the size of its elements.
         names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
         places, begins, end = {}, dict[str, int](), 0
         for name in names:
@@ -59,29 +61,32 @@ class SafetensorsBuffer:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> SafetensorsBuffer | None:
-        """Return an image for this rank's parts of the tensors called `names`; None where there are none."""
+        """Return a buffer for this rank's parts of the tensors called `names`; None if there are no names."""
         kinds = {name: (tensors[name].dtype, local(tensors[name]).shape) for name in names}
         return cls(kinds, pinned=any(local(tensors[name]).is_cuda for name in names)) if names else None
 
     @property
     def content(self) -> memoryview:
-        """The bytes of the file, sharing memory."""
+        """Bytes of the file, sharing memory with the buffer."""
         return self._buffer.numpy().data
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors into their places; those of a GPU are there when its current stream is, if this is pinned."""
+        """Copy `tensors` into the buffer.
+
+        If it is pinned, copies from a GPU are asynchronous: they are complete when its current stream is.
+        """
         for name, view in self._views.items():
             view.copy_(tensors[name], non_blocking=self._pinned)
 
     def _pin(self) -> bool:
-        """Lock the memory in its place for as long as this is there; whether that could be done.
+        """Page-lock the buffer for the lifetime of this object, and return whether that was possible.
 
-        Not ``pin_memory=True``, which takes the next power of two.
+        Not ``pin_memory=True``, which allocates the next power of two.
         """
         runtime, place = torch.cuda.cudart(), self._buffer.data_ptr()
         if int(runtime.cudaHostRegister(place, self._buffer.numel(), 1)):
-            with suppress(RuntimeError):  # that it failed is told again by whatever is computed next
+            with suppress(RuntimeError):  # the next CUDA operation raises the error again: consume it here
                 torch.ones(1, device="cuda").add_(1)
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, place)

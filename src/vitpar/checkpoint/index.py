@@ -1,4 +1,4 @@
-"""The index of a checkpoint: where the parts of each tensor are, and what every file was when it was written."""
+"""Index of a checkpoint: places of the parts of each tensor; size and checksum of every file."""
 
 from __future__ import annotations
 
@@ -20,33 +20,39 @@ from vitpar.text import literal, shown
 
 INDEX = "index.json"
 STATE, RECIPE, PLAN, CONFIG = "state.json", "recipe.toml", "plan.json", "config.json"
-"""Files beside the tensors: what the run knows besides them, its recipe, its plan and its model."""
+"""Text files of a checkpoint: state of the run besides its tensors, recipe, plan, model configuration."""
 PARAMETERS, MOMENTS, AVERAGES = "model.", "optimizer.", "ema."
-"""How names of tensors begin: parameters, what the optimizer remembers, running averages."""
+"""Prefixes of tensor names: parameters, optimizer state, exponential moving averages."""
 _CHUNK = 1 << 24
+"""Bytes that are read at a time."""
 
 
 _WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
+"""Bytes of an element, by dtype."""
 Size = Annotated[int, Field(ge=0, le=MAX_INT64)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_TENSOR_DIMS), FailFast()]
 Box = tuple[Size, Shape, Shape]
-"""A part of a tensor: the number of the shard that has it under the tensor's name, where it begins, and its shape."""
+"""Part of a tensor: number of the shard file that stores it under the tensor's name, offsets, shape."""
 
 
 class StoredTensor(Record):
-    """dtype: as torch names it. parts: boxes that fill it."""
+    """Global tensor whose parts are stored in shard files."""
 
     dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
+    """Name of its torch dtype."""
     shape: Shape
+    """Shape of the global tensor."""
     parts: Annotated[list[Box], Field(max_length=MAX_TENSOR_PARTS), FailFast()]
+    """Boxes that fill the tensor without overlapping."""
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return _WIDTHS[self.dtype]
 
     def is_filled(self, shards: int) -> bool:
-        """Whether the boxes are inside, fill the tensor without overlapping, and are in one of so many shards."""
+        """Return whether the boxes lie inside the tensor, tile it without overlap, and each is in one of `shards`
+        files."""
         for shard, offsets, sizes in self.parts:
             if not (0 <= shard < shards and len(offsets) == len(sizes) == len(self.shape)):
                 return False
@@ -54,8 +60,9 @@ class StoredTensor(Record):
                 return False
         if sum(math.prod(sizes) for _, _, sizes in self.parts) != math.prod(self.shape):
             return False
-        # Boxes cover an odd number of times all of the tensor and nothing else if and only if the corners that an odd
-        # number of them have are those of the tensor; with as many elements as it has, they cover it once.
+        # Parity of corners, instead of comparing all pairs of boxes. Boxes cover every element of the tensor an odd
+        # number of times, and nothing else, exactly if the corners shared by an odd number of boxes are the tensor's
+        # corners. As the boxes have as many elements as the tensor, they then cover each element once.
         cut = [dim for dim, end in enumerate(self.shape) if any(sizes[dim] != end for _, _, sizes in self.parts)]
         odd = set[tuple[int, ...]]()
         whole = (0, tuple(0 for _ in self.shape), self.shape)
@@ -66,28 +73,40 @@ class StoredTensor(Record):
 
 
 class StoredFile(Record):
+    """Size and checksum of a file when it was written."""
+
     bytes: Size
+    """Size of the file."""
     crc32: Size
+    """CRC-32 of its content."""
 
 
 class Index(Record):
-    """Contents of a checkpoint. shards: the files of tensors. files: these and those of text, by name. crc32: of all
-    the rest."""
+    """Contents of a checkpoint."""
 
     version: Literal[1] = 1
+    """Version of this format."""
     shards: Annotated[list[str], FailFast()]
+    """Names of the files with tensors. Boxes refer to them by position."""
     tensors: Annotated[dict[str, StoredTensor], table_of(StoredTensor.model_validate)]
+    """All tensors by name."""
     files: Annotated[dict[str, StoredFile], table_of(StoredFile.model_validate)]
+    """All files by name, with tensors or text, except the index itself."""
     crc32: Size = 0
+    """CRC-32 of all other fields."""
 
     @property
     def checksum(self) -> int:
-        # Without defaults, so that settings to come do not change it.
+        """CRC-32 of all fields except `crc32`."""
+        # Without defaults, so that fields added later do not change the checksum of old checkpoints.
         return zlib.crc32(self.model_dump_json(exclude={"crc32"}, exclude_defaults=True).encode())
 
 
 def read_index(folder: Path) -> Index:
-    """Raises CheckpointError where there is none, or one that names files outside the folder or says nonsense."""
+    """Read and validate the index of `folder`.
+
+    Raises CheckpointError if there is none, or if it is damaged, inconsistent or names files outside the folder.
+    """
     try:
         index = Index.model_validate(read_json(folder / INDEX, MAX_INDEX_BYTES))
     except FileNotFoundError:
@@ -122,13 +141,15 @@ def read_index(folder: Path) -> Index:
 
 
 def is_file_name(said: object) -> bool:
-    """Whether what a stranger's file says is the name of a file in its own folder."""
+    """Return whether an untrusted value is the name of a file directly in a folder."""
     return isinstance(said, str) and Path(said).name == said and said not in ("", "..") and "\0" not in said
 
 
 def damage(folder: Path, files: Mapping[str, StoredFile], *, only_sizes: bool = False) -> str | None:
-    """The first of `files` that is not as it was written, with what is wrong; None where all are. only_sizes: do not
-    read them, but see whether they have as many bytes."""
+    """Return the first problem of `files` in `folder`; None if all are as they were written.
+
+    only_sizes: compare only the sizes, without reading the files.
+    """
     for name, known in files.items():
         try:
             size = stat_regular(folder / name).st_size
@@ -142,7 +163,10 @@ def damage(folder: Path, files: Mapping[str, StoredFile], *, only_sizes: bool = 
 
 
 def crc32(path: Path) -> int:
-    """Return the checksum of a file. Raises OSError."""
+    """Return the CRC-32 of a file.
+
+    Raises OSError.
+    """
     crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""Named tensors out of a checkpoint: sharded as a run has them, each rank its own parts, or whole, by one process."""
+"""Reading of named tensors from a checkpoint: each rank its shards, or one process global tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ Slices = tuple[slice, ...]
 
 @torch.no_grad()
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | None = None) -> None:
-    """Fill `tensors` from `folder`, each rank its own parts, by name. Nothing is sent.
+    """Fill `tensors` from `folder` by name; each rank reads its own parts, without communication.
 
-    Raises CheckpointError for what is missing, has another shape or cannot be read.
+    index: of the folder; None reads it.
+
+    Raises CheckpointError for a tensor that is missing, has another shape or cannot be read.
     """
     index = index or read_index(folder)
     wanted: dict[str, list[tuple[str, Slices, Tensor]]] = defaultdict(list)
@@ -49,7 +51,10 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
 
 
 def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], ...]) -> tuple[Slices, Slices] | None:
-    """Where two boxes of a tensor overlap, as slices of each; None where they do not. A box is offsets and sizes."""
+    """Return the overlap of two boxes of a tensor, as slices of each; None if they are disjoint.
+
+    A box is offsets and sizes.
+    """
     spans = [(max(a, b), min(a + of_a, b + of_b), a, b) for a, of_a, b, of_b in zip(*mine, *stored, strict=True)]
     if any(begin >= end for begin, end, _, _ in spans):
         return None
@@ -58,7 +63,10 @@ def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], .
 
 
 def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
-    """Read parts of tensors from a file of safetensors: which part of which tensor, and where it goes."""
+    """Read parts of tensors from a safetensors file.
+
+    items: name of the tensor, slices within the stored part, and the target to fill.
+    """
     try:
         stat_regular(path)
         with safe_open(path, framework="pt") as file:
@@ -72,8 +80,10 @@ def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Return the complete tensor `name`, on the CPU. Raises CheckpointError where there is none or it cannot be
-    read."""
+    """Return the global tensor `name`, on the CPU.
+
+    Raises CheckpointError if it is missing or cannot be read.
+    """
     path, index = checkpoint.path, checkpoint.index
     stored = index.tensors.get(name)
     if stored is None:
@@ -89,12 +99,14 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a tensor between two checkpoints. largest: of the absolute differences. magnitude: the largest
-    absolute value in the first; None for both where only one has it, or of another shape."""
+    """Difference of a tensor between two checkpoints."""
 
     name: str
+    """Name of the tensor."""
     largest: float | None
+    """Largest absolute difference. None if only one checkpoint has the tensor, or the shapes differ."""
     magnitude: float | None
+    """Largest absolute value in the first checkpoint. None in the same cases."""
 
 
 def differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:

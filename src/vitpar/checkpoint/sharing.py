@@ -1,7 +1,7 @@
-"""Which part of a checkpoint's tensors a rank holds, and which rank writes a part that several hold.
+"""Division of a checkpoint's tensors among ranks: which parts each rank holds, and which rank writes a shared part.
 
-That is decided much as torch.distributed.checkpoint (DCP) would. DCP itself sends its plans from rank to rank, and
-keeps the index on the disk, as pickles, which can run code when they are read.
+torch.distributed.checkpoint (DCP) decides in much the same way. But DCP exchanges its plans between ranks, and stores
+its index, as pickles, which can run code when they are read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from vitpar.launch.world_group import gather_json, scatter_json
 from vitpar.sharded import box_of
 
 Held = tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]
-"""A part of a tensor: its name, dtype and shape; where the part begins, and the part's shape."""
+"""Part of a tensor: name, dtype and shape of the tensor; offsets and shape of the part."""
 
 
 def agreed(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, StoredTensor]]:
-    """Return the names of those of `tensors` of which this rank writes its part, and, on rank 0, what the index says of
-    all tensors. Collective."""
-    # Rank 0 decides for all: what a thousand ranks hold is a hundred megabytes.
+    """Agree on the tensors of which this rank writes its part. Collective.
+
+    Returns their names and, on rank 0, the index entries of all tensors; elsewhere an empty dict.
+    """
+    # Gathered on rank 0 only: the parts of a thousand ranks take a hundred megabytes.
     everyone = gather_json(held(tensors))
     names, stored = (None, {}) if everyone is None else divide(everyone)
     return scatter_json(names), stored
@@ -37,9 +39,11 @@ def held(tensors: Mapping[str, Tensor]) -> list[Held]:
 
 
 def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[str, StoredTensor]]:
-    """Return which tensors each rank writes its part of, and what the index says of all. everyone: what each holds.
+    """Return the names of the tensors of which each rank writes its part, and the index entries of all tensors.
 
-    Each part goes to one of those that hold it: whoever has the fewest bytes to write so far, the lowest of these.
+    everyone: the parts that each rank holds.
+
+    Each part is written by the holder that has the fewest bytes to write so far; ties go to the lowest rank.
     """
     parts: dict[tuple[str, tuple[int, ...]], tuple[Held, list[int]]] = {}
     for rank, mine in enumerate(everyone):
@@ -64,5 +68,5 @@ def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[st
 
 
 def shard_name(rank: int, world: int) -> str:
-    """The file that `rank` of `world` writes."""
+    """Return the name of the file that `rank` of `world` writes."""
     return f"shard-{rank + 1:05d}-of-{world:05d}.safetensors"

@@ -1,14 +1,14 @@
-"""Named tensors, sharded or whole, to a checkpoint, behind a run that goes on: each rank writes its own parts.
+"""Background writing of checkpoints: each rank writes its own parts of the tensors while training continues.
 
     <folder>/
         index.json                            where the parts of each tensor are; size and CRC-32 of each file
-        shard-00001-of-00004.safetensors      what rank 0 writes
-        …                                     files of text that are given
+        shard-00001-of-00004.safetensors      written by rank 0
+        …                                     text files of the caller
 
-Training waits while its state is copied to host memory. A thread of each rank then writes its file: it computes
-checksums and waits for the disk, both without the interpreter's lock, so a process of its own would gain nothing. When
-all ranks are found to be done, which they ask each other where they meet anyhow, rank 0 writes the index and gives the
-folder its name.
+Training waits while its state is copied to host memory. Then a thread of each rank writes its file. It computes
+checksums and waits for the disk without holding the interpreter lock, so a separate process would gain nothing. The
+ranks exchange their progress in a collective that training does anyway. Once all are done, rank 0 writes the index and
+renames the folder.
 """
 
 from __future__ import annotations
@@ -37,36 +37,45 @@ from vitpar.sharded import local
 
 T = TypeVar("T")
 DONE, BUSY, FAILED = 0.0, 1.0, 2.0
-"""How far a rank is with what it does in the background. The worst of all ranks is the largest."""
+"""State of a rank's background work. Ordered: the largest of all ranks is the worst."""
 SEEN_S = 10.0
-"""Seconds until rank 0 has to see the files of all ranks."""
+"""Seconds that rank 0 waits until it sees the files of all ranks."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is whole. seconds: from when it was begun to when it was. bytes: in all its files."""
+    """Checkpoint that is complete."""
 
     folder: Path
+    """Where it is."""
     seconds: float
+    """From its begin to its completion."""
     bytes: int
+    """In all its files except the index."""
 
 
 @dataclass
 class _Flight:
-    """The checkpoint that is being written. stage: the same on all ranks. work: what this rank does for it now."""
+    """Checkpoint that is being written."""
 
     folder: Path
+    """Its final place."""
     texts: Mapping[str, str]
+    """Text files by name."""
     published: Callable[[], None]
+    """Called in a thread of rank 0 once the folder has its name."""
     begun: float
+    """When it began, by `time.monotonic`."""
     stage: Literal["writing", "publishing"] = "writing"
+    """Equal on all ranks: "writing" the shards, then "publishing" the index on rank 0."""
     work: Future[Any] | None = None
+    """Background work of this rank in this stage, None if it has none."""
 
 
 class Writer:
-    """Writes one checkpoint after another, one at a time. All ranks have one and call it together.
+    """Writer of checkpoints, one at a time. All ranks have one and call its methods together.
 
-    Every method raises CheckpointError on all ranks where one of them cannot write.
+    Every method raises CheckpointError on all ranks if one of them cannot write.
     """
 
     def __init__(self) -> None:
@@ -85,12 +94,14 @@ class Writer:
         texts: Mapping[str, str],
         published: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to write `tensors` and files of text to `folder`, replacing it; it is there whole or not at all.
-        Collective; waits for the checkpoint before it.
+        """Begin to write `tensors` and text files to `folder`, which is replaced atomically. Collective.
 
-        tensors: by names that are the same under every plan; ranks may have different ones, and parts that several have
-        are written by one of them. They must not change before `staged`. texts: those of rank 0 are written. published:
-        called in a thread of rank 0 once the folder has its name.
+        Waits until the previous checkpoint is complete.
+
+        tensors: by names that are the same under every plan. Ranks may have different ones. A part that several ranks
+        hold is written by one of them. They must not change before `staged`.
+        texts: text files by name. Those of rank 0 are written.
+        published: called in a thread of rank 0 once the folder has its name.
         """
         self.finish()
         begun, wrong = time.monotonic(), None
@@ -106,9 +117,9 @@ class Writer:
         if any(changed for _, changed in answers):
             names, self._tensors = agreed(here)
             try:
-                self._image = None  # before there is room for the next
+                self._image = None  # free the old buffer before the new one is allocated
                 self._image = SafetensorsBuffer.of(here, names)
-            except RuntimeError as error:  # what torch makes of too little memory
+            except RuntimeError as error:  # raised by torch when memory runs out
                 wrong = _cause(error)
             _raise_first(folder, all_gather_json(wrong))
             self._layout = layout
@@ -117,7 +128,7 @@ class Writer:
         self._flight.work = _in_background(self._write, folder)
 
     def staged(self) -> None:
-        """Whatever is computed from now on waits until the tensors are copied: call it before they change."""
+        """Make the current CUDA stream wait until the tensors are copied. Call it before they change."""
         if self._wait and self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
             self._wait = False
@@ -132,9 +143,11 @@ class Writer:
         return FAILED if self._flight.work.exception() else DONE
 
     def advance(self, worst: float) -> Saved | None:
-        """Go on with the checkpoint that is being written, without waiting for a disk. Collective.
+        """Advance the checkpoint that is being written, without waiting for a disk. Collective.
 
-        worst: the largest `progress` of all ranks. Returns the checkpoint once it is whole.
+        worst: the largest `progress` of all ranks.
+
+        Returns the checkpoint once it is complete, else None.
         """
         if self._flight is None or worst == BUSY:
             return None
@@ -144,8 +157,10 @@ class Writer:
         return None
 
     def finish(self) -> Saved | None:
-        """Wait until the checkpoint that is being written is whole, and return it; None where there is none.
-        Collective."""
+        """Wait until the checkpoint that is being written is complete, and return it. Collective.
+
+        Returns None if no checkpoint is being written.
+        """
         flight = self._flight
         if flight is None:
             return None
@@ -177,14 +192,14 @@ class Writer:
         if self._image is None:
             return None
         if self._copied is not None and self._beside is not None:
-            torch.cuda.set_device(self._beside.device)  # a new thread would begin to use the first GPU
+            torch.cuda.set_device(self._beside.device)  # the current device of a new thread is GPU 0
             self._copied.synchronize()
         place = atomic.partial(folder)
-        place.mkdir(parents=True, exist_ok=True)  # on mounts over a network it may not be seen yet
+        place.mkdir(parents=True, exist_ok=True)  # a network mount may not show rank 0's folder yet
         return atomic.write(place / shard_name(dist.get_rank(), dist.get_world_size()), self._image.content)
 
     def _collect(self) -> None:
-        """When this rank has written its file: gather what the files are, and let rank 0 make a checkpoint of them."""
+        """Wait for this rank's file, gather size and checksum of every file, and start publishing on rank 0."""
         flight = self._flight
         assert flight is not None
         wrong, stored = _outcome(flight.work)
@@ -205,8 +220,10 @@ class Writer:
             flight.work = _in_background(self._publish, flight, files)
 
     def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:
-        """Write the index and rename the folder. Runs in the background on rank 0. Returns the seconds since the
-        checkpoint was begun, and the bytes of all files."""
+        """Write the index and rename the folder. Runs in the background on rank 0.
+
+        Returns the seconds since the checkpoint began, and the bytes of all files except the index.
+        """
         place, shards = atomic.partial(flight.folder), sorted(files)
         _see(place, files)
         for name, text in flight.texts.items():
@@ -216,13 +233,16 @@ class Writer:
         atomic.write(place / INDEX, index.model_dump_json().encode())
         atomic.publish(flight.folder)
         seconds = time.monotonic() - flight.begun
-        with suppress(OSError):  # the checkpoint is there, whatever comes after it
+        with suppress(OSError):  # a failing callback does not undo the checkpoint
             flight.published()
         return seconds, sum(stored.bytes for stored in files.values())
 
 
 def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Look for what other ranks have written, which a mount over a network may show a little later. Raises OSError."""
+    """Wait until the files of other ranks are visible, which a network mount may delay.
+
+    Raises OSError after SEEN_S seconds.
+    """
     end = time.monotonic() + SEEN_S
     while wrong := damage(folder, files, only_sizes=True):
         if time.monotonic() > end:
@@ -231,7 +251,7 @@ def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
 
 
 def _in_background(work: Callable[..., T], *args: Any) -> Future[T]:
-    """Run `work` in a thread that ends with the process, whether done or not."""
+    """Run `work` in a daemon thread, which does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -245,7 +265,7 @@ def _in_background(work: Callable[..., T], *args: Any) -> Future[T]:
 
 
 def _outcome(work: Future[T] | None) -> tuple[str | None, T | None]:
-    """Wait for `work`. Return its error in words and its result; either is None."""
+    """Wait for `work`, and return its error message and its result; one of them is None."""
     if work is None:
         return None, None
     error = work.exception()
@@ -259,7 +279,10 @@ def _cause(error: BaseException) -> str:
 
 
 def _raise_first(folder: Path, causes: list[str | None]) -> None:
-    """Where a rank has a cause, by number: the same error on all, and nothing left of the folder."""
+    """Raise the error of the first rank that has a cause, on all ranks, and remove the partial folder.
+
+    causes: of each rank; None if it succeeded.
+    """
     for rank, cause in enumerate(causes):
         if cause is not None:
             if dist.get_rank() == 0:

@@ -14,10 +14,10 @@ from vitpar.text import shown
 
 try:
     import simplejpeg
-except ImportError:  # `vitpar doctor` says so; Pillow reads JPEGs too, more slowly
+except ImportError:  # `vitpar doctor` reports it; Pillow decodes JPEGs too, but more slowly
     simplejpeg = None
 
-# How the bytes of a type begin, and the extension that a shard gives it.
+# First bytes of each image type, and the file extension of that type in shards.
 _SIGNATURES = (
     (b"\xff\xd8\xff", "jpg"),
     (b"\x89PNG\r\n\x1a\n", "png"),
@@ -25,25 +25,30 @@ _SIGNATURES = (
     (b"BM", "bmp"),
     (b"II*\0", "tif"),
     (b"MM\0*", "tif"),
-    (b"II+\0", "tif"),  # of 64-bit offsets
+    (b"II+\0", "tif"),  # BigTIFF, with 64-bit offsets
     (b"MM\0+", "tif"),
 )
 _DECODERS = {"jpg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "tif": "TIFF", "webp": "WEBP"}
-"""Pillow's decoder for each type. No other may run: that of EPS starts Ghostscript, which runs what it is given."""
-IMAGE_TYPES = tuple(_DECODERS)
-FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
+"""Pillow's decoder for each type. No other may run: the EPS decoder starts Ghostscript, which executes the file."""
 
-_ORIENTATION = 0x0112  # Exif's tag
-_HEADER = 1 << 16  # bytes within which Exif stands
+IMAGE_TYPES = tuple(_DECODERS)
+"""Supported image types, named by their extension in shards."""
+FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
+"""Suffixes of image files in a source folder, in lower case."""
+
+_ORIENTATION = 0x0112  # Exif tag
+_HEADER = 1 << 16  # leading bytes in which the Exif header is searched
 
 
 class BadImage(DataError):
-    """A sample whose bytes are damaged or cannot be decoded. The loader may skip such a sample; every other error of a
-    data set ends the run."""
+    """Error for a sample whose bytes are damaged or cannot be decoded.
+
+    The loader may skip such a sample; every other error of a data set ends the run.
+    """
 
 
 def image_type(data: bytes) -> str | None:
-    """Tell which of IMAGE_TYPES the bytes are by how they begin, whatever the file was called; None for no image."""
+    """Return which of IMAGE_TYPES the bytes are, by their first bytes and not by a file name; None for no image."""
     for signature, name in _SIGNATURES:
         if data.startswith(signature):
             return name
@@ -51,12 +56,14 @@ def image_type(data: bytes) -> str | None:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels as stored, from the header alone.
+    """Return (width, height) in pixels as stored, from the header alone; Exif orientation is not applied.
 
-    Raises BadImage, also for a JPEG of more than MAX_PIXELS and for others that decode to more than MAX_DECODED_BYTES.
+    Raises BadImage, also for a JPEG of more than MAX_PIXELS pixels or MAX_SCANS scans, and for an image of another type
+    that decodes to more than MAX_DECODED_BYTES.
     """
     kind = _known_type(data)
-    # Each scan takes as long as an image; there may be other data behind the end of a JPEG.
+    # Decoding one scan of a progressive JPEG takes as long as a complete image, so their number is limited. The quick
+    # count of markers also counts bytes after the end of the JPEG; `_scans` then counts exactly.
     if kind == "jpg" and data.count(b"\xff\xda") > MAX_SCANS and _scans(data) > MAX_SCANS:
         raise BadImage(f"it has more than {MAX_SCANS} scans")
     try:
@@ -77,7 +84,7 @@ def _known_type(data: bytes) -> str:
 
 def _size(data: bytes, kind: str) -> tuple[int, int]:
     if simplejpeg is not None and kind == "jpg":
-        with suppress(ValueError, KeyError):  # Pillow knows more kinds
+        with suppress(ValueError, KeyError):  # Pillow supports more kinds of JPEG
             height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
             return width, height
     with _opened(data, kind) as image:
@@ -85,7 +92,10 @@ def _size(data: bytes, kind: str) -> tuple[int, int]:
 
 
 def _scans(data: bytes) -> int:
-    """Count the scans of a JPEG up to its end, by its markers: within a scan 0xff is followed by 0 or a restart."""
+    """Count the scans of a JPEG up to its end marker, or up to MAX_SCANS + 1.
+
+    The segments are walked by their markers; within a scan, 0xff is followed by 0 or a restart marker.
+    """
     place, scans = 2, 0
     while (place := data.find(b"\xff", place)) >= 0 and place + 4 <= len(data):
         marker = data[place + 1]
@@ -106,11 +116,15 @@ def _opened(data: bytes, kind: str) -> Image.Image:
 
 
 def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
-    """Decode an image to writable RGB, uint8 [height, width, 3], the right side up; grey is repeated, alpha dropped.
+    """Decode an image to writable RGB, uint8 [height, width, 3], with Exif orientation applied.
 
-    A JPEG that would have more than MAX_DECODED_BYTES is decoded at half its width and height. strict: refuse a JPEG at
-    which libjpeg warns, as it does at most flipped bits, and at some harmless flaws of old encoders; for bytes that no
-    checksum vouches for. Raises BadImage.
+    Grey is repeated over the channels and alpha is dropped. A JPEG that would decode to more than MAX_DECODED_BYTES is
+    decoded at half its width and height.
+
+    strict: refuse a JPEG for which libjpeg gives a warning. It warns of most flipped bits, but also of some harmless
+        flaws of old encoders. Meant for bytes that have no checksum.
+
+    Raises BadImage.
     """
     width, height = image_size(data)
     kind = _known_type(data)
@@ -132,14 +146,14 @@ def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
 
 
 def _is_common(data: bytes) -> bool:
-    """Whether a JPEG is of a kind that libjpeg-turbo converts to RGB, so that its complaint is about the bytes."""
+    """Return whether libjpeg-turbo converts this kind of JPEG to RGB, so that its error means damaged bytes."""
     with suppress(ValueError, KeyError):
         return simplejpeg.decode_jpeg_header(data, strict=False)[2] in ("YCbCr", "RGB", "Gray")
     return False
 
 
 def _orientation(data: bytes) -> int:
-    """Return the orientation in a JPEG's Exif header, 1 to 8; 1 for the right side up."""
+    """Return the orientation in a JPEG's Exif header, 1 to 8; 1, which means upright, if there is none."""
     start = data.find(b"Exif\0\0", 0, _HEADER)
     if start < 0:
         return 1
@@ -153,15 +167,15 @@ def _orientation(data: bytes) -> int:
 
 
 def _noted(exif: Callable[[], Image.Exif]) -> int:
-    """Return the orientation in a header, 1 in none."""
+    """Return the orientation in an Exif header; 1, which means upright, if there is none or it is damaged."""
     try:
         return int(exif().get(_ORIENTATION, 1))
-    except Exception:  # damaged headers make it raise nearly anything, and say nothing of the pixels
+    except Exception:  # damaged headers make it raise nearly anything; the pixels may still be good
         return 1
 
 
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Turn and mirror pixels as Exif's orientation asks."""
+    """Rotate and mirror pixels according to an Exif orientation."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):
@@ -172,12 +186,12 @@ def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 
 def _reason(error: Exception) -> str:
-    # Pillow's own words name the buffer by its address, which would be another one every time.
+    # Pillow's own message contains the address of the buffer, which differs between runs.
     return "of no known image format" if isinstance(error, UnidentifiedImageError) else shown(error)
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    if image.mode.startswith("I;16"):  # Pillow's own conversion would clip 16-bit grey at 255
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips 16-bit grey at 255
         return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode '{image.mode}' have no fixed range; use 8 or 16 bits")

@@ -1,12 +1,12 @@
-"""Batches of one rank: the base that all loaders share, and the loaders of packed data sets.
+"""Batches of one rank: the base class of all loaders, and the loaders of packed data sets.
 
-A global batch is the same under every plan. Every rank has the labels and keys of all of it, which come from the index,
-and the images of those rows that it names; ranks that need no pixels, such as the later stages of a pipeline, name none
-and open no shard.
+A global batch is the same under every plan. Every rank has the labels and keys of the global batch, which come from the
+index, but only the images of the rows that it requests. Ranks that need no pixels, such as the later stages of a
+pipeline, request no rows and open no shard.
 
-Samples are read, decoded and transformed in threads, which suffice because decoding and resizing run outside Python's
-global lock. Every sample has its own row of its batch's tensor and randomness of its own, so no result depends on which
-thread did it or when.
+Samples are read, decoded and transformed in threads. Threads suffice because decoding and resizing release Python's
+global interpreter lock. Every sample has its own row in the tensor of its batch and its own random numbers, so results
+do not depend on which thread processes a sample, or when.
 """
 
 import itertools
@@ -30,79 +30,90 @@ from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 
 BadSample = Literal["fail", "skip"]
+"""Treatment of a bad sample: "fail" raises DataError, "skip" leaves it out and counts it."""
 
-_PREFETCH = 2  # batches in work beyond the one being waited for
-_TASK = 16  # rows a thread takes at a time: enough to hide the hand-over of tiny images, few enough to stop quickly
-_NAMED = 3  # bad samples that are named; the others are only counted
+_PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
+_TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly
+_NAMED = 3  # bad samples that are reported by name; the others are only counted
 
 
 class Encoded(Protocol):
-    """Encoded images by number. checked: whether `read` compares them with a checksum."""
+    """Encoded images that are read by number."""
 
     checked: bool
+    """Whether `read` compares the bytes with a checksum."""
 
     def read(self, i: int) -> bytes:
-        """Return the encoded image of sample `i`. Raises DataError, and BadImage where that sample is damaged."""
+        """Return the encoded image of sample `i`.
+
+        Raises DataError, and its subclass BadImage if only that sample is damaged.
+        """
 
     def complaint(self, i: int, error: BadImage) -> str:
-        """Name sample `i`, with what is wrong with it."""
+        """Return a message that names sample `i` and says what is wrong with it."""
 
 
 @dataclass
 class BatchJob:
-    """A batch to fill with pixels."""
+    """Batch whose images are still to be decoded."""
 
     source: Encoded
-    """Has the samples."""
+    """Provider of the encoded samples."""
     samples: NDArray[np.int64]
-    """Number of each sample in `source`, [batch]; IGNORED for padding."""
+    """Number of each sample in `source`, int64 [batch]; IGNORED for padding."""
     keys: NDArray[np.int64]
     """Same field as in `Batch`."""
     labels: NDArray[np.int64]
     """Same field as in `Batch`."""
     images: Tensor | None = None
-    """Images as in `Batch`; None until memory is available for them."""
+    """Same field as in `Batch`; None until it is allocated."""
     skipped: list[str] = field(default_factory=list)
-    """The problem of each sample that was skipped."""
+    """Message for each sample that was skipped."""
     broken: list[str] = field(default_factory=list)
-    """The problem of each shard whose rest was skipped."""
+    """Message for each shard that was skipped from some place on."""
     ended: bool = False
     """Same field as in `Batch`."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch, with one rank's part of the images."""
+    """Global batch, with one rank's part of the images."""
 
     images: Tensor | None
-    """uint8 [rows, 3, size, size]; None without rows."""
+    """Images of this rank's rows, uint8 [rows, 3, size, size]; None without rows."""
     labels: Tensor
-    """int64 [batch], IGNORED (-1) for padding and for a sample that was skipped here."""
+    """Class numbers, int64 [batch]; IGNORED (-1) for padding and for samples that this rank skipped."""
     keys: Tensor
-    """int64 [batch]: random key of every (epoch, sample, repeat), from which all randomness in the model follows; 0 in
-    evaluation."""
+    """Random key of every (epoch, sample, repeat), int64 [batch]; 0 in evaluation.
+
+    All random numbers of the model derive from these keys.
+    """
     epoch: float
-    """`samples` in multiples of the data set's size."""
+    """`samples` divided by the size of the data set."""
     samples: int
-    """Global samples seen when this batch is done, where the next one begins."""
+    """Global samples seen up to and including this batch, which is where the next one begins."""
     whole: bool = True
-    """Whether labels and keys are those of the global batch. From a stream a rank has only those of its own rows; the
-    others are IGNORED and 0."""
+    """Whether labels and keys cover the global batch.
+
+    In batches of a stream they cover only the rank's own rows; the others are IGNORED and 0.
+    """
     ended: bool = False
-    """Whether the stream of this rank has nothing more to give. Such batches follow without end, for the ranks whose
-    streams are longer."""
+    """Whether this rank's stream is exhausted.
+
+    Such a rank continues to yield empty batches, without end, because other ranks may have longer streams.
+    """
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Bad samples and shards that were passed over."""
+    """Bad samples and shards that were skipped."""
 
     times: int = 0
-    """How often a sample was."""
+    """Number of times that a sample was skipped."""
     problems: tuple[str, ...] = ()
-    """Names of the first few, with what is wrong with them."""
+    """Messages for at most `_NAMED` bad samples and shards, sorted."""
     shards: int = 0
-    """How often a streamed shard was, or the rest of one."""
+    """Number of times that a streamed shard, or the rest of one, was skipped."""
 
     def __add__(self, other: "Skipped") -> "Skipped":
         problems = sorted({*self.problems, *other.problems})
@@ -113,26 +124,33 @@ class LoaderSettings(TypedDict, total=False):
     """Settings of every loader."""
 
     batch_size: Required[int]
-    """Images of the global batch."""
+    """Images in the global batch."""
     rows: Sequence[int] | None
-    """Rows of the batch whose images to give, in this order. Default: all."""
+    """Rows of the global batch whose images to decode, in this order. Default: all."""
     workers: int
-    """Decoding threads, which change the speed only; 0 to decode in the caller's own. Default: 2."""
+    """Number of decoding threads; 0 decodes in the calling thread. Affects only the speed. Default: 2."""
     bad_sample: BadSample
-    """Treatment of an image that cannot be decoded: "fail" raises DataError, "skip" leaves a zero image with label
-    IGNORED and counts it in `skipped`. Only ranks that decode a sample know that it is bad. Default: "fail"."""
+    """Treatment of an image that cannot be decoded. Default: "fail".
+
+    "fail" raises DataError; "skip" leaves a zero image with label IGNORED and counts it in `skipped`. Only ranks that
+    decode a sample know that it is bad.
+    """
     pin_memory: bool
-    """Whether images are in memory that a GPU copies from by itself. Default: False."""
+    """Whether to put images into pinned memory, from which copies to a GPU are asynchronous. Default: False."""
 
 
 class Loader:
-    """Base of loaders: makes batches of the jobs that a subclass gives. skipped: what was bad and passed over so far.
+    """Base class of loaders, which turns the jobs that a subclass yields into batches.
 
-    start: samples seen before the first batch; every `iter()` begins there anew. whole: as in `Batch`. Raises DataError
-    for a batch of no images, RecipeError for a wrong setting.
+    start: global samples seen before the first batch; every `iter()` begins there again.
+
+    The attribute `skipped` counts the bad samples and shards skipped so far.
+
+    Raises DataError for a batch size below 1, and RecipeError for another invalid setting.
     """
 
     whole = True
+    """Same field as in `Batch`."""
 
     def __init__(
         self, data: Sized, transform: TrainTransform | EvalTransform, start: int = 0, **settings: Unpack[LoaderSettings]
@@ -166,7 +184,10 @@ class Loader:
                 yield Batch(job.images, labels, keys, epoch, samples, self.whole, job.ended)
 
     def _filled(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
-        """The jobs in order, with pixels; a skipped row has label IGNORED. Closing the iterator ends the threads."""
+        """Yield the jobs in order, with decoded images; skipped rows get label IGNORED.
+
+        Closing the iterator ends the threads.
+        """
         if not len(self.rows):
             yield from jobs
             return
@@ -206,7 +227,7 @@ class Loader:
         job.images = torch.zeros(len(self.rows), 3, size, size, dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def _fill(self, job: BatchJob, start: int, stop: int) -> None:
-        """Decode the images `start` to `stop` - 1 of the job."""
+        """Decode the images at places `start` to `stop` - 1 of this rank's rows."""
         assert job.images is not None
         pixels = job.images.numpy()
         for place in range(start, stop):
@@ -236,8 +257,13 @@ def _finished(job: BatchJob, tasks: list[Future[None]]) -> BatchJob:
 
 
 class TrainLoader(Loader):
-    """Endless training batches, of which the first begins when `start` samples have been seen. order: of all samples of
-    `shards`. Of other ranks' bad samples that are skipped the labels stay."""
+    """Endless training batches of a packed data set.
+
+    order: order of all samples of `shards`.
+    start: global samples seen before the first batch.
+
+    A skipped bad sample is IGNORED only on ranks that decode it; other ranks keep its label.
+    """
 
     def __init__(
         self,
@@ -264,9 +290,10 @@ class TrainLoader(Loader):
 
 
 class EvalLoader(Loader):
-    """The whole split once, in order, in `len()` batches of one shape; the tail is padded with label IGNORED.
+    """Every sample of a split once, in order, in `len()` batches of the same shape.
 
-    Every rank has the same number of batches, some perhaps of padding alone.
+    The last batch is padded with label IGNORED. Every rank yields the same number of batches; the rows of a rank may
+    be only padding.
     """
 
     def __init__(self, shards: ShardSet, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:

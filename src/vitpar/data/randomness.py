@@ -1,13 +1,13 @@
-"""Random numbers, and the order of samples, as pure functions of (seed, epoch, sample, repeat), never of a rank, a
-worker or a plan.
+"""Random numbers and the order of samples.
 
-All of it is 64-bit integer arithmetic with splitmix64's finaliser (Steele, Lea, Flood 2014), so that the numbers are
-the same on every machine and with every version of numpy and torch.
+Both are pure functions of (seed, epoch, sample, repeat), and never depend on a rank, a worker or a plan. They use
+64-bit integer arithmetic with the finaliser of splitmix64 (Steele, Lea, Flood 2014), so the numbers are the same on
+every machine and with every version of numpy and torch.
 
-Positions 0, 1, 2, … of the global order of training samples run through the epochs without a break, so every sample
-comes exactly once an epoch, and every batch is full (one may straddle two epochs). Any position can be asked for
-without going through those before it, in memory that does not grow with the data set: a shuffle is a keyed permutation
-of numbers, not a list of them.
+Positions 0, 1, 2, … of the global order of training samples run through the epochs without a gap. Every sample
+therefore occurs exactly once per epoch, and every batch is full; a batch may straddle two epochs. Any position can be
+computed without those before it. The memory for that does not grow with the data set, because a shuffle is a keyed
+permutation of numbers and not a list of them.
 """
 
 import math
@@ -22,22 +22,31 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-_DRAWS = 0xD1342543DE82EF95  # odd: sets Draws apart from other uses of a key, which count on from the key itself
-_SHUFFLE = 0x5F1E  # sets shuffles apart from the sample keys, which hash the same numbers
-_ROUNDS = 8
+# Odd, so that multiplying by it is a bijection. Separates the numbers of `Draws` from those of `uniforms` and `betas`,
+# which hash the key itself.
+_DRAWS = 0xD1342543DE82EF95
+_SHUFFLE = 0x5F1E  # separates shuffles from sample keys, which hash the same numbers
+_ROUNDS = 8  # of the Feistel network
 
 Samples = NDArray[np.int64]
+"""Numbers of samples, or of places in their order, int64 [n]."""
 
 
 def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection that turns neighbouring numbers into unrelated ones. `x`: uint64 of any shape but a scalar."""
+    """Map numbers bijectively so that neighbours become unrelated.
+
+    x: uint64 of any shape but a scalar.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))
 
 
 def hash_numbers(*columns: NDArray[np.int64] | int) -> NDArray[np.uint64]:
-    """One 64-bit hash for each row of `columns` (integers and int64 arrays of one length): uint64 [rows]."""
+    """Return a 64-bit hash of each row, uint64 [rows].
+
+    columns: integers, and int64 arrays of the same length.
+    """
     state = np.zeros(1, dtype=np.uint64)
     for column in columns:
         numbers = np.atleast_1d(np.asarray(column, dtype=np.int64)).view(np.uint64)
@@ -48,23 +57,30 @@ def hash_numbers(*columns: NDArray[np.int64] | int) -> NDArray[np.uint64]:
 def sample_keys(
     seed: int, epochs: NDArray[np.int64], samples: NDArray[np.int64], repeats: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The random key, 63 bits, of every (epoch, sample, repeat). Arguments and what is returned: int64 [n]."""
+    """Return the 63-bit random key of every (epoch, sample, repeat). Arrays and result are int64 [n]."""
     return (hash_numbers(seed, epochs, samples, repeats) >> np.uint64(1)).view(np.int64)
 
 
 def uniforms(keys: NDArray[np.int64], *which: int) -> NDArray[np.float64]:
-    """Return the number `which` of every key, uniform in [0, 1): float64 [n]. keys: int64 [n]."""
+    """Return random number `which` of every key, uniform in [0, 1): float64 [n].
+
+    keys: int64 [n].
+    """
     return (hash_numbers(keys, *which) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def betas(keys: NDArray[np.int64], alpha: float, which: int) -> NDArray[np.float64]:
-    """Return the number `which` of every key, from Beta(alpha, alpha), alpha > 0: float64 [n]. keys: int64 [n]."""
+    """Return random number `which` of every key, distributed as Beta(alpha, alpha): float64 [n].
+
+    keys: int64 [n].
+    alpha: above 0.
+    """
     one, other = (_gammas(keys, alpha, 2 * which + part) for part in (0, 1))
     return np.divide(one, one + other, out=np.full(len(keys), 0.5), where=one + other > 0)
 
 
 def _gammas(keys: NDArray[np.int64], shape: float, which: int) -> NDArray[np.float64]:
-    """Return the number `which` of every key, from Gamma(shape, 1) (Marsaglia and Tsang 2000)."""
+    """Return random number `which` of every key, distributed as Gamma(shape, 1) (Marsaglia and Tsang 2000)."""
     boost = np.ones(len(keys))
     if shape < 1:
         boost, shape = (1 - uniforms(keys, which, 0)) ** (1 / shape), shape + 1
@@ -82,7 +98,10 @@ def _gammas(keys: NDArray[np.int64], shape: float, which: int) -> NDArray[np.flo
 
 
 class Draws:
-    """The stream of random numbers of one sample, from its key. Cheap to make, which counts for small images."""
+    """Stream of random numbers of one sample, derived from its key.
+
+    It is cheap to construct, which matters for small images.
+    """
 
     __slots__ = ("_state",)
 
@@ -90,32 +109,35 @@ class Draws:
         self._state = (key * _DRAWS) & _MASK
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """The next number, uniform in [low, high)."""
+        """Return the next number, uniform in [low, high)."""
         self._state = x = (self._state + _GOLDEN) & _MASK
         x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
         x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
         return low + (high - low) * (((x ^ (x >> 31)) >> 11) * 2.0**-53)
 
     def below(self, bound: int) -> int:
-        """The next integer, uniform in [0, bound)."""
+        """Return the next integer, uniform in [0, bound)."""
         return int(self.uniform() * bound)
 
     def normal(self) -> float:
-        """The next number of a standard normal distribution (Box and Muller 1958)."""
+        """Return the next number of a standard normal distribution (Box and Muller 1958)."""
         return math.sqrt(-2 * math.log(1 - self.uniform())) * math.cos(2 * math.pi * self.uniform())
 
     def bytes(self, count: int) -> NDArray[np.uint8]:
-        """The next `count` bytes, uint8 [count]."""
+        """Return the next `count` uniform bytes, uint8 [count]. Uses one step of the stream."""
         first = int(self.uniform() * 2**53)
         words = _scrambled(np.uint64(first) + np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_GOLDEN))
         return words.astype("<u8").view(np.uint8)[:count]
 
 
 def shuffled(places: Samples, size: int, *key: int) -> Samples:
-    """Return the numbers at `places` of a shuffle of 0 … size - 1. places and what is returned: int64 [n].
+    """Return the numbers at `places` of a shuffle of 0 … size - 1, int64 [n].
 
-    A Feistel network over the bits of a place (Luby and Rackoff 1988), walked until the result is below `size` (Black
-    and Rogaway 2002).
+    The shuffle is a Feistel network over the bits of a place (Luby and Rackoff 1988), applied repeatedly until the
+    result is below `size` (cycle walking, Black and Rogaway 2002).
+
+    places: int64 [n], each from 0 to size - 1.
+    key: integers that select the shuffle.
     """
     low = np.uint64(max(1, (size - 1).bit_length() // 2))
     high = np.uint64(max(1, (size - 1).bit_length() - int(low)))
@@ -135,21 +157,27 @@ def shuffled(places: Samples, size: int, *key: int) -> Samples:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which `size` samples come.
+    """Order of the training samples over all epochs.
 
-    repeats: how often a sample comes in a row, each time with randomness of its own (Hoffer et al. 2020); a pass over
-    the data then takes as many times as many positions.
-    block, window: with a window, `window` samples are mixed at a time, which lie in runs of `block`; and a batch has
-    its samples in the order in which they are stored, so that a rank's part of it lies close together. For disks that
-    turn, and mounts over a network; 0 mixes everything. Where runs begin changes from epoch to epoch.
-    Raises RecipeError for a window that holds no whole number of blocks.
+    With a `window`, reads are nearly sequential, as hard disks and network mounts need. The samples of a batch are then
+    sorted by where they are stored, so that a rank's part of a batch is stored close together.
+
+    Raises RecipeError for `repeats` below 1 and for a window that is not a multiple of `block`.
     """
 
     seed: int
+    """Seed of the shuffles."""
     size: int
+    """Number of samples in the data set."""
     repeats: int = 1
+    """Number of times in a row that each sample occurs, each with its own random numbers (Hoffer et al. 2020).
+
+    An epoch then takes `repeats` times as many positions.
+    """
     block: int = 0
+    """Samples in a run that is stored contiguously. The places where runs begin change from epoch to epoch."""
     window: int = 0
+    """Samples that are shuffled with each other, from several runs; 0 shuffles the complete data set."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -161,8 +189,10 @@ class SampleOrder:
             )
 
     def batch(self, start: int, size: int) -> tuple[Samples, Samples, Samples]:
-        """Positions `start` … `start + size - 1`: their epochs, samples, and which repeat of the sample each is, all
-        int64 [size]."""
+        """Return (epochs, samples, repeats) of the positions `start` … `start + size - 1`, each int64 [size].
+
+        The repeats number the occurrences of a sample within an epoch, from 0.
+        """
         turns, repeats = np.divmod(np.arange(start, start + size), self.repeats)
         epochs, places = np.divmod(turns, self.size)
         samples = np.empty_like(places)
@@ -175,10 +205,10 @@ class SampleOrder:
         return epochs[stored], samples[stored], repeats[stored]
 
     def samples(self, epoch: int, places: Samples) -> Samples:
-        """Return the samples at `places`, 0 … size - 1, of one pass over the data: int64 [n]."""
+        """Return the samples at `places`, from 0 to size - 1, of one epoch: int64 [n]."""
         if not self.window:
             return shuffled(places, self.size, self.seed, epoch)
-        whole = self.size // self.block  # what is left over, less than a block, comes last
+        whole = self.size // self.block  # the remainder, less than a block, comes last
         windows, inside = np.divmod(places, self.window)
         mixed = np.empty_like(places)
         for window in range(int(windows.min()), int(windows.max()) + 1):

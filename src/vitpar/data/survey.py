@@ -1,4 +1,4 @@
-"""Survey of a packed data set: counts and sizes, and a picture of the samples as training augments them."""
+"""Survey of a packed data set: counts and sizes, and a contact sheet of augmented samples."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,37 +17,55 @@ from vitpar.data.transforms.batch import Mix
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
-HEADERS = 200  # images of a split whose size is looked at
-ROWS, EPOCHS = 6, 7  # of the contact sheet
-_GAP, _LINE, _LEAST = 4, 12, 64  # pixels
+HEADERS = 200  # images of a split whose sizes are read
+ROWS, EPOCHS = 6, 7  # rows and augmented columns of the contact sheet
+_GAP, _LINE, _LEAST = 4, 12, 64  # gap, height of a line of text and least size of a shown image, in pixels
 T = TypeVar("T")
 
 
 class SplitSurvey(TypedDict):
-    """Counts and sizes of a split. width, height, image_bytes: the smallest, the quartiles and the largest, in pixels
-    and bytes, of at most HEADERS images spread evenly over the split."""
+    """Counts and sizes of a split.
+
+    `width`, `height` and `image_bytes` are [minimum, three quartiles, maximum] of at most HEADERS images that are
+    spread evenly over the split.
+    """
 
     samples: int
+    """Number of images."""
     shards: int
+    """Number of shards."""
     bytes: int
+    """Bytes of all shards."""
     per_class: list[int]
+    """Images of each class, in label order."""
     fingerprint: str
+    """Checksum of the samples and their order."""
     width: list[int]
+    """Widths in pixels."""
     height: list[int]
+    """Heights in pixels."""
     image_bytes: list[int]
+    """Sizes of encoded images in bytes."""
 
 
 class Survey(TypedDict):
     """Counts and sizes of a data set, ready for JSON."""
 
     folder: str
+    """Folder of the data set, as given."""
     classes: list[str]
+    """Identifiers of the classes, in label order."""
     class_names: list[str] | None
+    """Human-readable names of the classes, in the same order; None if they do not differ."""
     splits: dict[str, SplitSurvey]
+    """Survey of each split, by name."""
 
 
 def survey(folder: str | Path) -> Survey:
-    """Look at the data set in `folder`. Raises DataError as `ShardSet.open` does, and for a damaged image header."""
+    """Survey the data set in `folder`.
+
+    Raises DataError as `ShardSet.open` does, and for a damaged image header.
+    """
     manifest = read_manifest(folder)
     splits: dict[str, SplitSurvey] = {}
     for name in manifest.splits:
@@ -74,7 +92,10 @@ def survey(folder: str | Path) -> Survey:
 
 
 def _made_of(shards: ShardSet, i: int, make: Callable[[bytes], T]) -> T:
-    """Return what `make` makes of the encoded image of sample `i`. Raises DataError for a damaged one."""
+    """Return `make` applied to the encoded image of sample `i`.
+
+    Raises DataError for a damaged one.
+    """
     try:
         return make(shards.read(i))
     except BadImage as error:
@@ -84,8 +105,13 @@ def _made_of(shards: ShardSet, i: int, make: Callable[[bytes], T]) -> T:
 def contact_sheet(
     shards: ShardSet, evaluated: EvalTransform, train: TrainTransform, mix: Mix, order: SampleOrder
 ) -> Image.Image:
-    """Draw the first samples of the run, a row each, with the name of the class: as evaluation sees it, then as several
-    epochs augment it. Mixed images are mixed with the next row. Raises DataError for a damaged image."""
+    """Draw the first ROWS samples of a run, one row each, with the names of their classes.
+
+    A row shows the image as evaluation transforms it, then as the first EPOCHS epochs augment it. Mixup and CutMix pair
+    neighbouring rows.
+
+    Raises DataError for a damaged image.
+    """
     samples = order.samples(0, np.arange(min(ROWS, order.size)))
     pixels = [_made_of(shards, int(sample), decode) for sample in samples]
     columns = [torch.stack([evaluated(image) for image in pixels])]
@@ -102,8 +128,13 @@ def contact_sheet(
 
 
 def _sheet(images: Tensor, names: Sequence[str], size: int) -> Image.Image:
-    """images: uint8 [rows, columns, 3, size, size]."""
-    shown = max(_LEAST, size) // size * size  # tiny images are shown larger, pixel by pixel
+    """Draw the images of a contact sheet.
+
+    images: uint8 [rows, columns, 3, size, size].
+    names: class name of each row.
+    size: height and width of an image in pixels.
+    """
+    shown = max(_LEAST, size) // size * size  # tiny images are enlarged by a whole factor
     rows, columns = images.shape[:2]
     sheet = Image.new("RGB", (columns * (shown + _GAP) + _GAP, rows * (shown + _GAP + _LINE) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)

@@ -1,7 +1,8 @@
-"""Reads tar files that somebody else may have made.
+"""Reader of tar files from untrusted sources.
 
-Python's tarfile believes the sizes in a header before it has seen the bytes, stops without a word at a header that is
-damaged, and does not look behind the end. Here each of these is an error. Its gzip has no limit to what it unpacks.
+Python's tarfile trusts the sizes in a header before it reads the bytes, stops silently at a damaged header, and ignores
+data after the end of the archive. This reader raises an error in each of these cases. It also limits how much a gzip
+file may unpack to, which Python's gzip does not.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from vitpar.text import shown
 
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-_CHUNK, _PIECE = 1 << 16, 1 << 20
+_CHUNK, _PIECE = 1 << 16, 1 << 20  # bytes read at a time, of compressed data or padding, and of content
 
 
 class Readable(Protocol):
-    """A file that is read forwards. `seek` is only asked for places ahead."""
+    """File that is read forwards; `seek` is called only for places ahead."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -40,19 +41,21 @@ class Readable(Protocol):
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header, checked before tarfile reads anything because of it."""
+    """Header of a member, checked before tarfile reads any of the bytes that it announces."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Return the header in a block of 512 bytes. Raises tarfile.ReadError, and EOFHeaderError for a block of
-        zeros."""
+        """Return the header in a block of 512 bytes.
+
+        Raises tarfile.ReadError, and tarfile.EOFHeaderError for a block of zeros.
+        """
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
         except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
             raise tarfile.ReadError("it ends too early") from None
-        except tarfile.HeaderError as error:  # at which tarfile would stop as if the archive ended here
+        except tarfile.HeaderError as error:  # tarfile would stop as if the archive ended here
             raise tarfile.ReadError(str(error)) from None
         if header.type in _NAMES and header.size > MAX_TAR_NAME_BYTES:
             raise tarfile.ReadError(f"a name has {header.size:,} bytes")
@@ -67,7 +70,10 @@ class _Header(tarfile.TarInfo):
 
 @contextmanager
 def open_tar(path: Path) -> Iterator[BinaryIO]:
-    """Open a tar file. Raises DataError, naming it, for what goes wrong while it is open."""
+    """Open a tar file as a context manager.
+
+    Raises DataError, which names the file, in place of a TarError or OSError within the context.
+    """
     try:
         with open_regular(path) as file:
             yield file
@@ -78,18 +84,22 @@ def open_tar(path: Path) -> Iterator[BinaryIO]:
 
 
 def members(file: Readable) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an uncompressed tar file that begins where `file` stands, which has to end with it.
+    """Yield the members of an uncompressed tar file that extends from the current position to the end of `file`.
 
-    When a member is given out, `file` stands at its data; reading them is optional. Raises tarfile.ReadError for a file
-    that is no tar file, is damaged, is cut off, or has anything but some zeros behind its end; OSError as `file` does.
+    When a member is yielded, `file` is positioned at its data, which the caller may read or not.
+
+    Raises tarfile.ReadError for a file that is no tar file, is damaged or cut off, or has anything but a limited number
+    of zeros after its end.
+    Raises OSError as `file` does.
     """
     count, place = 0, -1
     try:
         tar = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header)  # type: ignore[call-overload]  # noqa: SIM115
         while member := tar.next():
-            tar.members.clear()  # it would keep all of them
+            tar.members.clear()  # tarfile would keep all of them in memory
             count += 1
-            if member.size < 0 or member.issparse() or tar.offset <= place:  # an extended header may say so
+            # An extended header can cause each of these.
+            if member.size < 0 or member.issparse() or tar.offset <= place:
                 raise tarfile.ReadError("the size of a member is wrong, or it is sparse")
             if count > MAX_MEMBERS:
                 raise tarfile.ReadError(f"it has more than {MAX_MEMBERS:,} members")
@@ -107,7 +117,10 @@ def members(file: Readable) -> Iterator[tarfile.TarInfo]:
 
 
 def content(file: Readable, member: tarfile.TarInfo) -> bytes:
-    """Return the data of the member that `members` has just given. Raises tarfile.ReadError where they end early."""
+    """Return the data of the member that `members` has just yielded.
+
+    Raises tarfile.ReadError if the file ends early.
+    """
     data = file.read(member.size)
     if len(data) != member.size:
         raise tarfile.ReadError("unexpected end of data")
@@ -115,9 +128,11 @@ def content(file: Readable, member: tarfile.TarInfo) -> bytes:
 
 
 class ForwardReader:
-    """A file that is read forwards, a piece at a time: memory is taken for what has come, not for what is claimed.
+    """File that is read forwards in pieces, which a subclass provides.
 
-    A subclass gives the pieces. most: bytes that it may have; None for any number.
+    Memory is allocated for bytes that have arrived, not for the size that a header claims.
+
+    most: maximum size in bytes; None for no limit.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -125,11 +140,14 @@ class ForwardReader:
         self._place = 0
 
     def _piece(self, size: int) -> bytes:
-        """Return the next `size` bytes or fewer, none at the end."""
+        """Return at least one and at most `size` of the next bytes; none at the end."""
         raise NotImplementedError
 
     def read(self, size: int, /) -> bytes:
-        """Return the next `size` bytes, or as many as there are before the end. Raises OSError for more than may be."""
+        """Return the next `size` bytes, or fewer at the end.
+
+        Raises OSError beyond the maximum size.
+        """
         self._refuse(self._place + size)
         pieces = []
         while size > 0 and (piece := self._piece(min(size, _PIECE))):
@@ -139,14 +157,17 @@ class ForwardReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def seek(self, place: int, /) -> int:
-        """Read on until `place`, which is ahead, or the end. Raises OSError as `read` does."""
+        """Read up to `place`, which is ahead, or to the end, and return the position reached.
+
+        Raises OSError as `read` does.
+        """
         self._refuse(place)
         while self._place < place and self.read(min(place - self._place, _PIECE)):
             pass
         return self._place
 
     def tell(self) -> int:
-        """Return how many bytes have been read."""
+        """Return the number of bytes read so far."""
         return self._place
 
     def _refuse(self, place: int) -> None:
@@ -155,10 +176,11 @@ class ForwardReader:
 
 
 class _Unpacked(ForwardReader):
-    """The content of a file that may be compressed by gzip.
+    """Content of a file that may be compressed by gzip, of at most MAX_RECORD_BYTES.
 
-    Raises EOFError where it is cut off and zlib.error where it is damaged. What follows compressed content is not read:
-    Python's gzip would skip zeros behind it one by one.
+    Data after the compressed content is not read; Python's gzip would skip zeros there one by one.
+
+    Raises EOFError if the compressed data is cut off, and zlib.error if it is damaged.
     """
 
     def __init__(self, file: BinaryIO, compressed: bool) -> None:
@@ -179,11 +201,13 @@ class _Unpacked(ForwardReader):
 
 
 def unpacked(path: Path, names: Container[str]) -> dict[str, bytes]:
-    """Return the content of the files `names` in the archive at `path`, which may be compressed by gzip, in whatever
-    folders they are, by name.
+    """Return the contents of the files `names` in a tar archive, by name.
 
-    Files that it does not have are left out. Raises DataError for a damaged archive, and for one that unpacks to more
-    than MAX_RECORD_BYTES.
+    The files may be in any folder of the archive; files that it lacks are left out.
+
+    path: the archive; compressed by gzip unless its name ends with ".tar".
+
+    Raises DataError for a damaged archive, and for one that unpacks to more than MAX_RECORD_BYTES.
     """
     found: dict[str, bytes] = {}
     try:

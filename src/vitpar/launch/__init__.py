@@ -1,4 +1,4 @@
-"""From one process to a world of ranks, and back.
+"""Launchers and process groups: from one process to a world of ranks, and back.
 
     world = find_world()                      # did torchrun, srun, mpirun or vitpar itself start us?
     if world is None and workers > 1:         # no: start ranks here; each runs this program again and finds its world
@@ -7,7 +7,7 @@
     ...                                       # torch.distributed is ready, for a world of one as well
     leave()
 
-with all of it inside `with reporting():`, which brings a rank's error to the process that started it. Importing this
+All of it runs inside `with reporting():`, which sends a rank's error to the process that started it. Importing this
 package does not import torch.
 """
 

@@ -1,12 +1,12 @@
-"""The local launcher: starts the ranks of one machine, watches them, and tells the user what went wrong, once.
+"""Local launcher: start the ranks of one machine, watch them, and report an error once.
 
     parent ── TCPStore on loopback (where the ranks meet), pipe (end-of-file = parent gone), folder of reports
       ├── rank 0   own session, the user's stdout and stderr
       ├── rank 1   own session, output to <folder>/rank1.log
       └── …
 
-The first rank to fail ends all. Its peers then fail as well, with errors that only say that a connection was closed, so
-the root cause is looked for among all failures (`Failure.order`).
+The first rank that fails ends all. Its peers then fail as well, with errors that only say that a connection was closed.
+The launcher therefore looks for the root cause among all failures (`Failure.order`).
 """
 
 from __future__ import annotations
@@ -31,31 +31,39 @@ from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
 
-POLL = 0.02  # seconds between two looks at the workers
-CONFIRM = 0.1  # seconds after a failure in which an earlier one may still come to light
-SETTLE = 1.0  # the same, as long as all we know are symptoms: peers that lost a connection, exit codes without a report
-GRACE = 1.0  # seconds between SIGTERM and SIGKILL
-TAIL = 20  # lines of a dead rank's log to show
+POLL = 0.02
+"""Seconds between two polls of the workers."""
+CONFIRM = 0.1
+"""Seconds to wait after a failure, since an earlier one may still be reported."""
+SETTLE = 1.0
+"""Seconds to wait while only symptoms are known: peers that lost a connection, exit codes without a report."""
+GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL."""
+TAIL = 20
+"""Lines of a dead rank's log to show."""
 
 
 class Outcome(NamedTuple):
-    """How a world ended: the exit `code`, and the `message` for the user, empty where there is nothing to say."""
+    """Result of a world that ended."""
 
     code: int
+    """Exit code."""
     message: str = ""
+    """Message for the user; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failed worker `rank`: what it reported, or else how it ended. time: seconds since the epoch.
-
-    code: as in subprocess: the exit code, or minus the number of the signal that killed it; None while it still runs.
-    """
+    """Failure of a worker."""
 
     rank: int
+    """Its rank."""
     time: float
+    """Seconds since the epoch."""
     report: Report | None
+    """Error that it reported; None if it ended without a report."""
     code: int | None
+    """Exit code as in subprocess, or minus the number of the signal that killed it; None while it still runs."""
 
     @property
     def is_symptom(self) -> bool:
@@ -64,7 +72,10 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sorts the root cause first: causes, aborts (NCCL's answer to a lost peer), lost peers; each by time."""
+        """Sort key that puts the root cause first.
+
+        Causes come before aborts (NCCL's reaction to a lost peer), and aborts before lost peers; each by time.
+        """
         return (0 if not self.is_symptom else 2 if self.report else 1, self.time)
 
 
@@ -85,25 +96,36 @@ def spawn(
     patient: bool = False,
     tell: Callable[[str], None] = _print,
 ) -> int:
-    """Runs `python <argv>` as `num_workers` ranks on this machine, and returns the exit code once all have ended.
+    """Run `python <argv>` as `num_workers` ranks on this machine, and return the exit code once all have ended.
 
-    argv: what follows the interpreter, for example `["-m", "package.module", "train"]`. env: variables to add to ours.
-    handed: text for the ranks, which they find in the file `HANDED` of the folder that the variable `REPORTS` names.
-    The program has to enter its `main` through `reporting()` and to `join` the world it finds.
-    0 = all went well; 2 = a UserError in a rank, shown as one sentence (debug: after its traceback); 1 = a FaultError,
-    shown likewise, or a rank crashed or was killed; 130, 143 and 138 = stopped by Ctrl-C, SIGTERM and SIGUSR1; else the
-    exit code of the rank that ended with one. patient: at the first such signal the ranks are asked to end with
-    SIGTERM, and waited for; at a second one they are ended. tell: shows the message of a world that did not end well.
-    Raises LaunchError when this machine cannot hold the ranks.
+    The program must enter its `main` through `reporting()` and `join` the world that it finds.
+
+    argv: what follows the interpreter, for example `["-m", "package.module", "train"]`.
+    env: environment variables to add to those of this process.
+    handed: text for the ranks, written to the file `HANDED` in the folder that the variable `REPORTS` names.
+    debug: whether to show the traceback of a UserError or FaultError before its sentence.
+    patient: whether the first SIGTERM, SIGUSR1 or Ctrl-C only asks the ranks to end, by SIGTERM, and waits for them. A
+    second one ends them.
+    tell: receives the message of a world that failed or was stopped.
+
+    | exit code | meaning |
+    |---|---|
+    | 0 | success |
+    | 1 | a FaultError, shown as one sentence, or a rank crashed or was killed |
+    | 2 | a UserError, shown as one sentence |
+    | 130, 143, 138 | stopped by Ctrl-C, SIGTERM or SIGUSR1 |
+    | other | exit code of the rank that ended with it |
+
+    Raises LaunchError if this machine cannot hold the ranks.
     """
     _check_room(num_workers, device)
     with reports_folder() as folder, StopRequest(only_note=True, notice=STOPPING if patient else "") as stop:
         if handed is not None:
             (folder / HANDED).write_text(handed, encoding="utf-8")
-        # We listen ourselves, on loopback only and on a port that is ours from now on; the store takes the socket over.
+        # TCPStore would listen on all interfaces. This socket listens on loopback, and the store takes it over.
         listener = socket.create_server((LOOPBACK, 0))
         with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
-            from torch.distributed import TCPStore  # takes seconds, while the workers do the same
+            from torch.distributed import TCPStore  # the import takes seconds, in parallel with the workers
 
             store = TCPStore(
                 *(LOOPBACK, listener.getsockname()[1]),
@@ -113,7 +135,7 @@ def spawn(
                 master_listen_fd=listener.detach(),
             )
             code, message = _supervise(workers, stop, debug, patient)
-        del store  # only now: without it the workers would fail too, noisily
+        del store  # not earlier: its loss makes workers print errors
     if message:
         tell(message)
     return code
@@ -136,12 +158,12 @@ def _check_room(num_workers: int, device: Device) -> None:
 
 
 class _Workers:
-    """The worker processes: started on construction, gone with all their children when the block ends."""
+    """Worker processes: started on construction, ended with all their children when the block ends."""
 
     def __init__(self, num_workers: int, argv: Sequence[str], port: int, folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.deaths: dict[int, float] = {}  # rank -> when we first saw it dead
+        self.deaths: dict[int, float] = {}  # rank -> when it was first seen dead, in seconds since the epoch
         pipe, self.lifeline = os.pipe()
         threads = {"OMP_NUM_THREADS": str(cpu_share(num_workers))} if num_workers > 1 else {}  # alone: torch decides
         shared = {**threads, **os.environ, **env} | {
@@ -149,15 +171,15 @@ class _Workers:
             "LOCAL_WORLD_SIZE": str(num_workers),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: the store is in the parent, rank 0 starts none
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that rank 0 must not start a store: the parent has it
             REPORTS: str(folder),
             PARENT_PIPE: str(pipe),
         }
         try:
             for rank in range(num_workers):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                own |= {"PYTHONUNBUFFERED": "1"} if rank else {}  # a killed rank's log is whole
-                # Rank 0 writes where we do.
+                own |= {"PYTHONUNBUFFERED": "1"} if rank else {}  # no output is lost if a rank is killed
+                # Rank 0 inherits our stdout and stderr.
                 with self.log(rank).open("wb") if rank else contextlib.nullcontext() as output:
                     self.processes.append(
                         subprocess.Popen(
@@ -167,7 +189,7 @@ class _Workers:
                             stdout=output,
                             stderr=output,
                             pass_fds=(pipe,),
-                            start_new_session=True,  # out of reach of the terminal's Ctrl-C, and one group to kill
+                            start_new_session=True,  # not reached by the terminal's Ctrl-C, and one group to kill
                         )
                     )
         except BaseException:
@@ -183,33 +205,33 @@ class _Workers:
         self.end()
 
     def log(self, rank: int) -> Path:
-        """The file that holds the output of `rank`, which is not 0."""
+        """Return the file with the output of `rank`, which is not 0."""
         return self.folder / f"rank{rank}.log"
 
     def running(self) -> bool:
-        """Whether any worker is still alive."""
+        """Return whether any worker is alive."""
         return any(process.poll() is None for process in self.processes)
 
     def failures(self) -> list[Failure]:
-        """The workers that have reported an error or ended with a code other than 0 so far."""
+        """Return the workers that have reported an error or ended with a code other than 0 so far."""
         found = []
         for rank, process in enumerate(self.processes):
             code = process.poll()
             if code:
                 self.deaths.setdefault(rank, time.time() - POLL)
-            # The report counts, not the death: a worker may hang on its way out.
+            # A report counts before the process ends: a worker may hang while it exits.
             report = Report.read(self.folder, rank)
             if report or code:
                 found.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
         return found
 
     def ask(self) -> None:
-        """Ask the ranks to end."""
+        """Ask the ranks to end, by SIGTERM."""
         for process in self.processes:
             process.terminate()
 
     def end(self) -> None:
-        """End all workers and their children: by SIGTERM, after GRACE seconds by SIGKILL."""
+        """End all workers and their children: by SIGTERM, and by SIGKILL after GRACE seconds."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE
         while self.running() and time.monotonic() < deadline:
@@ -220,7 +242,7 @@ class _Workers:
         os.close(self.lifeline)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to every worker's process group, also a dead worker's: its children may live on."""
+        """Send a signal to every worker's process group. Groups of dead workers get it too: their children may live."""
         for process in self.processes:
             with contextlib.suppress(
                 ProcessLookupError, PermissionError
@@ -229,20 +251,23 @@ class _Workers:
 
 
 def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool) -> Outcome:
-    """Waits until all workers are done, one has failed or the user wants to stop. Workers may still run on return."""
+    """Wait until all workers are done, one has failed or the user wants to stop.
+
+    Workers may still run on return.
+    """
     noticed: float | None = None
     passed_on = False
     while not (stop.again if patient else stop.asked):
         if stop.asked and not passed_on:
             workers.ask()
             passed_on = True
-        running = workers.running()  # before the failures: once no worker runs, all have been reported
+        running = workers.running()  # read before the failures: once no worker runs, every failure is known
         failures = sorted(workers.failures(), key=lambda failure: failure.order)
         if failures:
             noticed = noticed or time.monotonic()
             certain = not failures[0].is_symptom and (failures[0].report or (failures[0].code or 0) < 0)
             if not running or time.monotonic() - noticed > (CONFIRM if certain else SETTLE):
-                if passed_on and failures[0].code == -signal.SIGTERM:  # as we wanted it
+                if passed_on and failures[0].code == -signal.SIGTERM:  # it obeyed our SIGTERM
                     break
                 return _explain(failures, workers, debug)
         elif not running:
@@ -254,7 +279,7 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
 
 
 def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome:
-    """The root cause, which is the first of `failures`, in words."""
+    """Return the outcome that explains the root cause, which is the first of `failures`."""
     root = failures[0]
     if root.report:
         if root.report.kind != "crash":
@@ -267,12 +292,12 @@ def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome
         name = signal.Signals(-root.code).name
         return Outcome(1, f"rank {root.rank} was killed by {name}{hint}{_tail(root.rank, workers)}")
     if [failure.code for failure in failures if not failure.report] == [root.code] * len(workers.processes):
-        return Outcome(root.code)  # all agree and none has an error to report: this is the program's own answer
+        return Outcome(root.code)  # all agree and none reported an error: the program chose this code
     return Outcome(root.code, f"rank {root.rank} ended with exit code {root.code}{_tail(root.rank, workers)}")
 
 
 def _tail(rank: int, workers: _Workers) -> str:
-    """The end of what `rank` has written, to be appended to a sentence about it. Rank 0 wrote where the user saw it."""
+    """Return the end of the log of `rank`, to append to a sentence. Empty for rank 0, whose output the user saw."""
     if rank == 0:
         return ""
     lines = workers.log(rank).read_text(errors="replace").splitlines()[-TAIL:]

@@ -21,20 +21,24 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOPBACK = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo."""
 PROBE_S = 30.0
 """Seconds for the ranks of a `probe` to meet, and for their all-reduce."""
 _undo = ExitStack()
-"""Sets back what `join` and `share_cores` changed: the environment, and the threads that torch has."""
+"""Callbacks that restore what `join` and `share_cores` changed: the environment, and torch's number of threads."""
 
 
 def join(world: World, device: Device, timeout: float = 600.0, store: Store | None = None) -> torch.device:
-    """Makes this process `world.rank` of `world.size`, and returns the device it computes on.
+    """Make this process `world.rank` of `world.size`, and return the device that it computes on.
 
     Sets torch.distributed's environment variables and default process group, the current GPU, and the number of CPU
-    threads (unless OMP_NUM_THREADS says it, or this rank is alone on its machine: torch then decides); on a CPU, lets
-    freed memory be kept for what comes next. timeout: seconds to wait for other ranks, here and in every collective.
-    store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds after another.
-    Raises LaunchError when this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
+    threads (`share_cores`). On a CPU, lets the allocator keep freed memory (`keep_freed_memory`).
+
+    timeout: seconds to wait for other ranks, here and in every collective.
+    store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds in succession. None
+    makes one.
+
+    Raises LaunchError if this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
     """
     watch_parent()
     allow_open_files(world.size)
@@ -63,7 +67,7 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     nccl = device == "cuda" and world.size > 1
     limit = timedelta(seconds=timeout)
     with meeting(world):
-        # A world of one needs no network, so no port can be taken and no firewall be in the way.
+        # A world of one needs no network: no port can be in use, and no firewall in the way.
         store = dist.HashStore() if world.size == 1 else store or loopback_store(world, limit)
         dist.init_process_group(
             "nccl" if nccl else "gloo",
@@ -79,8 +83,11 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
 
 
 def leave() -> None:
-    """Ends the default process group, where there is one, and sets the environment back, so that who comes after finds
-    no world that is gone. After an error let the process die: peers may be gone."""
+    """Destroy the default process group, if there is one, and restore the environment.
+
+    The next world then does not find variables of this one. After an error let the process die instead: peers may be
+    gone.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -89,10 +96,10 @@ def leave() -> None:
 
 
 def finish(code: int) -> NoReturn:
-    """Ends this rank, whose work is done, with `code`, without what Python and libraries still do when a process ends.
+    """End this rank, whose work is done, with exit code `code`, without the shutdown of Python and libraries.
 
-    There threads of torch and gloo may abort the process or wait for each other, so that a run that went well seems to
-    have failed (upstream: seen on torch 2.13, once in hundreds of runs: "terminate called without an active
+    At shutdown, threads of torch and gloo may abort the process or wait for each other, so that a successful run seems
+    to have failed (upstream: seen on torch 2.13, once in hundreds of runs: "terminate called without an active
     exception").
     """
     sys.stdout.flush()
@@ -101,7 +108,7 @@ def finish(code: int) -> NoReturn:
 
 
 def _own_device(world: World, device: Device) -> torch.device:
-    """The device of this rank, made the current one."""
+    """Return the device of this rank, after making it the current one."""
     import torch
 
     if device == "cpu":
@@ -119,10 +126,11 @@ def _own_device(world: World, device: Device) -> torch.device:
 
 
 def share_cores(world: World) -> None:
-    """Sets the CPU threads of this rank: in the environment where torch is not loaded yet, which is better.
+    """Set the CPU threads of this rank. Through the environment if torch is not imported yet, which is better.
 
-    After ``set_num_threads`` MKL no longer adapts to where it is called, and what multiplies inside parallel regions,
-    as attention does, takes longer. Does nothing where OMP_NUM_THREADS is set.
+    After ``set_num_threads``, MKL no longer adapts to where it is called. Products inside parallel regions, as in
+    attention, then take longer. Does nothing if OMP_NUM_THREADS is set or this rank is alone on its machine, where
+    torch decides.
     """
     threads = _cpu_threads(world)
     if threads is None or "OMP_NUM_THREADS" in os.environ:
@@ -139,8 +147,10 @@ def share_cores(world: World) -> None:
 
 
 def _cpu_threads(world: World) -> int | None:
-    """This rank's share of the cores; None where it is all. SLURM may have bound us to our share already, so its word
-    comes first."""
+    """Return this rank's share of the cores; None if that is all of them.
+
+    SLURM may have bound the process to its share already, so its variable takes precedence.
+    """
     per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if world.launcher == "slurm" and per_task.isdecimal():
         return int(per_task)
@@ -161,7 +171,10 @@ def _set_back(name: str, value: str | None) -> None:
 
 
 def _use_loopback() -> None:
-    """Lets gloo connect ranks of one machine over loopback: it would look up the host's name, which may not resolve."""
+    """Make gloo connect ranks of one machine over loopback.
+
+    By default gloo looks up the host's name, which may not resolve.
+    """
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback and LOOPBACK not in os.environ:
@@ -169,8 +182,11 @@ def _use_loopback() -> None:
 
 
 def probe() -> None:
-    """Join the world found, add up one number a rank, and leave: all that a rank of the smallest world does, to show
-    that worlds work here. Raises RuntimeError when the sum is wrong."""
+    """Join the world found, add up one number per rank, and leave: the smallest program that shows that worlds work
+    here.
+
+    Raises RuntimeError if the sum is wrong.
+    """
     with reporting():
         world = find_world()
         assert world is not None, "start it through spawn"

@@ -1,10 +1,11 @@
-"""A worker's line to the parent that started it: it reports the error that ended it, and ends when the parent does.
+"""Reports of worker errors to the launching process, and the end of workers whose launcher is gone.
 
-A worker writes its error to a file of its own in the folder the parent named in VITPAR_REPORTS, and prints nothing. The
-parent picks the root cause among all (`local.py`), so that the user sees one error once. Under torchrun a rank writes
-its error for torchrun, which shows the first, and prints it too: torchrun is silent about ranks that it starts again.
+A worker writes its error to its own file in the folder that the parent named in VITPAR_REPORTS, and prints nothing. The
+parent picks the root cause among all (`local.py`), so the user sees one error once. Under torchrun a rank writes its
+error to torchrun's file, of which torchrun shows the first, and also prints it: torchrun is silent about ranks that it
+restarts.
 
-A launcher holds a lock on a file in its folder for as long as it lives, so a folder whose lock can be taken is left.
+A launcher holds a lock on a file in its folder while it lives. A folder whose lock can be taken is left over.
 """
 
 from __future__ import annotations
@@ -32,38 +33,40 @@ from typing import Literal
 from vitpar.errors import FaultError, UserError
 from vitpar.launch.world import REPORTS
 
-TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the error of this rank
-PARENT_PIPE = "VITPAR_PARENT_PIPE"  # file descriptor that reads end-of-file once the parent is gone
+TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file in which torchrun looks for the error of this rank."""
+PARENT_PIPE = "VITPAR_PARENT_PIPE"
+"""Environment variable with the file descriptor that reads end-of-file once the parent is gone."""
 
-# With the name of the machine: where several share the folder, a lock may hold on its own machine alone.
+# Contains the name of the machine: if several machines share the folder, locks may work only within one machine.
 PREFIX = f"vitpar-ranks-{re.sub('[^A-Za-z0-9]', '-', platform.node())[:32]}-"
 _LOCK = "lock"
 
-# How losing a peer looks like: torch's own classes, and the RuntimeErrors in which gloo and NCCL wrap a socket's error.
+# Errors of a lost peer: torch's own classes, and RuntimeErrors in which gloo and NCCL wrap a socket's error.
 _PEER_LOST = ("DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionError")
 _PEER_LOST_TEXT = re.compile(r"gloo/transport|Connection (closed|reset|refused)|NCCL|Timed out waiting|Broken pipe")
 
 
 @dataclass(frozen=True)
 class Report:
-    """An error of one worker.
-
-    time: seconds since the epoch. kind: "user" for a UserError, "fault" for a FaultError, "crash" for all else.
-    peer_lost: the error only says that another rank went away, so it is no root cause.
-    headline: `RuntimeError: text`, or the sentence of a UserError or FaultError. traceback: all that comes before the
-    headline.
-    """
+    """Error of a worker."""
 
     rank: int
+    """Rank of the worker."""
     time: float
+    """Seconds since the epoch."""
     kind: Literal["user", "fault", "crash"]
+    """"user" for a UserError, "fault" for a FaultError, "crash" for anything else."""
     peer_lost: bool
+    """Whether the error only says that another rank went away, so that it is no root cause."""
     headline: str
+    """`RuntimeError: text`, or the sentence of a UserError or FaultError."""
     traceback: str
+    """Formatted traceback up to the headline."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Report:
-        """The report of `error` as raised in worker `rank` now."""
+        """Return the report of `error`, raised now in worker `rank`."""
         formatted = traceback.TracebackException.from_exception(error)
         headline = "".join(formatted.format_exception_only())
         kind: Literal["user", "fault", "crash"] = "fault" if isinstance(error, FaultError) else "crash"
@@ -78,12 +81,12 @@ class Report:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Report | None:
-        """Return the report of worker `rank` in `folder`, or None."""
+        """Return the report of worker `rank` in `folder`; None if there is none."""
         path = _path(folder, rank)
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
     def write(self, folder: Path) -> None:
-        """Puts the report into `folder` in one piece: it is never seen half-written."""
+        """Write the report to `folder` atomically."""
         path = _path(folder, self.rank)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)))
@@ -91,7 +94,7 @@ class Report:
 
 
 def report_failure(error: BaseException) -> bool:
-    """Hands `error` to the parent, which will show it; False, doing nothing, in a process that vitpar did not start.
+    """Report `error` to the parent, which will show it. Return whether vitpar started this process; if not, do nothing.
 
     After True the caller has nothing to print and should exit with a code other than 0.
     """
@@ -106,11 +109,12 @@ def report_failure(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
-    """Wraps the whole program: in a worker that vitpar started, an error is reported and the process exits silently.
+    """Report errors of the program inside the block.
 
-    Exits with 2 after a UserError, else with 1. Anywhere else errors pass through, told to torchrun where it started
-    us. Of a rank that only lost another one line is printed, exit code 1, so that the cause stands out (with
-    VITPAR_DEBUG set its error passes through too).
+    In a worker that vitpar started, an error is reported and the process exits silently: with 2 after a UserError, else
+    with 1. Elsewhere errors pass through, after they are written for torchrun if that started us. A rank that only lost
+    another prints one line and exits with 1, so that the cause stands out; with VITPAR_DEBUG set, its error passes
+    through too.
     """
     if REPORTS in os.environ:
         watch_parent()
@@ -129,12 +133,12 @@ def reporting() -> Iterator[None]:
 
 
 def _tell_torchrun(report: Report) -> None:
-    """Writes `report` as torchrun reads it, where torchrun started us."""
+    """Write `report` in the format of torchrun, if torchrun started us."""
     path = os.environ.get(TORCHRUN_FILE)
     if path is None:
         return
     text = report.traceback + report.headline if report.kind == "crash" else f"error: {report.headline}"
-    # torchrun takes the earliest for the cause, in whole seconds: a rank that only lost its peer comes after.
+    # torchrun takes the earliest error for the cause, in whole seconds: let a rank that only lost a peer come later.
     when = int(report.time) + report.peer_lost
     data = {"message": report.headline, "extraInfo": {"py_callstack": text, "timestamp": str(when)}}
     with contextlib.suppress(OSError):
@@ -142,8 +146,8 @@ def _tell_torchrun(report: Report) -> None:
 
 
 def watch_parent() -> None:
-    """In a worker that vitpar started: ends this process and its children once the parent is gone. Else nothing."""
-    pipe = os.environ.pop(PARENT_PIPE, None)  # popped: the descriptor means nothing to our own children
+    """End this process and its children once the parent is gone. Does nothing unless vitpar started this process."""
+    pipe = os.environ.pop(PARENT_PIPE, None)  # popped: our own children do not have the descriptor
     if pipe is None:
         return
 
@@ -161,7 +165,7 @@ def _is_peer_lost(error: BaseException | None) -> bool:
     classes = {cls.__name__ for cls in type(error).__mro__}
     if not classes.isdisjoint(_PEER_LOST):
         return True
-    # gloo's errors and NCCL's are plain RuntimeErrors, so only their text tells.
+    # Errors of gloo and NCCL are plain RuntimeErrors, so only their text identifies them.
     if type(error) is RuntimeError and _PEER_LOST_TEXT.search(str(error)):
         return True
     return _is_peer_lost(error.__cause__)
@@ -173,20 +177,23 @@ def _path(folder: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def reports_folder() -> Iterator[Path]:
-    """Make an empty folder that only this user can enter, and remove it in the end. First removes those left behind."""
+    """Yield an empty folder that only this user can enter, and remove it at the end. Removes abandoned ones first."""
     remove_left()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with open(folder / f".{_LOCK}", "xb") as file:
-            with contextlib.suppress(OSError):  # where a file system has no locks, folders that are left stay
+            with contextlib.suppress(OSError):  # without locks in the file system, abandoned folders stay
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Only now under the name that others look for: they never see it without its lock.
+                # Renamed after locking, so that others never see the file unlocked.
                 os.rename(folder / f".{_LOCK}", folder / _LOCK)
             yield folder
 
 
 def remove_left() -> None:
-    """Remove this user's folders in the temporary folder whose launchers are gone. Follows no link, raises nothing."""
+    """Remove this user's report folders whose launchers are gone from the temporary folder.
+
+    Follows no link, raises nothing.
+    """
     with contextlib.suppress(OSError):
         for entry in os.scandir(tempfile.gettempdir()):
             if entry.name.startswith(PREFIX):
@@ -200,7 +207,7 @@ def _remove_if_left(entry: os.DirEntry[str]) -> None:
         return
     lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its launcher lives
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its launcher lives
         shutil.rmtree(entry.path)
     finally:
         os.close(lock)

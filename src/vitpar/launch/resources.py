@@ -11,39 +11,43 @@ from contextlib import contextmanager
 from vitpar.errors import LaunchError
 
 ENOUGH = 4096
-"""Open files that a process is given where its hard limit allows them: shards of data, process groups of many axes."""
+"""Open files that a process may have if its hard limit allows it: for data shards and process groups of many axes."""
 LEAST, LEAST_A_RANK = 48, 3
-"""Open files without which ranks do not come together.
+"""Open files that ranks need to connect: a constant, and a number for each rank.
 
-Seen at most (torch 2.13): 17 and 3 for each rank in the process that holds the store; in a rank 31 of 2 ranks under
-dp2, 49 of 4 under pp2xdp2, 63 of 8 under pp2xtp2xdp2.
+Largest numbers measured with torch 2.13: 17 plus 3 for each rank in the process that hosts the store; in a rank, 31
+with 2 ranks under dp2, 49 with 4 under pp2xdp2, 63 with 8 under pp2xtp2xdp2.
 """
 
-_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)
-_NEVER = -1  # of the first
-_NO_TENSOR, _LARGE, _EVERY_TENSOR = 2**30, 2**25, 2**16  # bytes from which a tensor is mapped by itself
+_TRIM, _MAP = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)."""
+_NEVER = -1
+"""Value of M_TRIM_THRESHOLD that disables trimming."""
+_NO_TENSOR, _LARGE, _EVERY_TENSOR = 2**30, 2**25, 2**16
+"""Values of M_MMAP_THRESHOLD: bytes from which an allocation gets its own mapping."""
 OFF = "VITPAR_KEEP_FREED_MEMORY"
+"""Environment variable that disables `keep_freed_memory` if it is 0."""
 OTHERS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
-"""Settings of malloc in the environment that decide when freed memory is returned."""
+"""Settings of glibc's malloc that decide when freed memory is returned to the system, if the environment sets them."""
 
 
 def cpu_cores() -> int:
-    """The cores this process may run on: fewer than the machine has where a scheduler or a container binds it."""
+    """Return the cores that this process may use: fewer than the machine has if a scheduler or container binds it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_share(local_size: int) -> int:
-    """CPU threads for each of `local_size` ranks on this machine, at least 1."""
+    """Return the CPU threads for each of `local_size` ranks on this machine, at least 1."""
     return max(1, cpu_cores() // local_size)
 
 
 def allow_open_files(ranks: int) -> None:
-    """Let this process, and those that it starts, open as many files as a world of `ranks` needs.
+    """Let this process and its children open as many files as a world of `ranks` needs.
 
-    Raises LaunchError where the hard limit does not allow it: the store would not take the last connections, and all
-    would wait for each other.
+    Raises LaunchError if the hard limit does not allow it. The store would not accept the last connections, and all
+    ranks would wait for each other.
     """
     least = LEAST + LEAST_A_RANK * ranks if ranks > 1 else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -59,23 +63,24 @@ def allow_open_files(ranks: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let tensors on the CPU be made where others were freed.
+    """Let the allocator reuse the memory of freed CPU tensors.
 
-    Else glibc gives large ones back to the system and asks for them again: thousands of page faults a step. Resident
-    memory stays at its peak, which what is left between tensors raises. Does nothing where the environment sets these
-    things (MALLOC_MMAP_THRESHOLD_ and its like, GLIBC_TUNABLES), or VITPAR_KEEP_FREED_MEMORY to 0.
+    By default glibc returns large blocks to the system and requests them again: thousands of page faults a step. The
+    cost is that resident memory stays at its peak, which fragmentation raises. Does nothing if the environment sets
+    these thresholds (MALLOC_MMAP_THRESHOLD_ and its like, GLIBC_TUNABLES), or VITPAR_KEEP_FREED_MEMORY to 0.
     """
     mallopt = _mallopt()
-    # Before glibc 2.35 no more than 32 MiB are taken; without either, trimming less would only make things worse.
+    # Before glibc 2.35 the mmap threshold is at most 32 MiB. If neither value is accepted, less trimming alone would
+    # only make things worse.
     if mallopt and not _chosen() and (mallopt(_MAP, _NO_TENSOR) or mallopt(_MAP, _LARGE)):
         mallopt(_TRIM, _NEVER)
 
 
 @contextmanager
 def freed_memory_given_back() -> Iterator[None]:
-    """Meanwhile freed tensors go back to the system at once, so that resident memory is what tensors take. Slower.
+    """Return freed tensors to the system at once inside the block, so that resident memory is that of tensors. Slower.
 
-    Not so where memory that was freed before is taken again: use it before anything large was computed.
+    Memory that was freed before the block may be reused instead: enter it before anything large was computed.
     """
     mallopt = _mallopt()
     if mallopt:
@@ -84,7 +89,7 @@ def freed_memory_given_back() -> Iterator[None]:
     try:
         yield
     finally:
-        if mallopt:  # as the environment says, or where glibc itself ends up
+        if mallopt:  # values of the environment, or those that glibc's own adaptation reaches
             mallopt(_MAP, _environment("MALLOC_MMAP_THRESHOLD_", _LARGE))
             mallopt(_TRIM, _environment("MALLOC_TRIM_THRESHOLD_", 2 * _LARGE))
         keep_freed_memory()

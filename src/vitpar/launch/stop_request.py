@@ -8,6 +8,7 @@ import threading
 from types import FrameType, TracebackType
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""These signals."""
 SAVED = 75
 """Exit code of a run that was asked to end and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
 STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now"
@@ -15,10 +16,13 @@ STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now
 
 
 class StopRequest:
-    """While the block runs, the first such signal is noted in `asked`; a second one does what it did before.
+    """Context manager that notes stop signals (`ASKING`).
 
-    only_note: a second one is noted too, in `again`, and does nothing else. notice: line for stderr at the first one,
-    if it is Ctrl-C. In a thread that is not the main one signals are left alone.
+    The first signal is noted in `asked`; a second one does what it did before the block. In a thread that is not the
+    main one, signals are left alone.
+
+    only_note: whether a second signal is only noted, in `again`.
+    notice: line for stderr at the first signal, if it is Ctrl-C.
     """
 
     def __init__(self, *, only_note: bool = False, notice: str = "") -> None:
@@ -41,7 +45,7 @@ class StopRequest:
         if self.asked is None:
             self.asked = signal.Signals(number)
             if self._notice and number == signal.SIGINT:
-                os.write(2, f"\n{self._notice}\n".encode())  # not print: the signal may have come in the middle of one
+                os.write(2, f"\n{self._notice}\n".encode())  # not print: the signal may interrupt a print
             return
         self.again = True
         if not self._only_note:

@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet: torch's TCPStore, which lets in whoever reaches its port.
+"""Rendezvous of the ranks of a world: torch's TCPStore, which accepts every client that reaches its port.
 
 | who started the ranks | who listens | where |
 |---|---|---|
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 ANSWER_S = 30.0
-"""Seconds in which whoever has accepted a connection has to answer as a store does. Rank 0 needs milliseconds."""
-_RETRY_S = 0.05  # between two attempts to connect
+"""Seconds that whoever accepted a connection has to answer as a store does. Rank 0 needs milliseconds."""
+_RETRY_S = 0.05
+"""Seconds between two attempts to connect."""
 
 
 def meeting_place(world: World) -> Store | None:
-    """Return a store that the processes of `world` share without being a process group; None in a world of one.
+    """Return a store that the processes of `world` share without a process group; None in a world of one.
 
-    Raises LaunchError when they cannot meet.
+    Raises LaunchError if they cannot meet.
     """
     watch_parent()
     if world.size == 1:
@@ -55,7 +56,9 @@ def meeting_place(world: World) -> Store | None:
 def loopback_store(world: World, limit: timedelta) -> Store | None:
     """Return the store of a world that meets on loopback (`World.on_loopback`), where rank 0 listens; None for others.
 
-    limit: to wait for rank 0 here, and in the store's calls. Raises LaunchError when the port is another program's.
+    limit: time to wait for rank 0 here, and timeout of the store's calls.
+
+    Raises LaunchError if another program has the port.
     """
     if not world.on_loopback:
         return None
@@ -68,14 +71,14 @@ def loopback_store(world: World, limit: timedelta) -> Store | None:
         listener = socket.create_server(place)
     except OSError as error:
         raise _taken(world, os.strerror(error.errno or 0)) from None
-    # Left to itself TCPStore listens on all interfaces, whatever address it is given.
+    # Without a given socket TCPStore listens on all interfaces, whatever its address.
     # upstream: seen in torch 2.13.
     return TCPStore(*place, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach())
 
 
 @contextmanager
 def meeting(world: World) -> Iterator[None]:
-    """Turn torch's errors of ranks that do not find each other into LaunchErrors."""
+    """Convert torch's errors of ranks that do not find each other to LaunchErrors."""
     import torch.distributed as dist
 
     try:
@@ -91,7 +94,7 @@ def meeting(world: World) -> Iterator[None]:
 def _client(world: World, limit: timedelta) -> TCPStore:
     """Return a rank's connection to the store of rank 0 on this machine.
 
-    TCPStore itself waits without end for a program that accepts connections and is no store.
+    Connects in a thread: TCPStore itself waits forever for a program that accepts connections and is no store.
     """
     from torch.distributed import DistError, TCPStore
 

@@ -1,4 +1,4 @@
-"""The world of processes the environment describes: which launcher started us, and as which rank of how many.
+"""World of processes that the environment describes: the launcher that started us, our rank and the number of ranks.
 
 | launcher | recognised by | where the ranks meet, unless MASTER_ADDR and MASTER_PORT say it |
 |---|---|---|
@@ -8,7 +8,8 @@
 
 Ranks that mpirun or srun started on one machine meet on its loopback, whatever MASTER_ADDR says.
 
-An MPI world may stand inside a SLURM job, and a torchrun world inside either, so they are tried from the innermost out.
+An MPI world may be nested in a SLURM job, and a torchrun world in either, so launchers are tried from the innermost
+out.
 """
 
 from __future__ import annotations
@@ -28,33 +29,42 @@ from vitpar.text import shown
 Device = Literal["cpu", "cuda"]
 Launcher = Literal["none", "vitpar", "torchrun", "openmpi", "slurm"]
 
-REPORTS = "VITPAR_REPORTS"  # set in workers that vitpar started itself: the folder their errors go to
+REPORTS = "VITPAR_REPORTS"
+"""Environment variable of workers that vitpar started itself: the folder of their error reports."""
 HANDED = "handed.json"
-"""File in that folder with what the launcher hands to its ranks."""
+"""File in that folder with the text that the launcher hands to its ranks."""
 LOOPBACK = "127.0.0.1"
-# Below the ports that kernels hand out by themselves (32768 and up on Linux), so that no client socket sits there.
+# Below the ephemeral ports of the kernel (32768 and up on Linux), so that no client socket uses one of them.
 FIRST_PORT, NUM_PORTS = 20000, 12000
-# SLURM numbers the batch script, the interactive shell and its other helpers from here up: they are not steps of srun.
+# SLURM numbers the batch script, the interactive shell and its other helpers from here up: they are no steps of srun.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MOST_DIGITS = 20  # of a number
-_MOST_HOST_CHARS = 255  # of a host's name
+_MOST_DIGITS = 20
+"""Longest number that is parsed."""
+_MOST_HOST_CHARS = 255
+"""Longest name of a host."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all: `rank` of `size`, and `local_rank` of `local_size` on this machine.
+    """Place of this process among all.
 
-    launcher: who started the processes. master_addr, master_port: where they meet (unused in a world of one).
-    Raises LaunchError when the numbers contradict each other, or for more than MAX_RANKS ranks.
+    Raises LaunchError if the numbers contradict each other, or for more than MAX_RANKS ranks.
     """
 
     rank: int
+    """Rank of this process among all."""
     size: int
+    """Number of ranks."""
     local_rank: int
+    """Rank among those of this machine."""
     local_size: int
+    """Number of ranks on this machine."""
     launcher: Launcher
+    """Launcher of the processes."""
     master_addr: str = LOOPBACK
+    """Host where the ranks meet. Unused in a world of one."""
     master_port: int = 0
+    """Port where the ranks meet. Unused in a world of one."""
 
     def __post_init__(self) -> None:
         if self.size > MAX_RANKS:
@@ -82,20 +92,24 @@ class World:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether rank 0 listens on loopback only. It does where it listens at all and all ranks are on its machine:
-        torchrun and vitpar itself listen for their ranks."""
+        """Whether rank 0 listens on loopback only.
+
+        True if all ranks are on its machine and rank 0 hosts the store: torchrun and vitpar host it for their ranks.
+        """
         return self.launcher in ("openmpi", "slurm") and self.size > 1 and self.single_machine
 
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
-"""World of a process without a launcher that needs no other rank."""
+"""World of a single process that no launcher started."""
 
 
 def find_world(environ: Mapping[str, str] | None = None) -> World | None:
-    """The world that `environ` (default: os.environ) describes, or None where no launcher has started us.
+    """Return the world that `environ` describes; None if no launcher started us.
 
-    A SLURM job without `srun`, or a step of one task (`srun --pty bash`), is None: local workers may be started there.
-    Raises LaunchError when variables are missing or contradict each other.
+    environ: environment variables; None for os.environ.
+
+    Returns None in a SLURM job without `srun`, and in a step of one task (`srun --pty bash`): local workers may be
+    started there. Raises LaunchError if variables are missing or contradict each other.
     """
     env = os.environ if environ is None else environ
     if "RANK" in env or "LOCAL_RANK" in env:
@@ -159,12 +173,15 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         local_size=local_size,
         launcher="slurm",
         master_addr=LOOPBACK if local_size == size else env.get("MASTER_ADDR") or hosts[0],
-        master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run side by side
+        master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run at the same time
     )
 
 
 def _slurm_step(env: Mapping[str, str]) -> int | None:
-    """The number of the srun step we are a task of; None in a batch script, in a shell of salloc, or without SLURM."""
+    """Return the number of the srun step that we are a task of.
+
+    None in a batch script, in a shell of salloc, or without SLURM.
+    """
     name = "SLURM_STEP_ID" if "SLURM_STEP_ID" in env else "SLURM_STEPID"
     if name not in env:
         return None
@@ -173,12 +190,15 @@ def _slurm_step(env: Mapping[str, str]) -> int | None:
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """Tasks of the step. A step may be smaller than its job, so the step's own number comes first."""
+    """Return the tasks of the step. A step may be smaller than its job, so the variable of the step takes precedence."""
     return _integer(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
 
 
 def _slurm_tasks_here(env: Mapping[str, str]) -> int:
-    """Tasks of the step on this machine, from a list by machine such as `4(x2),3`, else from the number asked for."""
+    """Return the tasks of the step on this machine.
+
+    They come from a list by machine such as `4(x2),3`, or without one from the number that was requested.
+    """
     listing = env.get("SLURM_STEP_TASKS_PER_NODE")
     if not listing:
         return _integer(env, "SLURM_NTASKS_PER_NODE")
@@ -201,15 +221,15 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
 
 
 def expand_hosts(listing: str) -> list[str]:
-    """The hosts of a SLURM node list in order: `n[01-03,7],b2` -> n01, n02, n03, n7, b2.
+    """Return the hosts of a SLURM node list in order: `n[01-03,7],b2` -> n01, n02, n03, n7, b2.
 
-    Raises LaunchError when the list is malformed, or names more than MAX_RANKS hosts.
+    Raises LaunchError if the list is malformed, or names more than MAX_RANKS hosts.
     """
     instead = "set MASTER_ADDR to the host of rank 0 instead"
     malformed = LaunchError(f"the SLURM node list '{shown(listing)}' is not of the form a[1-3,7],b2: {instead}")
     many = LaunchError(f"the SLURM node list '{shown(listing)}' names more than {MAX_RANKS} hosts: {instead}")
     hosts: list[str] = []
-    # No expression here can match a text in two ways, so none takes more than one look at it.
+    # Each of these expressions can match a text in only one way, so none backtracks over hostile input.
     for name in re.sub(r"\[[^\[\]]*\]", lambda found: found[0].replace(",", "\n"), listing).split(","):
         if not re.fullmatch(r"(?:[^\[\]\s]|\[[^\[\] ]+\])+", name):
             raise malformed
@@ -230,7 +250,7 @@ def expand_hosts(listing: str) -> list[str]:
 
 
 def _expand_numbers(parts: list[str], malformed: LaunchError, many: LaunchError) -> list[str]:
-    """`01-03`, `7` -> 01, 02, 03, 7: leading zeros are kept."""
+    """Return the numbers of ranges, with leading zeros kept: `01-03`, `7` -> 01, 02, 03, 7."""
     numbers: list[str] = []
     for part in parts:
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
@@ -246,7 +266,7 @@ def _expand_numbers(parts: list[str], malformed: LaunchError, many: LaunchError)
 
 
 def _agreeing(world: World, env: Mapping[str, str]) -> World:
-    """`world`, after a WORLD_SIZE that the user exported beside the launcher's variables was found to be the same."""
+    """Return `world`, after verifying that a WORLD_SIZE exported by the user agrees with it."""
     if env.get("WORLD_SIZE", str(world.size)) != str(world.size):
         raise LaunchError(
             f"WORLD_SIZE is {shown(env['WORLD_SIZE'])} but {world.launcher} started {world.size} ranks: "
@@ -256,7 +276,7 @@ def _agreeing(world: World, env: Mapping[str, str]) -> World:
 
 
 def _port(env: Mapping[str, str], seed: int) -> int:
-    """MASTER_PORT where it is set, else a port that every rank of the job derives alike."""
+    """Return MASTER_PORT if it is set, else a port that every rank of the job derives alike."""
     return _integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else FIRST_PORT + seed % NUM_PORTS
 
 

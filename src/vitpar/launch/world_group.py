@@ -1,10 +1,10 @@
-"""Collectives over all ranks of the world: on tensors of the device, in place, and on JSON values of the host.
+"""Collectives over all ranks of the world: in place on device tensors, and on JSON values of the host.
 
-Those of torch for Python objects unpickle what arrives, which runs code of whoever sent it. JSON runs nothing.
+torch's collectives on Python objects unpickle what they receive, which runs code of the sender. JSON runs nothing.
 
-On GPUs the default process group is NCCL's, which takes no CPU tensors. JSON and barriers therefore go through one
-gloo group of the same ranks. A group of both backends would not do: DeviceMesh splits its gloo part too
-(upstream: pytorch#162424, #182057).
+On GPUs the default process group is NCCL's, which takes no CPU tensors. JSON and barriers therefore use one gloo group
+of the same ranks. A group of both backends would not do: DeviceMesh splits its gloo part too (upstream: pytorch#162424,
+#182057).
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ from vitpar.limits import MAX_JSON_BYTES
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """Value that JSON can express, NaN and the infinities included. Tuples arrive as lists, mappings as dicts."""
 _made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""The gloo group of the current world, by its default group."""
+"""Gloo group of the current world, by its default group."""
 
 
 def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return the group of all ranks that takes CPU tensors: the default group if it does, else one of gloo.
+    """Return the group of all ranks that takes CPU tensors: the default group if it does, else a gloo group.
 
-    timeout: of the gloo group's collectives. Collective at the first call, which makes that group.
+    timeout: of the gloo group's collectives.
+
+    Collective at the first call, which creates that group.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"
     if torch.device("cpu") in world._device_types:
         return world
     if world not in _made:
-        _made.clear()  # of a world that has ended
+        _made.clear()  # drop the group of a world that has ended
         # Not "cpu:gloo": with a device bound to the default group, torch looks for a CUDA backend in the new one too.
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
-        # It takes over the default group's device, on which its barrier would then make a tensor.
+        # The new group inherits the default group's device, on which its barrier would then allocate a tensor.
         group.bound_device_id = None
         _made[world] = group
     return _made[world]
 
 
 def barrier() -> None:
-    """Wait until all ranks are here. The devices may still compute."""
+    """Wait until all ranks arrive. Devices may still compute."""
     dist.barrier(cpu_group())
 
 
 def all_gather_json(mine: Json) -> list[Any]:
-    """Return what each rank gives, in the order of ranks.
+    """Return the value of each rank, in the order of ranks. Collective.
 
-    Raises FaultError, on all ranks, for a message that is no JSON or that has more than MAX_JSON_BYTES bytes.
+    Raises FaultError, on all ranks, for a message that is not JSON or that has more than MAX_JSON_BYTES bytes.
     """
     padded, sizes = _padded(mine)
     received = torch.empty(len(sizes), len(padded), dtype=torch.uint8)
@@ -63,8 +65,10 @@ def all_gather_json(mine: Json) -> list[Any]:
 
 
 def gather_json(mine: Json) -> list[Any] | None:
-    """Return what each rank gives, in the order of ranks, on rank 0; None elsewhere. Raises FaultError as
-    `all_gather_json` does."""
+    """Return the value of each rank, in the order of ranks, on rank 0; None elsewhere. Collective.
+
+    Raises FaultError as `all_gather_json` does.
+    """
     padded, sizes = _padded(mine)
     if dist.get_rank() != 0:
         dist.gather(padded, None, 0, group=cpu_group())
@@ -75,8 +79,12 @@ def gather_json(mine: Json) -> list[Any] | None:
 
 
 def scatter_json(parts: Sequence[Json] | None) -> Any:
-    """Return the part that rank 0 gives to this rank. parts: one for each rank, on rank 0; None elsewhere. Raises
-    FaultError as `all_gather_json` does."""
+    """Return the part that rank 0 sends to this rank. Collective.
+
+    parts: one for each rank, on rank 0; None elsewhere.
+
+    Raises FaultError as `all_gather_json` does.
+    """
     world, group = dist.get_world_size(), cpu_group()
     sent = [_encoded(part) for part in parts or ()]
     sizes = torch.tensor([len(part) for part in sent]) if sent else torch.empty(world, dtype=torch.int64)
@@ -91,8 +99,10 @@ def scatter_json(parts: Sequence[Json] | None) -> Any:
 
 
 def broadcast_json(mine: Json) -> Any:
-    """Return what rank 0 gives, on every rank. What others give is not looked at. Raises FaultError as
-    `all_gather_json` does."""
+    """Return the value of rank 0 on every rank; values of other ranks are ignored. Collective.
+
+    Raises FaultError as `all_gather_json` does.
+    """
     group = cpu_group()
     data = _encoded(mine) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(data)])
@@ -131,7 +141,10 @@ def _decoded(message: Tensor, rank: int) -> Any:
 
 
 def _refuse_sizes(sizes: Tensor) -> None:
-    """Refuse to take memory for a message of such a size in bytes."""
+    """Refuse messages that are empty or too large, before memory is allocated for them.
+
+    sizes: bytes of each rank's message.
+    """
     for rank, size in enumerate(sizes.tolist()):
         if not 0 < size <= MAX_JSON_BYTES:
             raise FaultError(
@@ -141,12 +154,12 @@ def _refuse_sizes(sizes: Tensor) -> None:
 
 
 def all_reduce_(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduce a tensor of the device over all ranks, in place. A world of one sends nothing."""
+    """Reduce a device tensor over all ranks, in place. A world of one sends nothing."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor, op)
 
 
 def broadcast_(tensor: Tensor) -> None:
-    """Replace a tensor of the device by rank 0's, in place. A world of one sends nothing."""
+    """Replace a device tensor by that of rank 0, in place. A world of one sends nothing."""
     if dist.get_world_size() > 1:
         dist.broadcast(tensor, 0)

@@ -1,7 +1,7 @@
-"""How a run begins from weights: the recipe's `model.weights`, instead of initial values.
+"""Initial weights from a folder: the recipe's `model.weights`, instead of random initial values.
 
-Parameters are those of the folder, under any plan. Where the data have another number of classes the classifier keeps
-its initial values, and where images have another size learned positions are interpolated: fine-tuning.
+Parameters are those of the folder, under any plan. For fine-tuning, the classifier keeps its initial values if the data
+have another number of classes, and learned positions are interpolated if images have another size.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "lay
 
 
 def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
-    """Return, as sentences, what of the run differs from the recipe's initial weights.
+    """Return, as sentences, how the run differs from the recipe's initial weights.
 
     config: configuration of the run.
 
-    Raises DataError for weights that cannot be read, RecipeError for those of another model.
+    Raises DataError for weights that cannot be read, and RecipeError for those of another model.
     """
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
@@ -61,8 +61,12 @@ def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
 
 @torch.no_grad()
 def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
-    """Fill `model`, which has its initial values, and its averages, from the recipe's weights. Returns what to tell the
-    user. Collective. Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged."""
+    """Fill `model` and its averages from the recipe's weights, and return a message for the user. Collective.
+
+    model: has its initial values, which parameters without weights keep.
+
+    Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
+    """
     told, config = beginning(recipe, model.config), model.config
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)

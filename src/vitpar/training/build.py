@@ -1,5 +1,7 @@
-"""Components of a training: the model under its plan and all that takes part in a step, built from a recipe, to train
-or to measure."""
+"""Components of a training, built from a recipe to train or to measure.
+
+They are the model under its plan, and all that takes part in a step.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,30 @@ from vitpar.training.step import TrainStep, nothing
 
 @dataclass(frozen=True)
 class TrainingComponents:
-    """The parts of one rank. scaler: of the loss, in fp16 alone. ema: the averaged parameters, where the recipe wants
-    them. warnings: what makes steps slower than they would be elsewhere."""
+    """Training components of one rank."""
 
     recipe: Recipe
+    """Recipe with its precision resolved."""
     model: ParallelModel
+    """Model under its plan."""
     optimizer: ShardedOptimizer
+    """Optimizer of this rank's shards."""
     scaler: LossScaler | None
+    """Loss scale in fp16; else None."""
     non_finite: NonFinite
+    """Watch for steps that are not finite."""
     ema: EMA | None
+    """Average of the parameters; None if the recipe has none."""
     warnings: tuple[str, ...]
+    """Reasons why steps are slower than they could be."""
 
     def choose_attention(self, kept: str | None = None) -> AttentionChoice:
-        """``vitpar.parallel.attention.choose_attention`` for the recipe. Collective. Raises RecipeError."""
+        """Choose the attention kernel of the recipe (``vitpar.parallel.attention.choose_attention``). Collective.
+
+        kept: kernel of the checkpoint that the run resumes from.
+
+        Raises RecipeError.
+        """
         model, train = self.model, self.recipe.train
         shape = (model.config, model.plan, train.batch_size, model.precision, model.device)
         return choose_attention(train.attention, *shape, kept=kept)
@@ -47,7 +60,7 @@ class TrainingComponents:
         after_gradients: Callable[[int], None] = nothing,
         before_update: Callable[[], None] = nothing,
     ) -> TrainStep:
-        """Their steps. The arguments are those of `TrainStep`."""
+        """Return the training step of these components. The arguments are those of `TrainStep`."""
         return TrainStep(
             self.model,
             self.optimizer,
@@ -76,14 +89,16 @@ def execution(recipe: Recipe, plan: Plan, compile_blocks: bool) -> Execution:
 
 
 def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> TrainingComponents:
-    """The parts that `recipe` asks for, with initial values. Collective.
+    """Build the components of `recipe`, with initial values. Collective.
 
-    config: ``recipe.config`` for the data's classes. plan: validated against it and the recipe's batch. Raises
-    RecipeError where blocks are to be compiled and cannot be.
+    config: ``recipe.config`` for the classes of the data.
+    plan: validated against `config` and the recipe's batch.
+
+    Raises RecipeError if the recipe compiles blocks and they cannot be compiled.
     """
     recipe = resolve_precision(recipe, device.type)
     train = recipe.train
-    wanted = False if recipe.faults.debug_checks else train.compile  # the checks look into blocks
+    wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
     model = parallelize(config, plan, execution(recipe, plan, compiling.blocks), device)
     optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.num_heads)

@@ -1,4 +1,4 @@
-"""Evaluation over a whole data set: exact under any plan and with an uneven tail."""
+"""Evaluation on a complete data set: exact under any plan, also if the last batch is not full."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -19,24 +19,29 @@ from vitpar.training.input import ImageSet, Input
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result over `samples` images: mean cross-entropy (no label smoothing) and the fractions right at rank 1 and
-    within 5. skipped: bad images that are not among them. promised: images that a stream was said to have."""
+    """Result of an evaluation."""
 
     samples: int
+    """Images evaluated."""
     loss: float
+    """Mean cross-entropy, without label smoothing."""
     top1: float
+    """Fraction with the correct class first."""
     top5: float
+    """Fraction with the correct class among the first 5."""
     skipped: Skipped
+    """Bad images and shards, which are not counted in `samples`."""
     promised: int | None = None
+    """Images that the recipe says a stream has; None for packed data."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """The numbers of the result, by name."""
+        """Numbers of the result, by name."""
         return {"samples": self.samples, "loss": self.loss, "top1": self.top1, "top5": self.top5}
 
     @property
     def warning(self) -> str | None:
-        """Warning about images that were skipped, or that a stream lacked or had in excess; None where all is well."""
+        """Warning about images that were skipped, or that a stream lacked or had in excess; None if there is none."""
         times, shards = self.skipped.times, self.skipped.shards
         words = [count(times, "image")] * bool(times) + [count(shards, "shard")] * bool(shards)
         told = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)
@@ -49,10 +54,11 @@ class Evaluation:
 def evaluate(
     model: ParallelModel, source: Input, images: ImageSet, beat: Callable[[], None] = lambda: None
 ) -> Evaluation:
-    """Run `model` over all of `images` and count. Collective; equal results on every rank.
+    """Evaluate `model` on all of `images`. Collective; equal results on every rank.
 
-    beat: called before every batch and after the last. Raises DataError when bad samples are skipped and all of them
-    are bad.
+    beat: called before every batch and after the last.
+
+    Raises DataError if bad samples are skipped and all of them are bad.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=model.device)  # samples, loss, top-1, top-5
     rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
@@ -77,11 +83,12 @@ def evaluate(
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    """[samples, summed loss, top-1 hits, top-5 hits] of one batch, float64.
+    """Return [samples, summed loss, top-1 hits, top-5 hits] of one batch, float64.
 
-    logits: [batch, classes], labels: [batch].
+    logits: [batch, classes].
+    labels: [batch].
     """
     loss = F.cross_entropy(logits.double(), labels, ignore_index=IGNORED, reduction="sum")
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # no label is IGNORED's -1, so padding never hits
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # no class is IGNORED (-1), so padding never hits
     hits = best == labels[:, None]
     return torch.stack([(labels != IGNORED).sum(), loss, hits[:, 0].sum(), hits.sum()]).double()

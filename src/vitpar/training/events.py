@@ -1,4 +1,4 @@
-"""Events of a training run for whoever shows it, and its log.txt, which has them all as plain lines.
+"""Events of a training run for a user interface, and log.txt, which has all of them as plain lines.
 
 The library prints nothing; the command line implements a `Reporter`.
 """
@@ -12,62 +12,71 @@ from vitpar.training.recipe import Recipe
 from vitpar.training.run_folder import RunFolder
 
 Row = dict[str, Any]
-"""A line of metrics.jsonl, or a summary: numbers and words by name."""
+"""Row of metrics.jsonl, or a summary: numbers and words by name."""
 
 
 @dataclass(frozen=True)
 class SettingsOrigin:
-    """Origin of settings that were not given."""
+    """Origin of settings that the user did not give."""
 
     default_images: int | None = None
-    """Number of training images whose defaults the recipe has (``vitpar.training.recipe.defaults``); None for fixed
-    defaults."""
+    """Training images whose defaults the recipe has (``vitpar.training.recipe.defaults``); None for fixed defaults."""
     automatic_precision: bool = False
     """Whether the precision follows the device (``vitpar.training.recipe.machine``)."""
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Description of a run before it starts. state_bytes: parameters, gradients and optimizer of the fullest rank,
-    activations not counted."""
+    """Description of a run before it starts."""
 
     recipe: Recipe
+    """Recipe with its precision resolved."""
     config: ViTConfig
+    """Configuration of the model."""
     plan: Plan
+    """Plan of the run."""
     device: str
+    """Device of rank 0."""
     parameters: int
+    """Parameters of the global model."""
     state_bytes: int
+    """Bytes of parameters, gradients, optimizer state and averages on the fullest rank, without activations."""
     train_samples: int
+    """Images of the training set."""
     val_samples: int
+    """Images of the validation set."""
     steps: int
+    """Steps of the complete run."""
     folder: str
+    """Folder of the run."""
     origin: SettingsOrigin = SettingsOrigin()
+    """Origin of settings that the user did not give."""
 
 
 class Reporter:
-    """Receives the events of a run, on rank 0 only. This one shows nothing."""
+    """Receiver of the events of a run, on rank 0 only. This one shows nothing."""
 
     def started(self, header: RunHeader) -> None:
-        """Before the first step."""
+        """Report the run, before the first step."""
 
     def stepped(self, row: Row) -> None:
-        """After every log interval, with the newest row of metrics.jsonl."""
+        """Report the newest row of metrics.jsonl, after every log interval."""
 
     def evaluated(self, row: Row) -> None:
-        """After every evaluation, with its row of metrics.jsonl."""
+        """Report the row of an evaluation in metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """A warning."""
+        """Report a warning."""
 
     def info(self, text: str) -> None:
-        """A message about the run: that it resumes from a checkpoint, or was asked to end."""
+        """Report a message about the run: that it resumes from a checkpoint, or was asked to end."""
 
     def finished(self, summary: Row) -> None:
-        """After the last step, evaluation and save."""
+        """Report the summary, after the last step, evaluation and save."""
 
 
 class Logged(Reporter):
-    """Writes every event as a plain line to the log.txt of `folder`, and hands it on to `shown`."""
+    """Reporter that writes every event as a plain line to the log.txt of `folder`, and passes it on to `shown`."""
 
     def __init__(self, folder: RunFolder, shown: Reporter) -> None:
         self._log, self._shown = folder.log, shown

@@ -1,4 +1,4 @@
-"""Input of a rank: from packed or streamed images to what a step takes on the device, as the recipe says."""
+"""Input of a rank: from packed or streamed images to the device tensors of a step, as the recipe says."""
 
 import os
 from collections.abc import Sequence
@@ -40,19 +40,21 @@ from vitpar.text import count
 from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
-"""Has `len()`, `num_classes`, and `place` for messages."""
+"""Data set with `len()`, `num_classes`, and `place` for messages."""
 Given = tuple[Tensor | None, Tensor, Tensor]
 """Images, labels and keys on the device, as ``ParallelModel.forward_backward`` takes them."""
 MOST_THREADS = {"cuda": 16, "cpu": 2}
-"""Decoding threads of a rank by default, at most. On CPUs the model computes on the same cores."""
-WATCHED_STEPS = 20  # after the first, which fills the queue
-WAITING_SHARE = 0.15  # of the time, above which the user is told
+"""Most decoding threads of a rank by default. On CPUs the model computes on the same cores."""
+WATCHED_STEPS = 20
+"""Steps to measure before a warning, without the first, which fills the queue."""
+WAITING_SHARE = 0.15
+"""Fraction of the time spent waiting for images from which the user is warned."""
 
 
 def decoding_threads(recipe: Recipe, device_type: str) -> int:
-    """Return the decoding threads of a rank: ``data.workers``, or what its share of the machine's cores allows.
+    """Return the decoding threads of a rank: ``data.workers``, or by default its share of the machine's cores.
 
-    By default a rank with a GPU leaves one core to the thread that starts kernels. The number changes the speed only.
+    By default a rank with a GPU leaves one core to the thread that launches kernels. The number changes the speed only.
     """
     if recipe.data.workers is not None:
         return recipe.data.workers
@@ -61,12 +63,18 @@ def decoding_threads(recipe: Recipe, device_type: str) -> int:
 
 
 def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet]:
-    """The training and validation sets of a recipe. Raises DataError."""
+    """Return the training and validation sets of a recipe.
+
+    Raises DataError.
+    """
     return open_split(recipe, "train"), open_split(recipe, "val")
 
 
 def open_split(recipe: Recipe, split: str) -> ImageSet:
-    """One split of a recipe's data; a stream has `train` and `val`. Raises DataError."""
+    """Return one split of a recipe's data; a stream has `train` and `val`.
+
+    Raises DataError.
+    """
     if recipe.data.path is not None:
         return ShardSet.open(Path(recipe.data.path), split)
     s = recipe.stream
@@ -80,8 +88,10 @@ def open_split(recipe: Recipe, split: str) -> ImageSet:
 
 
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
-    """Return the transforms of images of `size` pixels, and their normalisation. Raises RecipeError for a
-    setting out of its range."""
+    """Return the transforms for training and evaluation, to images of `size` pixels, and their normalisation.
+
+    Raises RecipeError for a setting out of its range.
+    """
     d, a = recipe.data, recipe.augment
     train = TrainTransform(
         size,
@@ -105,7 +115,10 @@ def mixing(recipe: Recipe) -> Mix:
 
 
 def order_of(recipe: Recipe, samples: int) -> SampleOrder:
-    """The order in which `samples` training samples come. Raises RecipeError for a setting out of its range."""
+    """Return the order of `samples` training samples.
+
+    Raises RecipeError for a setting out of its range.
+    """
     data, augment = recipe.data, recipe.augment
     return SampleOrder(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)
 
@@ -114,7 +127,7 @@ class Input:
     """Input of one rank of `model`. All ranks make it together.
 
     Only ranks that hold the stem decode images; those that take the same images share the work. All ranks read the
-    batch's labels from the index; of a stream, those that decode tell all.
+    labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
@@ -130,8 +143,11 @@ class Input:
             self._peers = group if dist.get_rank() in ranks else self._peers
 
     def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
-        """Every global batch after `start` samples, with this rank's share of the images, without end. Raises DataError
-        for a stream of fewer shards than ranks that decode."""
+        """Return a loader of every global batch after `start` samples, without end, with this rank's share of the
+        images.
+
+        Raises DataError for a stream with fewer shards than ranks that decode.
+        """
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
@@ -146,8 +162,11 @@ class Input:
         return self._share(self._needed())
 
     def eval_batches(self, images: ImageSet) -> Loader:
-        """The whole set in batches of the training shape, with this rank's share of the images; the tail is padded with
-        IGNORED labels. Those of a stream go on until `evaluated` says that all have ended."""
+        """Return a loader of the complete set in batches of the training shape, with this rank's share of the images.
+
+        The last batch is padded with IGNORED labels. Batches of a stream continue until `evaluated` says that all ranks
+        have reached the end.
+        """
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
         return EvalLoader(images, self._eval, **self._settings(self._rows))
@@ -160,14 +179,14 @@ class Input:
         return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
 
     def warning(self, loader: Loader) -> str | None:
-        """Return a warning about what all ranks skipped together. Collective as `skipped` is."""
+        """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
         skipped = self.skipped(loader)
         counts = {"images": skipped.times, "shards": skipped.shards}
         words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
         return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
 
     def train_step(self, batch: Batch) -> Given:
-        """Return what a step takes: images, which are normalised and mixed, labels and keys."""
+        """Return the input of a step: normalised and mixed images, labels and keys."""
         labels, keys = self._labels_and_keys(batch)
         mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
         if mixed is not None:
@@ -181,16 +200,19 @@ class Input:
         return mixed.images(self._normalize(images), needed, len(self._rows)).to(compute), labels, keys
 
     def images(self, batch: Batch) -> Tensor | None:
-        """This rank's images, normalised, on the device in the compute precision, [rows, 3, size, size], or None where
-        there are none."""
+        """Return this rank's images, [rows, 3, size, size], normalised, on the device in the compute precision.
+
+        None on ranks without images.
+        """
         if not self._model.takes_images:
             return None
         return self._normalize(self._gathered(batch.images, len(self._rows)), self._model.precision.compute)
 
     def labels(self, batch: Batch) -> Tensor:
-        """Labels of the whole batch on the device, int64 [batch], IGNORED where there is no usable image.
+        """Return the labels of the global batch on the device, int64 [batch], IGNORED where there is no usable image.
 
-        Which images are unusable is known where they are decoded; all ranks are told.
+        The ranks that decode find unusable images, and send this to all. Collective for streams, and if the recipe
+        skips bad samples.
         """
         labels = self.to_device(batch.labels)
         if not batch.whole:
@@ -200,7 +222,7 @@ class Input:
         return labels
 
     def evaluated(self, batch: Batch) -> Tensor | None:
-        """`labels` of a batch, or None when no rank has any images left."""
+        """Return `labels` of an evaluation batch; None when no rank has images left."""
         if batch.whole:
             return self.labels(batch)
         goes_on = torch.tensor([0 if batch.ended else 1])
@@ -208,10 +230,10 @@ class Input:
         return told[:-1] if told[-1].item() else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device. A GPU copies it while it computes what it was given before."""
+        """Return `tensor` on the device. On a GPU the copy overlaps with computation that was queued before."""
         if self._copies is None:
             return tensor
-        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # a pinned tensor is itself
+        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # pinned tensors stay as they are
         with torch.cuda.stream(self._copies):
             sent = pinned.to(self._model.device, non_blocking=True)
         computing.wait_stream(self._copies)
@@ -226,7 +248,10 @@ class Input:
         return labels, keys
 
     def _together(self, numbers: Tensor) -> Tensor:
-        """Give all ranks the numbers of the rank that has a row: others have less, IGNORED or 0."""
+        """Return the numbers of the rank that has each row, on all ranks. Collective.
+
+        Other ranks have smaller numbers there: IGNORED or 0.
+        """
         all_reduce_(numbers, dist.ReduceOp.MAX)
         return numbers
 
@@ -235,7 +260,10 @@ class Input:
         return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
 
     def _part(self) -> tuple[StreamPart | None, int]:
-        """Return the number of this rank among those that decode a batch (None: it does not), and their count."""
+        """Return the part of a stream that this rank reads, and the number of ranks that decode.
+
+        The part is None if this rank does not decode.
+        """
         groups, rank = self._model.image_groups, dist.get_rank()
         count = self._model.batch_size // len(groups)  # rows that a group takes
         share = -(-count // len(groups[0]))
@@ -245,7 +273,7 @@ class Input:
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
     def _settings(self, rows: Sequence[int]) -> LoaderSettings:
-        """Return settings of a loader that gives this rank's share of `rows`."""
+        """Return the settings of a loader for this rank's share of `rows`."""
         return {
             "batch_size": self._model.batch_size,
             "rows": self._share(rows),
@@ -255,7 +283,7 @@ class Input:
         }
 
     def _share(self, rows: Sequence[int]) -> list[int]:
-        """Return those of `rows`, which its peers take too, that this rank decodes."""
+        """Return the part of `rows` that this rank decodes. Its peers, which take the same rows, decode the others."""
         if self._peers is None:
             return list(rows)
         share = -(-len(rows) // dist.get_world_size(self._peers))
@@ -263,7 +291,10 @@ class Input:
         return list(rows[begin : begin + share])
 
     def _gathered(self, images: Tensor | None, count: int) -> Tensor:
-        """All `count` images, on the device, of which `images` are this rank's share."""
+        """Return all `count` images, on the device.
+
+        images: this rank's share of them; None for none.
+        """
         size = self._model.config.image_size
         mine = self.to_device(torch.empty(0, 3, size, size, dtype=torch.uint8) if images is None else images)
         if self._peers is None:
@@ -278,7 +309,7 @@ class Input:
 
 
 def synthetic_batch(model: ParallelModel) -> Given:
-    """Random images, labels and keys of a batch, to time steps with when it does not matter what is trained."""
+    """Return random images, labels and keys of a batch, to time steps with."""
     c, size, device = model.config, model.batch_size, model.device
     images = None
     if model.takes_images:
@@ -289,15 +320,22 @@ def synthetic_batch(model: ParallelModel) -> Given:
 
 
 class InputWatch:
-    """Says when a run waits for its images. workers: decoding threads of a rank. cores: how many a rank has. first: the
-    first step."""
+    """Detector of runs that wait for their images.
+
+    workers: decoding threads of a rank.
+    cores: cores of a rank.
+    first: number of the first step.
+    """
 
     def __init__(self, workers: int, cores: int, first: int = 1) -> None:
         self._workers, self._cores, self._first = workers, cores, first
         self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
 
     def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
-        """Return what to tell the user after these rows of metrics.jsonl; once in a run."""
+        """Return a warning for the user, once in a run; else None.
+
+        rows: new rows of metrics.jsonl.
+        """
         for row in rows:
             if row["step"] > self._first:
                 self._steps, self._waited = self._steps + 1, self._waited + row["data_ms"]

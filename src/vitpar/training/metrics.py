@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl: collected without waiting for the device, completed once per log interval."""
+"""Rows of metrics.jsonl: collected without waiting for the device, completed once per log interval."""
 
 from __future__ import annotations
 
@@ -26,41 +26,50 @@ if TYPE_CHECKING:
     from vitpar.training.step import Stepped
 
 WARM_UP_STEPS = 1
-"""Steps left out of the mean rate: the first allocates, connects and compiles."""
+"""Steps excluded from the mean rate: the first allocates, connects and compiles."""
 
 
 class _Step(NamedTuple):
-    """A step that was queued on the device; loss and norm are tensors still to be read."""
+    """Step that was queued on the device."""
 
     number: int
+    """Number of the step, from 1."""
     epoch: float
+    """Epochs seen after it."""
     samples: int
+    """Samples seen after it."""
     loss: Tensor
+    """This rank's part of the loss, not read from the device yet."""
     norm: Tensor
+    """Norm of the gradients, not read from the device yet."""
     lr: float
+    """Learning rate."""
     data_seconds: float
+    """Seconds that this rank waited for the batch."""
     told: dict[str, Any]
+    """Further metrics of the step."""
 
 
 class Worst(NamedTuple):
-    """Numbers that only this rank knows, or the largest of all ranks.
-
-    stop: 1 where a signal has asked for the end. step_seconds: of a step. minutes: since the last checkpoint.
-    writing: how far the checkpoint that is being written is (``vitpar.training.saving.saver``).
-    """
+    """State of one rank, or the largest values over all ranks."""
 
     stop: float
+    """1 if a signal has asked the run to end, else 0."""
     step_seconds: float
+    """Duration of a step."""
     minutes: float
+    """Minutes since the last checkpoint."""
     writing: float
+    """Progress of the checkpoint that is being written (``vitpar.checkpoint.writer``)."""
 
 
 class StepLog:
-    """Rows of ``{"kind": "train", ...}``, one a step.
+    """Collector of rows ``{"kind": "train", ...}``, one per step.
 
-    done: steps that another process did. The clock runs from `resume_clock` and stands still from `flush` until the
-    next `resume_clock` or `add`, so evaluation and saving are not counted. Times of a step are means over its log
-    interval.
+    The clock runs from `resume_clock`. It stops from `flush` until the next `resume_clock` or `add`, so evaluation and
+    saving are not counted. Times of a step are means over its log interval.
+
+    done: steps that an earlier process made.
     """
 
     def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel, done: int = 0) -> None:
@@ -74,17 +83,19 @@ class StepLog:
         self._seconds = 0.0
 
     def resume_clock(self) -> None:
-        """Start the interval here; what happened since the last flush was no training."""
+        """Start the interval now, without the time since the last flush, which was no training."""
         self._begun = self._waiting = time.perf_counter()
 
     def data_ready(self) -> None:
-        """The batch of the coming step has arrived: the time since the last step was spent waiting for it, unless the
-        GPU had that step to do all the while."""
+        """Record that the batch of the coming step has arrived.
+
+        The time since the last step was spent waiting for it, unless the GPU was busy with that step all the time.
+        """
         busy = self._step_done is not None and not self._step_done.query()
         self._data_seconds = 0.0 if busy else time.perf_counter() - self._waiting
 
     def add(self, number: int, batch: Batch, lr: float, stepped: Stepped) -> None:
-        """Update `number` is done, or on its way on the device."""
+        """Record that update `number` is done, or queued on the device."""
         self._pending.append(
             _Step(number, batch.epoch, batch.samples, *stepped[:2], lr, self._data_seconds, stepped.told)
         )
@@ -94,18 +105,20 @@ class StepLog:
         self._waiting = time.perf_counter()
 
     def flush(self, mine: Worst) -> tuple[list[dict[str, Any]], Worst]:
-        """The rows since the last flush, with the losses of the global batches; and the worst of all ranks' `mine`, in
-        the same message. Collective, after one step at least.
+        """Return the rows since the last flush, and the largest values of all ranks. Collective, after at least one
+        step.
 
-        Of a skipped step, a loss or norm that is not finite is None.
+        Losses are those of global batches. A loss or norm of a skipped step that is not finite is None.
+
+        mine: state of this rank. It is reduced in the same message as the waiting times.
         """
         losses = torch.stack([step.loss for step in self._pending]).double()
         all_reduce_(losses)
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
-        all_reduce_(waits, dist.ReduceOp.MAX)  # who waits longest is waited for
+        all_reduce_(waits, dist.ReduceOp.MAX)  # the rank that waits longest delays all others
         norms = torch.stack([step.norm for step in self._pending]).tolist()
         worst, waited = Worst(*waits[: len(mine)].tolist()), waits[len(mine) :].tolist()
-        totals = losses.tolist()  # waits for the device, so the clock below is honest
+        totals = losses.tolist()  # waits for the device, so that the clock below includes its work
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
         counted = sum(step.number > self._warm_from for step in self._pending)
@@ -135,11 +148,11 @@ class StepLog:
 
     @property
     def mean_rate(self) -> float | None:
-        """Global images a second over all steps after warm-up, None where there were none."""
+        """Global images per second over all steps after warm-up; None if there were none."""
         return self._recipe.train.batch_size * self._steps / self._seconds if self._seconds else None
 
     def _mfu(self, seconds: float) -> float | None:
-        """Model FLOPs over what the devices could do at their peak, None where the peak is not known."""
+        """Return model FLOPs relative to the peak of the devices; None if the peak is unknown."""
         peak = peak_flops(self._model.device, self._recipe.train.precision)
         if peak is None:
             return None
@@ -151,8 +164,11 @@ def _shown(number: float, step: _Step) -> float | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense FLOP/s of `device` in the type that `precision` computes in (bf16 for fp8, so that the two compare); None
-    where no shipped cluster file names the device."""
+    """Return the dense FLOP/s of `device` in the compute dtype of `precision`; None if no shipped cluster file names
+    it.
+
+    For fp8 it is that of bf16, so that the two compare.
+    """
     if device.type != "cuda":
         return None
     dtype = str(PRECISIONS[precision].compute).removeprefix("torch.")
@@ -161,13 +177,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 @cache
 def _data_sheets() -> dict[str, dict[str, float]]:
-    """Dense FLOP/s by device name and dtype, of the clusters that vitpar ships."""
+    """Return dense FLOP/s by device name and dtype, from the clusters that vitpar ships."""
     sheets = (parse_toml(file.read_text(encoding="utf-8")) for file in (files("vitpar") / "clusters").iterdir())
     return {sheet["device_name"]: sheet["matmul"] for sheet in sheets}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank so far: allocated on its GPU, or resident on the host."""
+    """Return the peak memory of this rank so far, in bytes: allocated on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

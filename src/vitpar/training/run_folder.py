@@ -1,12 +1,12 @@
-"""A run's folder, which tells its whole story.
+"""Folder of a run, with all records of it.
 
 runs/<date>-<model>-<strategy>/
     recipe.toml      every setting, merged      plan.json       the plan
     env.json         versions, hardware, git commit, command, kernels
-    log.txt          what happened when         metrics.jsonl   one object a line
-    checkpoints/step_<n>/   all that the run needs to go on (``vitpar.checkpoint``)
-    hang/            what each rank was doing, of a run that hung (``vitpar.training.faults.watchdog``)
-    weights/         what it made, as safetensors (``vitpar.weights.folder``)
+    log.txt          events with their time     metrics.jsonl   one object a line
+    checkpoints/step_<n>/   all that the run needs to resume (``vitpar.checkpoint``)
+    hang/            what each rank was doing, if the run hung (``vitpar.training.faults.watchdog``)
+    weights/         the trained weights, as safetensors (``vitpar.weights.folder``)
 """
 
 import fcntl
@@ -33,12 +33,17 @@ from vitpar.training.faults.non_finite import skip_words
 from vitpar.training.recipe import Recipe
 
 RUNS = Path("runs")
-"""Where runs go whose folder is not named."""
+"""Parent of run folders that are not named."""
 
 
 def check_run_folder(path: Path | None, goes_on: bool = False) -> None:
-    """Refuse a folder that another run used or that cannot be made. None: the default place. goes_on: a run may be in
-    it, but nothing else. Raises RecipeError."""
+    """Refuse a run folder that another run used or that cannot be created.
+
+    path: None for a new folder under `RUNS`.
+    goes_on: whether the run resumes, so that the folder may hold a run, but nothing else.
+
+    Raises RecipeError.
+    """
     used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
     if path is not None and used and not (goes_on and (path / "log.txt").is_file()):
         raise RecipeError(
@@ -55,10 +60,12 @@ def check_run_folder(path: Path | None, goes_on: bool = False) -> None:
 
 
 class RunFolder:
-    """Writes the files of one run; only the rank that owns it (rank 0) has one.
+    """Writer of the files of one run. Only the rank that owns it (rank 0) has one.
 
-    path: None for a new one under `RUNS`. goes_on: whether its run began earlier. Raises RecipeError where another
-    process writes to the folder.
+    path: None for a new one under `RUNS`.
+    goes_on: whether the run began earlier.
+
+    Raises RecipeError if another process writes to the folder.
     """
 
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, goes_on: bool = False) -> None:
@@ -75,8 +82,12 @@ class RunFolder:
             pass
 
     def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int, kernels: dict[str, Any]) -> None:
-        """Write what is to be trained now. after: the step after which a run goes on that began earlier; what it did
-        after that is dropped from metrics.jsonl, since it does that again. kernels: what it computes with."""
+        """Write the recipe, the plan and the environment, and open metrics.jsonl.
+
+        after: step after which the run resumes, 0 for a new run. Later rows of metrics.jsonl are dropped, since the run
+        repeats those steps.
+        kernels: kernels that the run computes with, for env.json.
+        """
         write_text(self.path / "recipe.toml", recipe.to_toml())
         write_plan(self.path / "plan.json", plan)
         write_text(self.path / "env.json", json.dumps(_environment(command) | kernels, indent=1))
@@ -97,14 +108,14 @@ class RunFolder:
         self._metrics.flush()
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append the rows of steps to metrics.jsonl, and to log.txt which of them were skipped."""
+        """Append the rows of steps to metrics.jsonl, and a line for each skipped one to log.txt."""
         for row in rows:
             self.metric(row)
             if row.get("skipped"):
                 self.log(skip_words(row))
 
     def log(self, text: str) -> None:
-        """Append to log.txt with the time of day."""
+        """Append a line to log.txt, with the time of day."""
         self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         self._log.flush()
 
@@ -115,7 +126,7 @@ class RunFolder:
 
 
 def _rows_until(metrics: Path, step: int) -> Iterator[str]:
-    """Lines of `metrics` up to that of `step`. What was being written when the run was killed is no JSON."""
+    """Yield the lines of `metrics` up to that of `step`. A line that a killed run left incomplete is no JSON."""
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
         with suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
@@ -123,7 +134,7 @@ def _rows_until(metrics: Path, step: int) -> Iterator[str]:
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    """Make ``parent/name``, with a number behind it if that exists."""
+    """Create the folder ``parent/name``, with a number appended if that exists."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -134,12 +145,12 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def _short(plan: Plan) -> str:
-    """The plan in a folder's name. A layerwise one would be long and full of what shells take apart."""
+    """Return a name of the plan for a folder. A layerwise one would be long and full of shell metacharacters."""
     return str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
 
 
 def _environment(command: Sequence[str]) -> dict[str, Any]:
-    """Versions, hardware, git commit and command."""
+    """Return versions, hardware, git commit and command."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None

@@ -1,4 +1,4 @@
-"""One step of training, wherever steps are run: by the trainer, in measurements, in comparisons with others."""
+"""One training step, as used by the trainer, in measurements and in comparisons."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 
 COLLECT_EVERY_S = 5.0
-"""Seconds between two collections, about."""
+"""Approximate seconds between two collections."""
 
 
 class Stepped(NamedTuple):
-    """loss: this rank's part of it. norm: of the gradients before clipping, equal on all ranks. Both 0-dim, on the
-    device. told: what the metrics say of a step that may be skipped."""
+    """Result of a step. Tensors are 0-dim, on the device."""
 
     loss: Tensor
+    """This rank's part of the loss."""
     norm: Tensor
+    """Norm of the gradients before clipping, equal on all ranks."""
     told: dict[str, Any]
+    """Further metrics of the step, such as whether it was skipped."""
 
 
 def nothing(*_: object) -> None:
@@ -37,12 +39,14 @@ def nothing(*_: object) -> None:
 
 
 class TrainStep:
-    """Gradients, their norm, clipping, the update of parameters and of their average. Collective.
+    """Training step: gradients, their norm, clipping, the update of parameters and of their average. Collective.
 
-    Nothing waits for the device, unless `non_finite` does.
+    The host does not wait for the device, unless `non_finite` does.
 
-    clip_grad_norm: the largest norm of the gradients, 0 for any. scaler: of the loss, in fp16. non_finite: decides
-    whether a step is skipped (None: none is). after_gradients: told the step's number when they are there;
+    clip_grad_norm: largest norm of the gradients, 0 for no clipping.
+    scaler: scale of the loss, in fp16.
+    non_finite: decides whether a step is skipped; None skips none.
+    after_gradients: called with the step's number after backward.
     before_update: called before parameters change.
     """
 
@@ -65,9 +69,11 @@ class TrainStep:
     def __call__(
         self, number: int, lr: float, images: Tensor | None, labels: Tensor, keys: Tensor | None = None
     ) -> Stepped:
-        """Step `number`, from 1, with learning rate `lr`. images, labels, keys: see ``ParallelModel.forward_backward``.
+        """Run step `number`, counted from 1, with learning rate `lr`.
 
-        Where loss or gradients are not finite on any rank, all skip the update, if `non_finite` says so.
+        images, labels, keys: see ``ParallelModel.forward_backward``.
+
+        If loss or gradients are not finite on any rank, all skip the update, if `non_finite` says so.
         """
         model, phase = self.model, self.model.phase
         scale = self._scaler.scale if self._scaler else 1.0
@@ -95,10 +101,10 @@ class TrainStep:
 
 
 class Garbage:
-    """Python's garbage collector, kept from running in the middle of a step.
+    """Context manager that keeps Python's garbage collector from running in the middle of a step.
 
-    Left alone it runs whenever enough objects were made: on each rank at another step, while all others wait for that
-    rank. Inside the ``with`` it runs only at steps that all ranks have in common, and not over what was there before.
+    By default each rank collects when it has made enough objects: at another step than the others, which wait for it.
+    Inside the ``with``, collections run only at steps that all ranks share, and skip objects that existed before.
     """
 
     def __init__(self) -> None:
@@ -123,8 +129,11 @@ class Garbage:
         gc.collect()
 
     def maybe_collect(self, number: int, seconds: float) -> None:
-        """Collect after step `number`, if it is time. seconds: that a step takes, as all ranks were told. The first
-        steps make most of what is never freed."""
+        """Collect after step `number`, if it is time.
+
+        seconds: duration of a step, equal on all ranks.
+        """
+        # The first steps make most of the objects that are never freed.
         if number >= self._next:
             self.collect()
             self._next = number + (max(1, int(COLLECT_EVERY_S / seconds)) if seconds else 1)

@@ -1,4 +1,4 @@
-"""The training loop: the same for every plan."""
+"""The training loop, which is the same for every plan."""
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
@@ -36,7 +36,7 @@ from vitpar.training.step import Garbage, Stepped, nothing
 from vitpar.weights.folder import save_weights
 
 LOOK_S = 5.0
-"""Seconds in which ranks ask each other whether to go on, where steps are not longer."""
+"""Seconds between the points where ranks agree whether to continue, unless one step takes longer."""
 
 
 class Trainer:
@@ -132,9 +132,10 @@ class Trainer:
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, evaluating on the way; save the final weights. Returns the summary (on every rank).
+        """Train to the end, with evaluations, and save the final weights.
 
-        At SIGTERM, SIGUSR1 or Ctrl-C to any rank all write a checkpoint and end; the summary then says `stopped`.
+        Returns the summary, on every rank. At SIGTERM, SIGUSR1 or Ctrl-C to any rank, all save a checkpoint and end;
+        the summary then says `stopped`.
         """
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
@@ -145,7 +146,7 @@ class Trainer:
         last: Evaluation | None = None
         log.resume_clock()
         loader = self.input.train_batches(self.train_set, start=self.samples)
-        # Several ranks have a parent that prints it once.
+        # With several ranks the launching process prints the notice once.
         notice = STOPPING if dist.get_world_size() == 1 else ""
         with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:
             first = look_at = self.done + 1
@@ -171,7 +172,7 @@ class Trainer:
                     garbage.maybe_collect(number, worst.step_seconds)
                     self.watchdog.settled = True
                 self._refuse(stuck)
-                if due or save or stopped:  # what is wrong by now must not be evaluated or saved
+                if due or save or stopped:  # state that is not finite must not be evaluated or saved
                     self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
                 if due:
                     last = self.evaluate(number)
@@ -185,17 +186,17 @@ class Trainer:
                     log.resume_clock()
                 self.watchdog.beat(WAITING, number + 1)
             self.saver.finish()
-        last = last or self._evaluated()  # of a run that was done
+        last = last or self._evaluated()  # a resumed run may have no step left
         if warning := self.input.warning(loader):
             self.reporter.note(f"training: {warning}")
         return self._finish(last, log)
 
     def step(self, number: int, batch: Batch) -> Stepped:
-        """Update `number`, from 1."""
+        """Run update `number`, counted from 1."""
         return self._step(number, self.lr(number), *self.input.train_step(batch))
 
     def evaluate(self, step: int) -> Evaluation:
-        """Evaluate on the whole validation set, with the averaged parameters where there are any, and report."""
+        """Evaluate on the complete validation set, with the averaged parameters if there are any, and report."""
         result = self._evaluated()
         row = {"kind": "eval", "step": step, **result.figures}
         if self.folder:
@@ -217,10 +218,13 @@ class Trainer:
         return texts(facts, self.recipe, self.config, self.plan)
 
     def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
-        """Load the state of the run in `found`."""
+        """Resume from `found`.
+
+        same_folder: whether the run continues in its own folder.
+        """
         changed = allowed_changes(found, self.recipe, self.train_set.fingerprint, allow_change)
         self.samples = found.facts.samples
-        # With another batch size, where the schedule has the learning rate of so many samples.
+        # With another batch size, resume at the step that corresponds to the samples seen.
         self.done = found.facts.step
         if "train.batch_size" in changed:
             self.done = self.samples // self.recipe.train.batch_size
@@ -257,7 +261,7 @@ class Trainer:
             self._note(self.watch.look(rows))
 
     def _refuse(self, sentence: str | None) -> None:
-        """Stop, where there is a sentence to stop with. It is the same on every rank, so all stop together."""
+        """Raise RecipeError with `sentence`, unless it is None. It is equal on all ranks, so all stop together."""
         if sentence is None:
             return
         with suppress(CheckpointError):
@@ -267,7 +271,10 @@ class Trainer:
         raise RecipeError(sentence)
 
     def _stopped(self, signal: Signals | None) -> dict[str, Any]:
-        """End a run that a signal to this rank or to another asked to end. Returns its summary."""
+        """End a run that a signal asked to end, and return its summary.
+
+        signal: that this rank received; None if another rank did.
+        """
         self.saver.finish()
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
         by = signal.name if signal else "a signal to another rank"

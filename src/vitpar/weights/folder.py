@@ -1,16 +1,16 @@
 """Final weights as safetensors, in the layout that Hugging Face's sharded models use.
 
     weights/
-        model-00001-of-00002.safetensors     whole parameters (of pipeline rank 0), under their names in the whole model
+        model-00001-of-00002.safetensors     unsharded parameters of pipeline rank 0, by their names in the full model
         model-00002-of-00002.safetensors
-        model.safetensors.index.json         which file holds which parameter
-        config.json                          the model's shape (ViTConfig)
-        recipe.toml                          how it was trained, and so how its images are prepared
+        model.safetensors.index.json         file of each parameter
+        config.json                          configuration of the model (ViTConfig)
+        recipe.toml                          recipe of the training, which also says how images are prepared
 
-The folder is written under a temporary name and renamed when complete, so a folder of the right name is whole. Any plan
-reads what any other plan wrote: parameters are found by name and cut to the local shard. A run's checkpoint can be read
-in its place. What is read is believed only as far as the files bear it out: shapes are compared with what the tensors'
-files hold before anything of that size is made.
+The folder is written under a temporary name and renamed when complete, so a folder of the final name is complete. Any
+plan can read what any other plan wrote: parameters are found by name and cut to the local shard. A run's checkpoint can
+be read in place of such a folder. Shapes in config.json are not trusted: they are compared with the tensors in the
+files before any memory of that size is allocated.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from vitpar.parallel import ParallelModel
 from vitpar.weights.shards import Shards, read_object, refuse_other_shapes
 
 INDEX = "model.safetensors.index.json"
+"""File name of the index."""
 
 
 @torch.no_grad()
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file durably, with the permissions of any new file (safetensors gives 0600)."""
+    """Write a safetensors file durably, with the default permissions of new files; safetensors would set 0600."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path)
@@ -58,8 +59,11 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
-    """Write the whole parameters of `model` to `folder`, replacing it. recipe: as TOML. Collective over all ranks."""
-    # That gathering over two axes takes two messages is no news to the user, and happens once a save.
+    """Write the unsharded parameters of `model` to `folder`, replacing it. Collective over all ranks.
+
+    recipe: recipe of the run, as TOML.
+    """
+    # torch warns that gathering over two mesh axes takes two collectives. That is expected, and happens once per save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     half = partial(folder)
     if dist.get_rank() == 0:
@@ -86,14 +90,17 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
 
 
 def _whole(parameter: Tensor, device: torch.device) -> Tensor:
-    """Gather a parameter. device: where the mesh's groups can send, which is not where offloaded parameters are."""
+    """Return the unsharded parameter. Collective over its mesh.
+
+    device: device of the mesh's process groups. An offloaded parameter is in host memory and is copied there first.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     return DTensor(parameter._local_tensor.to(device), parameter._spec, requires_grad=False).full_tensor()
 
 
 def refuse_used(folder: Path) -> None:
-    """Raises CheckpointError for a folder that is not new or empty."""
+    """Raise CheckpointError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"'{folder}' exists and is not empty: name another folder, or remove it")
 
@@ -108,11 +115,16 @@ def write_weights(
     shard_bytes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
-    """Write the tensors that `read` gives to the new `folder`, whole or not at all, by one process; in files of
-    `shard_bytes` at most, or of one tensor. Returns the files of tensors.
+    """Write tensors to the new `folder` atomically, from a single process, and return the files of tensors.
 
-    sizes: bytes of each, by name. progress: told how many tensors of how many are done. config, recipe: the text of
-    these files. Raises CheckpointError for a folder that is not empty and for what cannot be written.
+    sizes: bytes of each tensor, by name.
+    read: function from a name to the tensor.
+    config: content of config.json.
+    recipe: content of recipe.toml.
+    shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
+    progress: callback (tensors done, tensors in total).
+
+    Raises CheckpointError for a folder that is not empty and if writing fails.
     """
     refuse_used(folder)
     shards: list[list[str]] = [[]]
@@ -158,11 +170,13 @@ def export(
     averages: bool | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
-    """Write the parameters of a run's `checkpoint` alone to `folder`, as `write_weights` does. Returns the files of
-    tensors.
+    """Write only the parameters of a run's checkpoint to `folder`, and return the files of tensors.
 
-    averages: whether to take the running averages (None: where there are any). Raises CheckpointError for a folder that
-    is not empty, averages that were not kept, and what cannot be read or written.
+    shard_bytes, progress: as in `write_weights`.
+    averages: whether to export the running averages of the parameters; None exports them if the checkpoint has any.
+
+    Raises CheckpointError for a folder that is not empty, averages that the checkpoint does not have, and if reading or
+    writing fails.
     """
     tensors = checkpoint.index.tensors
     prefix = _best(checkpoint) if averages is None else AVERAGES if averages else PARAMETERS
@@ -192,20 +206,28 @@ def export(
 
 @dataclass(frozen=True)
 class Weights:
-    """Whole parameters by name, of saved weights or of a checkpoint (its averages where it has some)."""
+    """Unsharded parameters of saved weights or of a checkpoint.
+
+    Of a checkpoint with running averages, these are the averages.
+    """
 
     folder: Path
+    """Folder of the weights or the checkpoint."""
     config: ViTConfig
+    """Configuration of the model."""
     read: Callable[[str], Tensor]
+    """Function from the name of a parameter to its tensor."""
 
 
 def open_weights(folder: Path) -> Weights:
-    """Open the weights in `folder`, after comparing config.json with the shapes of the tensors; none is read yet.
+    """Open the weights or the checkpoint in `folder` and check config.json against the shapes of the tensors.
 
-    Raises DataError or CheckpointError where `folder` holds neither, or nonsense.
+    No tensor is read yet.
+
+    Raises DataError or CheckpointError if `folder` holds neither, or if it is damaged.
     """
     for name in (CONFIG, RECIPE):
-        if not os.path.isfile(folder / name):  # False too for a name that no file can have
+        if not os.path.isfile(folder / name):  # also False for an invalid file name
             raise DataError(
                 f"'{folder}' holds no weights ({name} is missing): give a folder such as runs/…/weights or "
                 "runs/…/checkpoints/step_450"
@@ -230,29 +252,39 @@ def open_weights(folder: Path) -> Weights:
 
 
 def read_config(folder: Path) -> ViTConfig:
-    """The model's shape of saved weights or of a checkpoint. Raises as `open_weights` does."""
+    """Return the model configuration of saved weights or of a checkpoint.
+
+    Raises as `open_weights` does.
+    """
     return open_weights(folder).config
 
 
 def parameter_shapes(config: ViTConfig, most: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a model, by name, without making any. most: how many there can be. Raises
-    DataError for a shape no model can have."""
+    """Return the shape of every parameter of a model, by name, without allocating any.
+
+    most: number of tensors that exist, which limits the depth.
+
+    Raises DataError for a configuration that no model can have.
+    """
     if config.depth > most:
         raise DataError(f"{config.name} has {config.depth:,} blocks in words, but only {most:,} tensors: do not use it")
     try:
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in ViT(config).named_parameters()}
-    except (RuntimeError, TypeError, OverflowError):  # more elements than a number of 64 bits can count
+    except (RuntimeError, TypeError, OverflowError):  # more elements than a 64-bit integer can count
         raise DataError(f"no model has the sizes that {config.name} is said to have: do not use it") from None
 
 
 @torch.no_grad()
 def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = ()) -> None:
-    """Fill `model` from `folder`, whatever plan wrote it; of a checkpoint with running averages it takes these, and
-    compares its files with their checksums. Collective.
+    """Load the parameters of `model` from weights or a checkpoint, written under any plan. Collective.
 
-    without: parameters that are left as they are. Raises DataError or CheckpointError for missing files, names or other
-    shapes.
+    Of a checkpoint with running averages, these are loaded. The files of a checkpoint are compared with their
+    checksums.
+
+    without: names of parameters to leave unchanged.
+
+    Raises DataError or CheckpointError for missing files or parameters, and for other shapes.
     """
     wanted = {name: p for name, p in model.named_parameters() if name not in without}
     if (folder / CHECKPOINT_INDEX).exists():
@@ -275,5 +307,5 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
 
 
 def _best(checkpoint: Checkpoint) -> str:
-    """How the names of those tensors begin that evaluate best: averages, where there are any."""
+    """Return the name prefix of the tensors that evaluate best: the running averages if there are any."""
     return AVERAGES if any(name.startswith(AVERAGES) for name in checkpoint.index.tensors) else PARAMETERS

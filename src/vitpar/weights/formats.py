@@ -1,15 +1,15 @@
-"""Names of a ViT's parameters in other libraries, and how their tensors become vitpar's.
+"""Conversion of a ViT's parameters from other libraries: their names, and how their tensors become vitpar's.
 
-Three formats, told apart by the name of the patches' projection: timm's (``timm/models/vision_transformer.py`` and
-``deit.py``, 1.0; the files of DeiT, DeiT III and the original ViT too), transformers' (``modeling_vit.py`` and
-``modeling_deit.py``, 4 and 5), and vitpar's own. Names become vitpar's by patterns; the tensors then differ in that
+There are three formats, recognised by the name of the patch projection: timm's (``timm/models/vision_transformer.py``
+and ``deit.py``, 1.0, which includes the files of DeiT, DeiT III and the original ViT), transformers'
+(``modeling_vit.py`` and ``modeling_deit.py``, 4 and 5), and vitpar's own. Regular expressions map the names to
+vitpar's. The tensors then differ as follows:
 
-- transformers keeps queries, keys and values apart, and timm orders their rows (q|k|v, head, feature) where vitpar has
-  (head, q|k|v, feature);
-- both project patches by a convolution, whose weight is vitpar's with its last three dims unfolded;
-- timm may add no positions to the tokens before the patches: zero positions do the same;
-- a class token that is not read (pooling by the mean), or a distillation token without a classifier, is what vitpar
-  calls a register.
+- transformers has separate queries, keys and values, and timm orders their rows (q|k|v, head, feature) where vitpar has
+  (head, q|k|v, feature).
+- Both project patches by a convolution; flattening the last three dimensions of its weight gives vitpar's weight.
+- timm may add no position embedding to the tokens before the patches, which is equivalent to zeros.
+- A class token that is not read (mean pooling), or a distillation token without a classifier, is a register in vitpar.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vitpar.weights.shards import listed
 _END = r"(\.weight|\.bias)"
 _BLOCK = r"(?:vit\.|deit\.)?(?:encoder\.layer|layers)\.(\d+)\."
 _EMBEDDINGS = r"(?:vit\.|deit\.)?embeddings\."
+# For each format: pairs of a pattern of its names and the template of vitpar's name.
 _FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
     "vitpar": (("((?:stem|blocks|head)\\..+)", r"\1"),),
     "timm": (
@@ -57,6 +58,7 @@ _FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
         (rf"distillation_classifier{_END}", r"head.fc_dist\1"),
     ),
 }
+# Name of the patch projection, which identifies a format.
 _MARKS = {
     "vitpar": r"stem\.proj\.weight",
     "timm": r"patch_embed\.proj\.weight",
@@ -64,30 +66,42 @@ _MARKS = {
 }
 _POOLER = re.compile(r"(?:vit\.|deit\.)?pooler\.dense\.(?:weight|bias)")
 Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Somebody's tensors under vitpar's names, but for q, k and v where they are apart. names: theirs, by ours."""
+    """Foreign tensors under vitpar's names, except that separate q, k and v remain separate."""
 
     format: str
+    """Format of the foreign names: "vitpar", "timm" or "transformers"."""
     names: Mapping[str, str]
+    """Foreign names by vitpar's names."""
     shapes: Shapes
+    """Shapes of the foreign tensors by vitpar's names."""
     notes: tuple[str, ...] = ()
+    """Sentences for the user."""
 
 
 @dataclass(frozen=True)
 class MappedParameter:
-    """A parameter of vitpar's, made of others. names: theirs. shape: when made."""
+    """Parameter of vitpar that is made of foreign tensors."""
 
     names: tuple[str, ...]
+    """Names of the foreign tensors."""
     shape: tuple[int, ...]
+    """Shape of the parameter."""
     make: Callable[..., Tensor] = lambda tensor: tensor
+    """Function from the foreign tensors, in the order of `names`, to the parameter."""
 
 
 def renamed(place: object, shapes: Shapes) -> Renamed:
-    """Tells the format by the names and gives the tensors ours. Raises DataError for names of none, or that a ViT of
-    that format has not."""
+    """Recognise the format of foreign tensors and map their names to vitpar's.
+
+    place: origin of the tensors, for messages.
+
+    Raises DataError for an unknown format, and for names that a ViT of the format does not have.
+    """
     format = next((f for f, mark in _MARKS.items() if any(re.fullmatch(mark, name) for name in shapes)), None)
     if format is None:
         raise DataError(
@@ -112,8 +126,10 @@ def renamed(place: object, shapes: Shapes) -> Renamed:
 
 
 def parts(found: Renamed, config: ViTConfig) -> dict[str, MappedParameter]:
-    """How each parameter of vitpar's, by name, is made of the tensors that were found; some may be missing, further
-    ones there, and their shapes others than `config` has."""
+    """Return how each parameter of vitpar is made of the tensors that were found, by vitpar's name.
+
+    The result is not checked: parameters may be missing or superfluous, and shapes may differ from those of `config`.
+    """
     made = {ours: MappedParameter((name,), found.shapes[ours]) for ours, name in found.names.items()}
     if found.format != "vitpar":
         _unfold_patches(made)
@@ -131,7 +147,7 @@ def _unfold_patches(made: dict[str, MappedParameter]) -> None:
 
 
 def _fuse_queries(made: dict[str, MappedParameter], heads: int) -> None:
-    """Rows in the order (head, q|k|v, feature), from one tensor or from three."""
+    """Reorder the rows of q, k and v, from one tensor or three, to (head, q|k|v, feature)."""
 
     def ordered(*tensors: Tensor) -> Tensor:
         return rearrange(torch.cat(tensors), "(three h d) ... -> (h three d) ...", three=3, h=heads)
@@ -151,7 +167,7 @@ def _fuse_queries(made: dict[str, MappedParameter], heads: int) -> None:
 
 
 def _make_registers(made: dict[str, MappedParameter], config: ViTConfig) -> None:
-    """Tokens that take part and are not read, in the order they stand in."""
+    """Turn tokens that the head does not read into registers, in the order of the tokens."""
     unread = [
         *(["stem.cls_token"] if config.pool == "avg" else []),
         *(["stem.dist_token"] if not config.distillation else []),
@@ -167,7 +183,7 @@ def _make_registers(made: dict[str, MappedParameter], config: ViTConfig) -> None
 
 
 def _complete_positions(made: dict[str, MappedParameter], config: ViTConfig) -> None:
-    """Zero positions of the tokens before the patches, where there are none."""
+    """Add zero position embeddings for the tokens before the patches if there are none for them."""
     part = made.get("stem.pos_embed")
     if part and part.shape == (1, config.patches, config.embed_dim) and config.prefix_tokens:
         zeros = torch.zeros(1, config.prefix_tokens, config.embed_dim)

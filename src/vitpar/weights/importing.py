@@ -1,4 +1,4 @@
-"""Imports weights of other libraries: opens them, infers the model, renames the tensors, writes a folder of weights."""
+"""Import of weights of other libraries: open them, infer the model, convert the tensors and write a weights folder."""
 
 from __future__ import annotations
 
@@ -24,18 +24,25 @@ from vitpar.weights.shards import refuse_other_shapes
 from vitpar.weights.sources import open_source
 
 SHARD_BYTES = 5 * 10**9
+"""Default maximum of bytes of tensors in a file."""
 CLASSIFIERS = tuple(f"head.{name}.{end}" for name in ("fc", "fc_dist") for end in ("weight", "bias"))
+"""Names of the parameters of classifiers."""
 POSITIONS = "stem.pos_embed"
+"""Name of the position embedding."""
 
 
 @dataclass(frozen=True)
 class ImportedWeights:
-    """format: whose names they had. notes: what is not as it was, and what the user should know."""
+    """Result of an import."""
 
     format: str
+    """Format of the source: "vitpar", "timm" or "transformers"."""
     config: ViTConfig
+    """Configuration of the imported model."""
     files: list[Path]
+    """Files of tensors that were written."""
     notes: list[str]
+    """Sentences for the user, such as on changes to the weights."""
 
 
 def import_weights(
@@ -49,12 +56,17 @@ def import_weights(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ImportedWeights:
-    """Write the weights of the file or folder `path` to the new `folder`, in float32.
+    """Convert the weights in the file or folder `path` to float32 and write them to the new `folder`.
 
-    model: its name, for what neither tensors nor a config.json tell. classes: of a classifier that begins anew, from
-    seed 0 (None: the one that is there). image_size: pixels; positions are interpolated. trust: whether a file that
-    could run code is read. progress: told how many tensors of how many are done. Raises DataError, ModelError and
-    CheckpointError, before anything is written where what is there does not fit.
+    model: name of the model, for settings that neither the tensors nor a config.json tell.
+    classes: number of classes; a classifier with another number is initialised anew with seed 0. None keeps the
+        existing one.
+    image_size: height and width of images in pixels, to which positions are interpolated; None keeps it.
+    trust: whether to read a file that could run code.
+    shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
+    progress: callback (tensors done, tensors in total).
+
+    Raises DataError, ModelError and CheckpointError. Weights that do not fit are refused before anything is written.
     """
     refuse_used(folder)
     source = open_source(path, trust)
@@ -104,7 +116,7 @@ def import_weights(
 
 
 def interpolated(before: ViTConfig, after: ViTConfig) -> str:
-    """Describe to the user how positions were interpolated."""
+    """Return a sentence for the user on how positions were interpolated."""
     if before.position != "learned":
         return f"images have {after.image_size} pixels instead of {before.image_size}"
     grids = [c.image_size // c.patch_size for c in (before, after)]
@@ -115,10 +127,16 @@ def interpolated(before: ViTConfig, after: ViTConfig) -> str:
 
 
 def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
-    """Learned positions [1, prefix + old², width] of a square grid of patches -> [1, prefix + grid², width].
+    """Interpolate learned positions of a square grid of patches to another grid.
 
-    prefix: tokens before the patches, whose positions stay. Bicubic with antialiasing, computed in float32, as timm's
-    `resample_abs_pos_embed` does (timm/layers/pos_embed.py, 1.0).
+    The interpolation is bicubic with antialiasing, computed in float32, as in timm's `resample_abs_pos_embed`
+    (timm/layers/pos_embed.py, 1.0).
+
+    positions: [1, prefix + old², width].
+    prefix: number of tokens before the patches, whose positions are kept.
+    grid: new number of patches along a side.
+
+    Returns [1, prefix + grid², width].
     """
     tokens, patches = positions[:, :prefix], positions[:, prefix:]
     old = round(patches.shape[1] ** 0.5)
@@ -128,7 +146,7 @@ def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
 
 
 def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -> str:
-    """A recipe that fine-tunes the model, with images prepared as it knows them."""
+    """Return a recipe, as TOML, that fine-tunes the model and prepares images as in its original training."""
     values = {
         "model": _section(config),
         "data": data,
@@ -140,12 +158,12 @@ def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -
 
 
 def _section(config: ViTConfig) -> dict[str, Any]:
-    """[model] of a recipe: the name, and what differs from it."""
+    """Return the section [model] of a recipe: the name, and the settings that differ from the model of that name."""
     try:
         plain = model_config(config.name)
     except ModelError:
         plain = ViTConfig(name="vit_custom", patch_size=1, embed_dim=1, depth=1, num_heads=1, mlp_hidden_dim=1)
-    # How many classes there are is said by the data; a recipe's images have three channels.
+    # The data determine the number of classes, and images of a recipe have three channels.
     said = [field.name for field in fields(config) if field.name not in ("name", "num_classes", "channels")]
     changed = {name: value for name in said if (value := getattr(config, name)) != getattr(plain, name)}
     return {"name": config.name, **changed}

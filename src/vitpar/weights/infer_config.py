@@ -1,7 +1,8 @@
-"""Infers the configuration of a model from its tensors, and from the files next to them where tensors do not tell.
+"""Inference of a model's configuration from its tensors, and of settings they do not tell from files next to them.
 
-Beside them: config.json as transformers, timm and vitpar write it, preprocessor_config.json, and the name of a model.
-Nothing here is believed that tensors contradict: the parameters of the model that is told are compared with them.
+These files are config.json, as transformers, timm and vitpar write it, and preprocessor_config.json. The user may also
+name the model. Information that contradicts the tensors is refused, because the shapes of the inferred model's
+parameters are compared with them.
 """
 
 from __future__ import annotations
@@ -19,31 +20,43 @@ from vitpar.text import literal
 from vitpar.weights.formats import Renamed, Shapes
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+"""Normalisation by the statistics of ImageNet."""
 HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+"""Normalisation to [-1, 1]."""
 TRANSFORMERS_EPS = 1e-12
-"""Epsilon of the LayerNorms of transformers' models, where config.json has none."""
+"""Epsilon of LayerNorms in transformers' models whose config.json does not give one."""
 LAYER_SCALE = 1e-5
-"""Initial layer scale, where nothing tells: it decides no parameter that is imported."""
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
+"""Initial layer scale if no file tells it; it does not affect imported parameters."""
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # keys are Pillow's numbers
 
 
 @dataclass(frozen=True)
 class Hints:
-    """Settings that the files next to the tensors give, None where they give none. data: settings of a recipe's
-    [data]."""
+    """Settings from the files next to the tensors; None for those that they do not give."""
 
     heads: int | None = None
+    """Number of attention heads."""
     pool: str | None = None
+    """Pooling, "cls" or "avg"."""
     image_size: int | None = None
+    """Height and width of images in pixels."""
     patch_size: int | None = None
+    """Height and width of patches in pixels."""
     layer_scale: float | None = None
+    """Initial layer scale."""
     norm_eps: float | None = None
+    """Epsilon of LayerNorms."""
     data: Mapping[str, Any] | None = None
+    """Settings of a recipe's section [data]."""
 
 
 def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
-    """Read the hints in the JSON files next to the tensors, by file name. Raises DataError for a model that computes
-    differently."""
+    """Return the hints in the JSON files next to the tensors.
+
+    configs: content of the files, by file name.
+
+    Raises DataError for a model that computes differently from vitpar's ViT, and for an invalid epsilon.
+    """
     config = configs.get("config.json", {})
     if "model_type" in config:
         return _transformers(config, configs.get("preprocessor_config.json", {}))
@@ -115,20 +128,23 @@ def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
 
 
 def _measure(value: Any) -> float | None:
-    """`value` if it is a number that a recipe may have."""
+    """Return `value` as a float if it is a number that a recipe may contain, else None."""
     return float(value) if isinstance(value, int | float) and abs(value) <= MAX_MEASURE else None
 
 
 def _number(value: Any) -> int | None:
-    """`value` if it is a count or a size."""
+    """Return `value` if it is a positive integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def infer_config(place: object, found: Renamed, hints: Hints, model: str | None = None) -> ViTConfig:
-    """The model's shape. A model without classifier gets one class.
+    """Return the configuration of the model. A model without classifier gets one class.
 
-    model: a name as `model_config` takes it, for what nothing else tells. Raises DataError for tensors that are no
-    ViT's or that the name contradicts, ModelError for a name that is none.
+    place: origin of the tensors, for messages.
+    model: name that `model_config` accepts, for settings that nothing else tells; None for none.
+
+    Raises DataError for tensors that are not those of a ViT or that contradict the name.
+    Raises ModelError for an unknown name.
     """
     named = model_config(model) if model is not None else None
     shapes, size = found.shapes, _Sizes(place, found.shapes)
@@ -188,7 +204,10 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
 
 
 class _Sizes:
-    """Sizes of tensors, refused where there is none."""
+    """Lookup of the sizes of tensors' dimensions, by name and dimension.
+
+    A call raises DataError if the tensor or the dimension does not exist.
+    """
 
     def __init__(self, place: object, shapes: Shapes) -> None:
         self._place, self._shapes = place, shapes
@@ -203,17 +222,27 @@ class _Sizes:
 
 
 def _patch(size: _Sizes, shapes: Shapes, wanted: int | None) -> tuple[int, int]:
-    """Pixels of a patch's side, and channels."""
+    """Return the height of a patch in pixels and the number of channels.
+
+    wanted: height according to hints or the named model; None if unknown.
+    """
     if len(shapes["stem.proj.weight"]) == 4:
         return size("stem.proj.weight", 3) or 1, size("stem.proj.weight", 1)
     numbers = size("stem.proj.weight", 1)
     if wanted and numbers % wanted**2 == 0:
         return wanted, numbers // wanted**2
-    return max(1, math.isqrt(numbers // 3)), 3  # a wrong guess does not fit and is refused
+    return max(1, math.isqrt(numbers // 3)), 3  # later checks of shapes refuse a wrong guess
 
 
 def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int:
-    """Patches along a side of the image: of as many positions, with those of the tokens before them or without."""
+    """Return the number of patches along a side of the image.
+
+    positions: number of positions, which may or may not include those of the tokens before the patches.
+    prefix: number of tokens before the patches.
+    wanted: expected result, which is preferred if both cases are possible; None if unknown.
+
+    Raises DataError if the patches cannot form a square.
+    """
     grids = [math.isqrt(n) for n in (positions - prefix, positions) if n > 0 and math.isqrt(n) ** 2 == n]
     if not grids:
         raise DataError(
@@ -224,6 +253,6 @@ def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int
 
 
 def _likely(width: int, patch: int) -> str:
-    """An example of that width."""
+    """Return a suggestion for --model: a model of that width and patch size; empty if there is none."""
     family = next((name for name, sizes in FAMILIES.items() if sizes["embed_dim"] == width), None)
     return f", perhaps {family}_patch{patch}_224" if family else ""

@@ -1,7 +1,7 @@
-"""Safetensors files as one mapping from names to tensors, and the index that says which file holds which.
+"""Safetensors files as a mapping from names to tensors, and the index of which file holds which tensor.
 
-Nothing here runs what a file holds, and nothing is allocated because a file says so: safetensors refuses headers that
-are longer than 100 MB, and tensors that are not exactly the bytes that are there.
+Reading never runs code from a file and never allocates memory only because a file claims a size. safetensors refuses
+headers longer than 100 MB, and tensors whose sizes do not match the bytes of the file exactly.
 """
 
 from __future__ import annotations
@@ -21,21 +21,30 @@ from vitpar.text import literal, shown
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 FEW = 3
-"""Names that a refusal lists before it counts the rest."""
+"""Number of names that an error message lists; the others are only counted."""
 
 
 class Shards:
-    """The tensors of several safetensors files. shapes: by name."""
+    """Tensors of several safetensors files.
+
+    shapes: shapes of the tensors by name.
+    """
 
     def __init__(self, folder: Path, files: Iterable[str], weight_map: Mapping[str, str] | None = None) -> None:
-        """weight_map: which file holds which tensor, None for all that there are. Raises DataError for files that
-        cannot be read, lack what they should hold, or hold other than floating-point numbers."""
+        """Open the files and read their headers.
+
+        files: file names in `folder`.
+        weight_map: file of each tensor to use; None for all tensors in the files.
+
+        Raises DataError for files that cannot be read, lack a tensor of `weight_map`, or hold tensors that are no
+        floating-point numbers.
+        """
         self._folder = folder
         self._held: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in files:
-                stat_regular(folder / file)  # a pipe would be waited for without end
+                stat_regular(folder / file)  # opening a named pipe would block forever
                 opened = safe_open(folder / file, framework="pt")
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if weight_map is not None and weight_map.get(name) != file:
@@ -56,13 +65,18 @@ class Shards:
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
-        """Open the shards that the file `index` in `folder` lists. Raises DataError, also for files outside the
-        folder."""
+        """Open the shards that the file `index` in `folder` lists.
+
+        Raises DataError, also for files outside the folder.
+        """
         weight_map = read_weight_map(folder, index)
         return cls(folder, dict.fromkeys(weight_map.values()), weight_map)
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name`. Raises DataError."""
+        """Return the tensor `name`.
+
+        Raises DataError.
+        """
         try:
             return self._held[name].get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -70,8 +84,12 @@ class Shards:
 
 
 def read_weight_map(folder: Path, index: str) -> dict[str, str]:
-    """File by tensor, as the file `index` in `folder` lists them. Raises DataError, also for names of files elsewhere.
-    (A file may be a link: in Hugging Face's cache all are.)"""
+    """Return the file of each tensor, as the file `index` in `folder` lists them.
+
+    A file may be a symbolic link, as all files in Hugging Face's cache are.
+
+    Raises DataError, also for names of files outside the folder.
+    """
     weight_map = read_object(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"'{folder / index}' cannot be read: it has no weight_map")
@@ -82,7 +100,10 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises DataError for anything else."""
+    """Return the JSON object in a file.
+
+    Raises DataError for anything else.
+    """
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:
@@ -95,8 +116,13 @@ def read_object(path: Path) -> dict[str, Any]:
 def refuse_other_shapes(
     place: Path, given: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]], *, exactly: bool
 ) -> None:
-    """Refuse tensors that are not those of a model. exactly: whether further ones are refused too. Raises DataError
-    that names the first few."""
+    """Raise DataError if tensors do not have the names and shapes of a model's parameters.
+
+    place: origin of the tensors, for the message.
+    given: shapes of the tensors.
+    needed: shapes of the parameters.
+    exactly: whether to refuse tensors beyond the needed ones too.
+    """
     wrong = [
         f"{shown(name)} has shape {list(given[name])} where the model has {list(shape)}"
         for name, shape in needed.items()
@@ -114,13 +140,13 @@ def refuse_other_shapes(
 
 
 def listed(names: list[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first FEW names, and the number of further ones, for a message."""
     more = len(names) - FEW
     return ", ".join(map(shown, names[:FEW])) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _no_parameter(name: str, shape: tuple[int, ...], dtype: str) -> str | None:
-    """Return what a tensor is that no model can have, None for others."""
+    """Return why a tensor cannot be a parameter, in words for a message; None if it can be one."""
     if len(shape) > MAX_TENSOR_DIMS:
         return f"of {len(shape):,} dimensions, above {MAX_TENSOR_DIMS}"
     return "without a name" if not name else dtype if dtype not in _FLOATS else None

@@ -1,7 +1,8 @@
-"""Files that strangers made, read without running what they hold.
+"""Weights files from untrusted sources, read without running code from them.
 
-Safetensors, or what `torch.save` wrote. That is a pickle, which can run anything when it is read; only with `trust` is
-it read as one, else by torch's reader that makes tensors and plain containers alone (``weights_only``).
+These are safetensors files, or files of `torch.save`. The latter are pickles, which can run any code when they are
+loaded. They are loaded as pickles only with `trust`, and otherwise by torch's restricted unpickler, which makes only
+tensors and plain containers (``weights_only``).
 """
 
 from __future__ import annotations
@@ -32,33 +33,39 @@ _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
 _CONFIGS = ("config.json", "preprocessor_config.json")
 _INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Under which names files keep parameters beside other things, those first that evaluate best."""
+"""Keys under which files keep the parameters next to other content; those that evaluate best come first."""
 _AROUND = ("module.", "_orig_mod.")
-"""Prefixes that wrappers (data parallelism, the compiler) put before all names."""
+"""Prefixes of all names in files of wrapped modules (data parallelism, torch.compile)."""
 _LEGACY_PICKLES = 5
-"""In a file that is no zip file: its format's number twice, the machine, the object, and the names of its storages."""
+"""Pickles in a file of the legacy format: magic number, protocol, machine, object, and keys of the storages."""
 
 _DAMAGED = (OSError, EOFError, ValueError, ArithmeticError, LookupError, NotImplementedError, zipfile.BadZipFile)
-"""Errors of zipfile and pickletools for a file that is no zip file or no pickle, or is damaged."""
-_SMALL = 1 << 16  # bytes that are read without a check of the size
+"""Errors that zipfile and pickletools raise for a file that is of another format or damaged."""
+_SMALL = 1 << 16  # bytes; smaller reads skip the check against the size of the file
 
 
 @dataclass(frozen=True)
 class ForeignWeights:
-    """Named tensors of somebody else. place: for messages. shapes: by name. configs: of the JSON files beside them,
-    by name. notes: what the user should know of how they were read."""
+    """Named tensors from an untrusted source."""
 
     place: Path
+    """File or folder, for messages."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the tensors by name."""
     read: Callable[[str], Tensor]
+    """Function from a name to the tensor."""
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Content of the JSON files next to the tensors, by file name."""
     notes: tuple[str, ...] = ()
+    """Sentences for the user on how the tensors were read."""
 
 
 def open_source(path: Path, trust: bool = False) -> ForeignWeights:
-    """Open a file, or a folder with a model and its config.json. Raises DataError.
+    """Open a weights file, or a folder with a model and its config.json.
 
-    trust: whether a file that could run code is read all the same.
+    trust: whether to read a file that could run code.
+
+    Raises DataError.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -109,7 +116,10 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
-    """Refuse all but plain tensors of numbers by name, not larger than their file. Raises DataError."""
+    """Raise DataError unless all values are plain tensors on the CPU, with names and together no larger than the file.
+
+    Plain tensors are dense, not quantized, and of floating-point numbers.
+    """
     size, claimed = file.stat().st_size, 0
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
@@ -125,7 +135,7 @@ def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
 
 
 def _around(names: Mapping[str, Any]) -> str:
-    """Return the prefix of wrappers that all of `names` begin with."""
+    """Return the wrapper prefixes that all of `names` begin with; empty if there are none."""
     around = ""
     while part := next((p for p in _AROUND if names and all(name.startswith(around + p) for name in names)), ""):
         around += part
@@ -133,10 +143,15 @@ def _around(names: Mapping[str, Any]) -> str:
 
 
 def unpickled(file: Path, trust: bool) -> Any:
-    """Return what `torch.save` put into `file`. trust: read it as a pickle, which may run code. Raises DataError."""
+    """Load the object that `torch.save` wrote to `file`.
+
+    trust: whether to load it as a plain pickle, which may run code.
+
+    Raises DataError.
+    """
     try:
         with open_regular(file) as opened:
-            zipped = opened.read(4) == b"PK\x03\x04"  # how torch tells its two formats apart
+            zipped = opened.read(4) == b"PK\x03\x04"  # torch distinguishes its two formats in the same way
     except OSError as error:
         raise DataError(f"'{file}' cannot be read: {error.strerror}") from None
     if zipped:
@@ -144,15 +159,15 @@ def unpickled(file: Path, trust: bool) -> Any:
     if not trust:
         _refuse_long_words(file, zipped)
     try:
-        # DeiT's and MAE's files keep their command line beside the parameters, which is attributes and nothing more.
+        # Files of DeiT and MAE also contain their command line as an argparse.Namespace, which only has attributes.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the pickle's protocol
-            # Mapped, a tensor cannot claim more memory than the file has.
+            warnings.simplefilter("ignore")  # torch warns about the pickle protocol
+            # With mmap, a tensor cannot take more memory than the file has.
             if zipped:
                 return torch.load(file, map_location="cpu", weights_only=not trust, mmap=True)
             with _Bounded(file) as bounded:
                 return torch.load(bounded, map_location="cpu", weights_only=not trust)
-    except Exception as error:  # a hostile file can make the reader stumble in any way
+    except Exception as error:  # a malicious file can cause any error
         said = " ".join(str(error).split())
         other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
         if isinstance(error, pickle.UnpicklingError) and not trust and other:
@@ -166,7 +181,10 @@ def unpickled(file: Path, trust: bool) -> Any:
 
 
 class _Listed(io.FileIO):
-    """A zip file of which only the listing is read, and no long one: each of its entries becomes a large object."""
+    """Zip file whose reads are limited to MAX_ZIP_LISTING_BYTES.
+
+    A longer listing (central directory) is refused, because zipfile makes a large object of each entry.
+    """
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > MAX_ZIP_LISTING_BYTES:
@@ -175,7 +193,7 @@ class _Listed(io.FileIO):
 
 
 class _Bounded(io.BufferedReader):
-    """Reader that allocates memory only for content the file has, however much is requested."""
+    """Reader that never allocates more memory than the rest of the file needs, even if more is requested."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path))
@@ -189,7 +207,10 @@ class _Bounded(io.BufferedReader):
 
 
 def _refuse_bombs(file: Path) -> None:
-    """torch.save compresses nothing, so a file is at least as large as what is in it."""
+    """Raise DataError for a zip file that is compressed or unpacks to more than its size.
+
+    torch.save does not compress, so its files are at least as large as their content.
+    """
     try:
         with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
             inside = archive.infolist()
@@ -204,8 +225,11 @@ def _refuse_bombs(file: Path) -> None:
 
 
 def _refuse_long_words(file: Path, zipped: bool) -> None:
-    """Refuse what torch would need very long to refuse: to explain an error, it searches its text for patterns that
-    take the square of the length of a word."""
+    """Raise DataError for a pickle with very long words.
+
+    torch would take very long to refuse it: to explain an error, it searches the text of the error for patterns, in a
+    time that grows with the square of the length of a word.
+    """
     try:
         for content in _pickles(file, zipped):
             for _, value, _ in pickletools.genops(content):
@@ -218,7 +242,7 @@ def _refuse_long_words(file: Path, zipped: bool) -> None:
 
 
 def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes]]:
-    """Yield files that stand where a pickle begins."""
+    """Yield a file object for each pickle in `file`, positioned at its beginning."""
     if not zipped:
         with _Bounded(file) as content:
             for _ in range(_LEGACY_PICKLES):

@@ -1,1 +1,1 @@
-"""Data sets as they lie on disks: WebDataset tar shards, and an index beside them."""
+"""Data sets on disk: WebDataset tar shards with an index in the same folder."""

@@ -1,4 +1,4 @@
-"""Index tar shards: find the samples of each, by headers alone or with a checksum of every image."""
+"""Indexing of tar shards: find the samples of each, from headers alone or with a checksum of every image."""
 
 from __future__ import annotations
 
@@ -22,27 +22,36 @@ from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LABEL_BYTES
 from vitpar.text import literal, shown
 
 EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
+"""Extensions of tar members that are images."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Place of labels: a member ``KEY.cls`` with a whole number, the `field` of a member ``KEY.json``, or the name of
-    the `folder` that the image is in, which is then the name of its class."""
+    """Place of the labels in tar shards."""
 
     kind: str = "cls"
+    """Kind of place: "cls", "json" or "folder".
+
+    "cls" is a member ``KEY.cls`` with an integer, "json" is a field of a member ``KEY.json``. "folder" is the folder of
+    the image, whose name is then the name of the class.
+    """
     field: str = "label"
+    """Name of the field, for "json"."""
 
     def __str__(self) -> str:
         return f"json:{self.field}" if self.kind == "json" else self.kind
 
     @property
     def extension(self) -> str | None:
-        """Extension of the member that holds the label."""
+        """Extension of the member that holds the label; None for labels from folders."""
         return None if self.kind == "folder" else self.kind
 
     @classmethod
     def parse(cls, text: str) -> Labels:
-        """Parse ``cls``, ``json``, ``json:FIELD`` or ``folder``. Raises DataError for anything else."""
+        """Parse ``cls``, ``json``, ``json:FIELD`` or ``folder``.
+
+        Raises DataError for anything else.
+        """
         kind, _, field = text.partition(":")
         if kind not in ("cls", "json", "folder") or (field and kind != "json"):
             raise DataError(f"unknown place of labels '{shown(text)}': use cls, json:FIELD or folder")
@@ -51,14 +60,15 @@ class Labels:
 
 @dataclass(frozen=True)
 class Scan:
-    """rows: ROW [samples] in the order of the file, with column `shard` at 0. classes: the names that labels number,
-    None where they are numbers themselves."""
+    """Samples that were found in one shard."""
 
     rows: np.ndarray
+    """Index rows in the order of the file, ROW [samples], with column `shard` set to 0."""
     classes: list[str] | None = None
+    """Class names that the labels in `rows` number; None if the labels in the shard are numbers."""
 
     def numbered(self, classes: Sequence[str]) -> np.ndarray:
-        """Return the rows with labels that number `classes`; -1 for a name that is not among them."""
+        """Return `rows`, with labels changed in place to number `classes`; -1 for a name that is not among them."""
         if self.classes is not None:
             place = {name: number for number, name in enumerate(classes)}
             numbers = np.array([place.get(name, -1) for name in self.classes], np.int32)
@@ -67,11 +77,15 @@ class Scan:
 
 
 def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> Scan:
-    """Find the samples of a tar file. An image and its label are paired by their key, as webdataset does: all of a
-    member's name up to the first dot of its last part.
+    """Find the samples of a tar file.
 
-    checksums: whether the images are read; without, column `crc` is 0. Raises DataError for a file that is no whole tar
-    file, a member without its partner, two of one key, an image of no bytes, a label that is no whole number.
+    An image and its label are paired by their key as in webdataset: a member's path up to the first dot of its file
+    name.
+
+    checksums: whether to read the images for their checksums; without, column `crc` is 0.
+
+    Raises DataError for a file that is no complete tar file, an image without a label or a label without an image, two
+    samples with one key, an image that is empty or too large, and a label that is not an integer.
     """
     samples: dict[str, tuple[int, int, int]] = {}
     found: dict[str, int | str] = {}
@@ -110,7 +124,10 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
 
 
 def offsets(shard: Path) -> set[int]:
-    """Return where the data of each member of a tar file begin. Raises DataError where it is no whole tar file."""
+    """Return the byte offsets of the data of all members of a tar file.
+
+    Raises DataError for a file that is no complete tar file.
+    """
     with open_tar(shard) as file:
         return {member.offset_data for member in members(file)}
 
@@ -126,7 +143,12 @@ def _table(samples: dict[str, tuple[int, int, int]], found: dict[str, int | str]
 
 
 def label_of(data: bytes, labels: Labels, where: str) -> int:
-    """Return the label in `data`, the bytes of the member `where`. Raises DataError where there is none."""
+    """Return the label in `data`, the bytes of a member.
+
+    where: name of the member, for messages.
+
+    Raises DataError for data without a valid label.
+    """
     value: object = data
     if labels.kind == "json":
         try:
@@ -153,12 +175,18 @@ def index(
     workers: int = 2,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Index the tar files in `folder`, beside them. Every image is read once, for its checksum.
+    """Index the tar files in `folder` and write the index there. Every image is read once, for its checksum.
 
-    splits: for each split a pattern of file names. None: what stands before the last number of a name,
-    ``imagenet-train-000012.tar`` in `train` and ``val_3.tar`` in `val`. labels: where they are. classes: names in label
-    order, None for those that the shards or an index before this one give, or numbers. workers: shards scanned at once.
-    Raises DataError as `scan` does; for no shards, a folder that cannot be written, a label beyond `classes`.
+    splits: file name pattern of each split. None derives the split from the file name, by a word such as `train` or
+        `val` in it, or else by what precedes its numbers: ``imagenet-train-000012.tar`` belongs to `train` and
+        ``val_3.tar`` to `val`.
+    labels: place of the labels.
+    classes: class names in label order. None takes them from the shards or from an earlier index, or else uses numbers.
+    workers: number of shards that are scanned at once.
+    progress: called after every shard.
+
+    Raises DataError as `scan` does, for a folder without shards or that cannot be written, and for a label beyond
+    `classes`.
     """
     folder = Path(folder)
     files = _files(folder, splits)

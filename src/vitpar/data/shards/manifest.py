@@ -1,9 +1,9 @@
-"""The manifest of a data set, and the index of each split, which lie in the folder with its shards.
+"""Manifest of a data set and index of each split, which are in the folder of its shards.
 
 folder/
   dataset.json          classes, and for every split its shards with their sample and byte counts
   train-000000.tar …    00000000.cls, 00000000.jpg, 00000001.cls, 00000001.png, …
-  train.index.npy       one row of ROW a sample, in shard order: where its image lies, its label and its checksum
+  train.index.npy       one ROW per sample, in shard order: place of its image, label and checksum
   val-000000.tar …, val.index.npy
 """
 
@@ -35,17 +35,21 @@ from vitpar.records import Record, table_of
 from vitpar.text import shown
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
-"""crc: zlib's CRC-32 of the encoded image."""
+"""Row of an index: number of the shard, label, byte offset and size of the encoded image, and its CRC-32 (zlib)."""
 MANIFEST = "dataset.json"
-_CHUNK = 1 << 18  # rows that are read in one go, not mapped: memory does not grow with the data set
+"""File name of the manifest."""
+_CHUNK = 1 << 18  # rows read at a time; mapping the file would make resident memory grow with the data set
 
 
 class ShardEntry(Record):
-    """One tar file of a split."""
+    """Tar file of a split."""
 
     file: str
+    """Path relative to the folder of the data set."""
     samples: NonNegativeInt = Field(le=MAX_INT64)
+    """Number of samples in the file."""
     bytes: NonNegativeInt = Field(le=MAX_INT64)
+    """Size of the file in bytes."""
 
     @field_validator("file")
     @classmethod
@@ -57,26 +61,31 @@ class ShardEntry(Record):
 
 
 class SplitEntry(Record):
-    """One split: its shards in index order, its sample counts, and the SHA-256 of its index file."""
+    """Split of a data set."""
 
     shards: list[ShardEntry] = Field(max_length=MAX_SHARDS, fail_fast=True)
+    """Shards in index order."""
     samples: NonNegativeInt = Field(le=MAX_INT64)
+    """Number of samples in all shards."""
     per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES, fail_fast=True)
+    """Number of samples of each class, in label order."""
     index_sha256: str
+    """SHA-256 of the index file, in hexadecimal."""
 
 
 class Manifest(Record):
-    """Content of `dataset.json`.
-
-    class_names: what people call the classes, in their order, where that is something else. labels: where the shards
-    hold them, as `vitpar data index --label` takes it; None in one of an older version.
-    """
+    """Content of `dataset.json`."""
 
     vitpar_dataset: Literal[2] = 2
+    """Version of the format."""
     classes: list[str] = Field(max_length=MAX_CLASSES, fail_fast=True)
+    """Identifiers of the classes, in label order."""
     class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES, fail_fast=True)
+    """Human-readable names of the classes, in the same order; None if they do not differ."""
     labels: str | None = None
+    """Place of the labels in the shards, in the syntax of `vitpar data index --label`; None from older versions."""
     splits: Annotated[dict[str, SplitEntry], table_of(SplitEntry.model_validate)]
+    """Splits by name."""
 
     @field_validator("splits")
     @classmethod
@@ -94,16 +103,19 @@ class Manifest(Record):
 
 
 class AnyManifest(BaseModel):
-    """Content of `dataset.json` of any version. vitpar_dataset: None in a file of another program."""
+    """Content of a `dataset.json` of any version. Unknown keys are ignored."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
     vitpar_dataset: object = None
+    """Version of the format; None in a file of another program."""
     classes: list[str] | None = Field(default=None, fail_fast=True)
+    """Same field as in `Manifest`; None if missing."""
     class_names: list[str] | None = Field(default=None, fail_fast=True)
+    """Same field as in `Manifest`."""
 
 
 def read_any_manifest(folder: Path) -> AnyManifest:
-    """Return the readable content of the manifest in `folder`, whatever its version; an empty one if it is damaged."""
+    """Return the content of the manifest in `folder`, of any version; an empty one if it is missing or damaged."""
     try:
         return AnyManifest.model_validate_json(read_bytes(folder / MANIFEST, MAX_JSON_BYTES))
     except (OSError, ValidationError):
@@ -111,7 +123,10 @@ def read_any_manifest(folder: Path) -> AnyManifest:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of a data set. Raises DataError when `folder` holds none, or a damaged one."""
+    """Read the manifest of a data set.
+
+    Raises DataError if `folder` has none, or one that is damaged or of another version.
+    """
     path = Path(folder) / MANIFEST
     try:
         return Manifest.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
@@ -132,15 +147,19 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `dataset.json`, whole or not at all. To be done last."""
+    """Write `dataset.json` atomically. Call this last, after the shards and indexes are written."""
     write_text(folder / MANIFEST, json.dumps(manifest.model_dump(exclude_none=True), indent=1) + "\n")
 
 
 def write_split(
     folder: Path, split: str, shards: Sequence[Path], tables: Sequence[np.ndarray], classes: int
 ) -> SplitEntry:
-    """Write the index of a split. tables: ROW [samples] of each shard, with column `shard` as it may be. classes: how
-    many there are."""
+    """Write the index of a split and return its entry for the manifest.
+
+    shards: paths of the shards.
+    tables: index rows of each shard, ROW [samples]; the values of column `shard` are ignored.
+    classes: number of classes.
+    """
     rows = np.concatenate([np.empty(0, ROW), *tables])
     rows["shard"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     path, partial = folder / f"{split}.index.npy", folder / f".{split}.index.partial"
@@ -158,8 +177,10 @@ def write_split(
 
 
 def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
-    """Map the index of a split into memory: ROW [samples]. Raises DataError where it is not the one that was written,
-    or does not fit the shards."""
+    """Map the index of a split into memory, ROW [samples], after checking all of it.
+
+    Raises DataError if its checksum is not that in the manifest, or if it does not fit the shards.
+    """
     path = folder / f"{split}.index.npy"
     again = f"write it anew with `vitpar data index {folder}`"
     digest, start = hashlib.sha256(), 0
@@ -188,19 +209,25 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
 
 
 def _header_bytes(file: BinaryIO, samples: int) -> int | None:
-    """Return where the rows of an index file begin; None where its header is not that of so many. Raises OSError."""
+    """Return the byte offset of the rows in an index file; None if its header is not that of `samples` rows.
+
+    Raises OSError if the file cannot be read.
+    """
     try:
         np.lib.format.read_magic(file)
         found = np.lib.format.read_array_header_1_0(file)
     except OSError:
         raise
-    except Exception:  # damaged headers make it raise nearly anything
+    except Exception:  # damaged headers make numpy raise nearly anything
         return None
     return file.tell() if found == ((samples,), False, ROW) else None
 
 
 def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
-    """Whether the rows from number `start` on lie within the shards and classes of a split."""
+    """Return whether index rows are consistent with the shards and classes of a split.
+
+    start: number of the first of `rows` in the index.
+    """
     ends = np.cumsum([shard.samples for shard in entry.shards])
     expected = np.searchsorted(ends, np.arange(start, start + len(rows)), side="right")
     if not np.array_equal(rows["shard"], expected):

@@ -1,4 +1,4 @@
-"""Pack a source into WebDataset shards: images byte for byte, each beside its label, and an index of them all."""
+"""Packing of a source into WebDataset shards with an index. Images are copied byte for byte."""
 
 from __future__ import annotations
 
@@ -33,15 +33,21 @@ from vitpar.data.sources import Progress, Source, SourceSplit, open_source
 from vitpar.errors import DataError
 from vitpar.text import shown
 
-SHARD_SAMPLES = 5000  # half a gigabyte of ImageNet
+SHARD_SAMPLES = 5000
+"""Default number of images in a shard; half a gigabyte of ImageNet."""
 
 
 @dataclass(frozen=True)
 class Reencode:
-    """Images whose shorter side is above `short_side` pixels become JPEGs of that size and `quality`, of 100."""
+    """Conversion of large images to smaller JPEGs. Other images are left as they are.
+
+    Raises DataError for a setting out of its range.
+    """
 
     short_side: int
+    """Largest shorter side in pixels; images above it are resized to it."""
     quality: int = 90
+    """JPEG quality, 1 to 100."""
 
     def __post_init__(self) -> None:
         if self.short_side < 1:
@@ -50,11 +56,14 @@ class Reencode:
             raise DataError(f"JPEG quality {self.quality} is out of range: choose from 1 to 100")
 
     def __call__(self, data: bytes) -> bytes:
-        """An encoded image, as it is or smaller. Raises BadImage."""
+        """Return an encoded image, unchanged or converted to a smaller JPEG.
+
+        Raises BadImage.
+        """
         width, height = image_size(data)
         if min(width, height) <= self.short_side:
             return data
-        image = Image.fromarray(decode(data))  # the right side up, as its header may not be
+        image = Image.fromarray(decode(data))  # upright, because the Exif orientation is not kept
         scale = self.short_side / min(image.size)
         size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
         file = io.BytesIO()
@@ -75,18 +84,22 @@ def pack(
     workers: int = 2,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Pack `source` (see `vitpar.data.sources`) into the folder `destination`; the same input gives the same bytes.
+    """Pack `source` into the folder `destination` and return the manifest. The same input gives the same bytes.
 
-    val_fraction: part of every class that becomes `val` when the source has no such split (0.2 if None).
-    shard_samples: images in a shard, the last of a split may have fewer. reencode: makes large images smaller on the
-    way. seed: of the carved split and of the shuffle that mixes the classes over the training shards. overwrite:
-    replace a data set that is there. workers: shards written at a time. progress: called as samples are packed.
+    Everything is written into a hidden folder next to `destination`, which is renamed to it when complete. If a run is
+    interrupted, the next run with the same arguments reuses the complete shards in that folder.
 
-    All is written into a hidden folder beside `destination` that takes its name when it is complete. What an
-    interrupted run has left there is used by the next one with the same arguments, shard by shard.
+    source: any source that `vitpar.data.sources` supports.
+    val_fraction: fraction of every class that becomes `val` if the source has no such split; 0.2 if None.
+    shard_samples: images in a shard; the last shard of a split may have fewer.
+    reencode: conversion of large images to smaller ones; None for none.
+    seed: seed of the carved `val` split and of the shuffle that mixes the classes over the training shards.
+    overwrite: whether to replace an existing data set.
+    workers: number of shards that are written at a time.
+    progress: called as samples are packed.
 
-    Raises DataError for a source that cannot be read, bytes that are no image, a destination that is not empty, and
-    where another process is packing the same.
+    Raises DataError for a source that cannot be read, bytes that are no image, a destination that is not empty or
+    cannot be written, and if another process is packing into the same destination.
     """
     if shard_samples < 1:
         raise DataError(f"shard size {shard_samples} is not a positive number of samples")
@@ -100,7 +113,7 @@ def pack(
     try:
         with _workplace(target, opened, settings) as partial:
             manifest = _Packing(opened, partial, shard_samples, reencode, seed, progress).run(workers)
-            _check_destination(target, overwrite)  # hours may have passed
+            _check_destination(target, overwrite)  # again, since packing may have taken hours
             _put_in_place(partial, target)
     except OSError as error:
         raise DataError(
@@ -125,7 +138,10 @@ def _check_destination(target: Path, overwrite: bool) -> None:
 
 
 def _stamps(source: Path) -> list[tuple[str, int, int]]:
-    """Return the source's files with their sizes and times, which tell it from others, and from itself changed."""
+    """Return the files of a source with sizes in bytes and modification times in ns.
+
+    They identify the source and reveal changes to it.
+    """
     found = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
     return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in found if path.is_file()] + [
         (str(source.resolve()), 0, 0)
@@ -134,7 +150,12 @@ def _stamps(source: Path) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def _workplace(target: Path, source: Source, settings: list) -> Iterator[Path]:
-    """A folder beside `target`, ours alone, with what an interrupted run of the same has left."""
+    """Lock a folder next to `target` and yield its path.
+
+    It contains the shards of an interrupted run if that had the same source and settings, and is emptied otherwise.
+
+    Raises DataError if another process holds the lock.
+    """
     digest = hashlib.sha256(json.dumps([settings, *source.classes]).encode())
     for name, split in source.splits.items():
         digest.update(f"{name} {len(split.labels)}\n".encode() + split.labels.tobytes())
@@ -147,7 +168,7 @@ def _workplace(target: Path, source: Source, settings: list) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"another process is packing into '{target}': wait for it, or end it") from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
         lock.seek(0)
         if lock.read() != digest.hexdigest():
@@ -177,26 +198,31 @@ def _put_in_place(partial: Path, target: Path) -> None:
 
 
 class _Stopped(Exception):
-    """Another shard has failed."""
+    """Raised to stop writing a shard after another one failed."""
 
 
 @dataclass
 class _Packing:
-    """Writes the shards of all splits of `source` that are not yet in `folder`."""
+    """Writer of those shards of a source that a folder does not have yet."""
 
     source: Source
+    """Opened source."""
     folder: Path
+    """Hidden folder that becomes the destination."""
     shard_samples: int
+    """Same argument as in `pack`."""
     reencode: Reencode | None
+    """Same argument as in `pack`."""
     seed: int
+    """Same argument as in `pack`."""
     progress: Progress | None
+    """Same argument as in `pack`."""
 
     def run(self, workers: int) -> Manifest:
         self._lock, self._stopped = threading.Lock(), False
         splits = {}
         for name, split in self.source.splits.items():
-            # Training samples are shuffled so that neighbours in a shard are of mixed classes; evaluation keeps the
-            # source's order.
+            # Shuffle training samples so that a shard has images of many classes; evaluation keeps the source's order.
             order = np.arange(len(split.labels))
             if name == "train":
                 order = SampleOrder(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
@@ -216,7 +242,7 @@ class _Packing:
             range(start, min(start + self.shard_samples, samples)) for start in range(0, samples, self.shard_samples)
         ]
         paths = [self.folder / f"{name}-{number:06d}.tar" for number in range(len(parts))]
-        workers = 1 if split.window else max(1, workers)  # or they would read the same blocks again and again
+        workers = 1 if split.window else max(1, workers)  # several shards at once would read the same blocks repeatedly
         with ThreadPoolExecutor(workers, thread_name_prefix="vitpar-pack") as pool:
             tasks = [pool.submit(self._shard, name, split, *task) for task in zip(paths, parts, strict=True)]
             try:
@@ -229,9 +255,12 @@ class _Packing:
         return write_split(self.folder, name, paths, tables, len(self.source.classes))
 
     def _shard(self, name: str, split: SourceSplit, path: Path, samples: range) -> np.ndarray:
-        """Return ROW [samples] of the shard at `path`, which is written if it does not exist."""
+        """Return the index rows of the shard at `path`, ROW [samples], after writing it unless it exists.
+
+        samples: numbers of its samples in the split.
+        """
         table_path = path.with_suffix(".rows.npy")
-        if path.exists():  # it takes its name last
+        if path.exists():  # then it is complete, since it is renamed last
             self._report(name, len(samples), len(split.labels))
             return np.load(table_path)
         partial = path.with_suffix(".partial")
@@ -245,10 +274,10 @@ class _Packing:
         return table
 
     def _write(self, path: Path, name: str, split: SourceSplit, samples: range) -> None:
-        from webdataset import TarWriter  # imports torch and more: not before it is needed
+        from webdataset import TarWriter  # slow: imports torch and more
 
-        # User, group and mode are fixed by the writer, and the time is fixed here, so that only the samples decide
-        # the bytes.
+        # The writer sets a fixed user, group and mode, and mtime=0 fixes the time, so the bytes depend only on the
+        # samples.
         with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
             for i in samples:
                 if self._stopped:

@@ -1,4 +1,4 @@
-"""A split of a data set, any sample of which is read with one `pread` and compared with its checksum."""
+"""Random access to the samples of a split: each is read with one `pread` and compared with its checksum."""
 
 import os
 import tarfile
@@ -15,17 +15,24 @@ from vitpar.errors import DataError
 from vitpar.io import open_regular, stat_regular
 from vitpar.text import nearest, shown
 
-_OPEN_FILES = 256  # a data set may have more shards than a process may have open files
+_OPEN_FILES = 256  # limit, because a data set may have more shards than a process may have open files
 
 
 class ShardSet:
-    """One split of a data set, opened for reading samples by number, from any thread.
+    """Split of a data set, opened for reading samples by number from any thread.
 
-    checked: `read` compares with a checksum. classes: class names, in label order. labels: int32 [samples], read-only.
-    per_class: samples of each class. bytes: of all shards. fingerprint: a checksum of the samples and their order.
+    folder: folder of the data set.
+    split: name of the split.
+    classes: class identifiers, in label order.
+    per_class: number of samples of each class.
+    files: paths of the shards.
+    bytes: size of all shards in bytes.
+    fingerprint: checksum of the samples and their order.
+    labels: int32 [samples], read-only.
     """
 
     checked = True
+    """Whether `read` compares the bytes with a checksum."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, rows: np.ndarray) -> None:
         entry = manifest.splits[split]
@@ -44,10 +51,12 @@ class ShardSet:
 
     @classmethod
     def open(cls, folder: str | Path, split: str) -> "ShardSet":
-        """Open `split` of the data set in `folder`: reads the manifest, the index and the shards' sizes, but no shard.
+        """Open `split` of the data set in `folder`.
 
-        Raises DataError for a missing, damaged or empty data set, an unknown split, a shard that is missing or not of
-        its size, and an index that does not fit the shards.
+        Only the manifest, the index and the sizes of the shards are read.
+
+        Raises DataError for a missing, damaged or empty data set, an unknown split, a shard that is missing or has
+        another size than in the manifest, and an index that does not fit the shards.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -69,19 +78,19 @@ class ShardSet:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes, with those that have no sample."""
+        """Number of classes, including those without samples."""
         return len(self.classes)
 
     @property
     def place(self) -> str:
-        """The folder, for messages."""
+        """Folder, for messages."""
         return str(self.folder)
 
     def read(self, i: int) -> bytes:
         """Return the encoded image of sample `i`.
 
-        Raises DataError when its shard is gone, too short, or another file than when the data set was opened, and
-        BadImage when its bytes are not those that were indexed.
+        Raises DataError if its shard is missing, too short, or was replaced since the data set was opened.
+        Raises BadImage if the bytes are not those that were indexed.
         """
         path, size = self.files[self._shard[i]], int(self._size[i])
         try:
@@ -95,11 +104,11 @@ class ShardSet:
         return data
 
     def complaint(self, i: int, error: BadImage) -> str:
-        """Name sample `i`, with what is wrong with it."""
+        """Return a message that names sample `i` and says what is wrong with it."""
         return f"sample '{shown(self.name(i))}' of '{self.folder}': {error}"
 
     def refuse_changed(self) -> None:
-        """Raise DataError when a shard is not the file that it was when the data set was opened."""
+        """Raise DataError if a shard is missing or was replaced since the data set was opened."""
         for path in self.files:
             try:
                 stamp = _stamp(os.stat(path))
@@ -108,15 +117,18 @@ class ShardSet:
             _refuse_other(path, self._stamps[path], stamp)
 
     def rows_of(self, number: int) -> np.ndarray:
-        """Return what the index has on the samples of a shard: `manifest.ROW` [samples], in their order."""
+        """Return the index rows of shard `number`, `manifest.ROW` [samples], in order."""
         return self._rows[slice(*np.searchsorted(self._shard, [number, number + 1]))]
 
     def label(self, i: int) -> int:
-        """The class number of sample `i`."""
+        """Return the class number of sample `i`."""
         return int(self.labels[i])
 
     def name(self, i: int) -> str:
-        """`shard file/sample key` of sample `i`, for messages; the key stands in the tar header before the image."""
+        """Return `shard file/sample key` of sample `i`, for messages.
+
+        The key is read from the tar header before the image. If that fails, the byte offset takes its place.
+        """
         path, offset = self.files[self._shard[i]], int(self._offset[i])
         try:
             header = self._open_file(path).read(tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
@@ -132,11 +144,14 @@ class ShardSet:
 
 
 Stamp = tuple[int, int]
-"""Size and time of the last change; inodes are not kept by all mounts."""
+"""Size in bytes and modification time in ns of a file. Inodes are not included, since some mounts change them."""
 
 
 class _OpenFile:
-    """A file that is closed with the last reference to it, so that no thread loses one it is reading from."""
+    """File that is closed when the last reference to it is gone.
+
+    Evicting it from the cache of open files therefore does not close it while a thread reads from it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
@@ -163,7 +178,7 @@ def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
 
 
 def _checked(path: Path, size: int) -> Stamp:
-    name = shown(path, len(str(path)))  # its end, if it is long
+    name = shown(path, len(str(path)))  # shows the end of a long path
     try:
         found = stat_regular(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads a whole data set back and reports whatever is wrong with it."""
+"""Verification of a packed data set: read everything back and report problems."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources.source import Progress
 from vitpar.errors import DataError
 
-_TASK, _ROUND = 64, 1 << 14  # samples a thread takes at a time, and that are handed out at a time
+_TASK, _ROUND = 64, 1 << 14  # samples in a task of the thread pool, and samples that are submitted at a time
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a sample, or with a shard as a tar file: then `sample` is None."""
+    """Problem of a sample or of a shard."""
 
     split: str
+    """Name of the split."""
     sample: int | None
+    """Number of the sample; None for a problem of a shard as a tar file."""
     name: str
+    """Name of the sample or the shard's file name."""
     what: str
+    """Description of the problem."""
 
 
 def verify(
@@ -35,10 +39,15 @@ def verify(
 ) -> Iterator[Problem]:
     """Yield every problem of every split.
 
-    A shard has one where any tar reader would stumble (a damaged header, a missing end, something behind the end), or
-    where its members, or their labels if the manifest tells where they are, are not those of the index. A sample has
-    one where its bytes are not those that were indexed, or (`pixels`) where it cannot be decoded. workers: threads.
-    Raises DataError where a data set cannot even be opened.
+    A shard has a problem if a tar reader would fail on it (a damaged header, a missing end, data after the end), or if
+    its members differ from the index. Labels are compared too if the manifest says where they are. A sample has a
+    problem if its bytes are not those that were indexed.
+
+    pixels: whether to decode every image too; one that cannot be decoded is a problem.
+    workers: number of threads.
+    progress: called as shards and samples are verified.
+
+    Raises DataError if the data set cannot be opened.
     """
     manifest = read_manifest(folder)
     labels = Labels.parse(manifest.labels) if manifest.labels else None
@@ -61,7 +70,7 @@ def verify(
 
 
 def _shard_problem(shards: ShardSet, number: int, labels: Labels | None) -> Problem | None:
-    """Return the problem of a shard as a tar file, by its headers and labels."""
+    """Return the problem of shard `number` as a tar file, found from its headers and labels; None if there is none."""
     path, expected = shards.files[number], shards.rows_of(number)
     try:
         if labels is None:

@@ -1,13 +1,13 @@
-"""Sources of images to pack. `open_source` tells the kinds apart by what lies at the path.
+"""Sources of images to pack. `open_source` recognises the kind of source by the files at its path.
 
 SRC/train/<class>/*.jpg, SRC/val/<class>/*.jpg    a folder for every class of every split
-SRC/<class>/*.jpg                                 the same without splits: a part becomes `val`
-SRC/train.zip, val.zip, train_map.txt, val_map.txt [, classes.txt]    zipped ImageNet, as Swin and Galvatron use it
+SRC/<class>/*.jpg                                 the same without splits: a fraction becomes `val`
+SRC/train.zip, val.zip, train_map.txt, val_map.txt [, classes.txt]    zipped ImageNet, as used by Swin and Galvatron
 SRC/ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz    ImageNet as published
-SRC/train-00000-of-01024, …                       ImageNet as TFRecords, as DALI and TensorFlow use it
-SRC/train-00000-of-00002.parquet, …               Hugging Face's image data sets, perhaps in SRC/data
-cifar-10-python.tar.gz, cifar-100-binary.tar.gz, … or what they unpack to
-LIST.csv                                          columns path, label and perhaps split
+SRC/train-00000-of-01024, …                       ImageNet as TFRecords, as used by DALI and TensorFlow
+SRC/train-00000-of-00002.parquet, …               Hugging Face's image data sets, in SRC or SRC/data
+cifar-10-python.tar.gz, cifar-100-binary.tar.gz, … or the folders they unpack to
+LIST.csv                                          columns path, label and optionally split
 digits                                            1,797 handwritten digits of 8×8 pixels that scikit-learn ships
 """
 
@@ -25,6 +25,7 @@ from vitpar.text import shown
 __all__ = ["Progress", "Source", "SourceSplit", "open_source"]
 
 VAL_FRACTION = 0.2
+"""Default fraction of every class that becomes `val` if a source has no such split."""
 _KINDS = (
     "give a folder of images, one with ImageNet's archives, train.zip, TFRecords or Parquet files, an archive of "
     f"CIFAR, a CSV list, or `{DIGITS}`"
@@ -34,11 +35,14 @@ _KINDS = (
 def open_source(
     location: str | Path, *, val_fraction: float | None = None, seed: int = 0, progress: Progress | None = None
 ) -> Source:
-    """The source at `location`, of one of the kinds above.
+    """Open the source at `location`, of one of the kinds above.
 
-    val_fraction: which part of every class becomes `val` when the source has no such split, 0.2 if None. progress: of
-    finding the images, where that takes long. Raises DataError when there is no such source, when it is damaged, or
-    when it has a `val` split and `val_fraction` asks for another.
+    val_fraction: fraction of every class that becomes `val` if the source has no such split; VAL_FRACTION if None.
+    seed: seed of the choice of images for `val`.
+    progress: called while finding the images, where that takes long.
+
+    Raises DataError if there is no such source, if it is damaged, or if it already has the `val` split that
+    `val_fraction` requests.
     """
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val fraction {val_fraction} is out of range: choose a number between 0 and 1, such as 0.2")

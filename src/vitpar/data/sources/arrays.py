@@ -1,8 +1,8 @@
-"""Sources that are arrays of pixels, which are kept as PNG: CIFAR-10 and CIFAR-100 (Krizhevsky 2009) as published, and
-1,797 handwritten digits of 8×8 pixels that scikit-learn ships.
+"""Sources that are arrays of pixels, which are stored as PNG: CIFAR and scikit-learn's digits.
 
-CIFAR is the archive, or the folder it unpacks to, in its binary or its Python version. That one consists of pickles,
-which could run code: only arrays of integers and plain values are read from them.
+CIFAR-10 and CIFAR-100 (Krizhevsky 2009) are read as published, from the archive or the folder it unpacks to, in the
+binary or the Python version. The Python version consists of pickles, which could run code, so only arrays of integers
+and plain values are read from them. The digits are 1,797 handwritten digits of 8×8 pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from vitpar.limits import MAX_RECORD_BYTES
 from vitpar.text import shown
 
 DIGITS = "digits"
-_PIXELS = 3 * 32 * 32
+"""Name of the source of scikit-learn's digits."""
+_PIXELS = 3 * 32 * 32  # bytes of an image of CIFAR
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _WHOLE = (
     {"test_batch", *_BATCHES},
@@ -33,14 +34,18 @@ _WHOLE = (
     {"train", "test", "meta"},
     {"train.bin", "test.bin"},
 )
-"""Files that tell CIFAR: of 10 or 100 classes, in Python's version and the binary one."""
+"""Sets of files, each of which identifies CIFAR: of 10 or 100 classes, in the Python or the binary version."""
 _NAMED = set().union(*_WHOLE, (f"{name}.bin" for name in _BATCHES))
 _NAMED |= {"batches.meta", "batches.meta.txt", "fine_label_names.txt"}
 Files = dict[str, Callable[[], bytes]]
+"""Functions that return the contents of files, by file name."""
 
 
 def digits() -> Source:
-    """The digits of scikit-learn."""
+    """Return the digits of scikit-learn, without a `val` split.
+
+    Raises DataError if scikit-learn is not installed.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -51,7 +56,7 @@ def digits() -> Source:
 
 
 def cifar_files(path: Path) -> Files | None:
-    """Return functions that read the files of CIFAR at `path`, by file name; None if it is something else."""
+    """Return the files of CIFAR in the folder or archive at `path`; None if it is something else."""
     files: Files
     if path.is_dir():
         names = [entry for entry in path.iterdir() if entry.is_file() and entry.name in _NAMED]
@@ -64,7 +69,10 @@ def cifar_files(path: Path) -> Files | None:
 
 
 def cifar(files: Files) -> Source:
-    """The source whose files are `files`."""
+    """Return the source that consists of `files`. CIFAR's test split becomes `val`.
+
+    Raises DataError.
+    """
     fine = "train" in files or "train.bin" in files
     train, test = (("train",), ("test",)) if fine else (_BATCHES, ("test_batch",))
     binary = f"{test[0]}.bin" in files
@@ -85,7 +93,10 @@ def cifar(files: Files) -> Source:
 
 
 def _split(name: str, images: np.ndarray, labels: np.ndarray) -> SourceSplit:
-    """images: uint8 [samples, height, width] or [samples, height, width, 3]."""
+    """Return a split that encodes images as PNG when they are read.
+
+    images: uint8 [samples, height, width] or [samples, height, width, 3].
+    """
 
     def read(i: int) -> bytes:
         file = io.BytesIO()
@@ -111,7 +122,10 @@ def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
 
 
 def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Records of a label, or a coarse and a fine one, and the pixels."""
+    """Return pixels and labels of a binary file.
+
+    Each record of it has a label, or with `fine` a coarse and a fine label, and then the pixels.
+    """
     data, labels = np.frombuffer(_data(files, name), np.uint8), 2 if fine else 1
     if not len(data) or len(data) % (labels + _PIXELS):
         raise DataError(f"'{name}' of CIFAR has {len(data)} bytes, no whole number of images: fetch it again")
@@ -125,7 +139,7 @@ def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarra
         pixels, numbers = found[b"data"].value, found[b"fine_labels" if fine else b"labels"]
         if pixels.dtype != np.uint8 or pixels.shape != (len(numbers), _PIXELS):
             raise ValueError
-        # A list of lists that share their items would become far larger than its file.
+        # Check the types first: a list of lists that share their items would become an array far larger than its file.
         if type(numbers) is not list or not all(type(number) is int for number in numbers):
             raise ValueError
         labels = np.array(numbers, np.int64)
@@ -152,18 +166,27 @@ def _loaded(files: Files, name: str) -> Any:
 
 
 def _refuse_large_memo(data: bytes) -> None:
-    """Refuse a pickle that numbers an object higher than it has instructions: Python would make room for all below."""
+    """Raise ValueError for a pickle with a memo index above its number of instructions.
+
+    Python would allocate a memo for all indices below it.
+    """
     for count, (code, number, _) in enumerate(pickletools.genops(data)):
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > count:
             raise ValueError("an object has too high a number")
 
 
 class _Plain(pickle.Unpickler):
-    """Reads arrays of integers, and what pickle makes without help. No class or function of another module is given
-    out, and what is given out is made for one use, so that nothing is left of what a pickle does to it."""
+    """Unpickler that builds only arrays of integers and pickle's built-in types.
+
+    `find_class` never returns a class or function of another module. It returns a new object every time, so a pickle
+    that modifies the object has no lasting effect.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in a pickle of NumPy. Raises DataError for any other."""
+        """Return the replacement of a name that occurs in pickles of NumPy arrays.
+
+        Raises DataError for any other name.
+        """
         match module, name:
             case (("numpy.core.multiarray" | "numpy._core.multiarray"), "_reconstruct"):
                 return lambda *_: _Array()
@@ -185,14 +208,17 @@ def _from_buffer(data: object, dtype: object, shape: object, order: object) -> _
 
 
 class _Dtype:
-    """The type of an array's numbers, as pickled. code: such as b"u1"."""
+    """Stand-in for a pickled `numpy.dtype` of integers.
+
+    code: type code such as b"u1".
+    """
 
     def __init__(self, code: object) -> None:
         self.code = code.decode() if isinstance(code, bytes) else str(code)
         self.order = "|"
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        # A state may also describe fields, a shape and metadata, from which NumPy would make a type with pointers.
+        # A state may also describe fields, a shape and metadata, from which NumPy could make a type with pointers.
         _, order, subtype, names, fields, *_ = state
         if (subtype, names, fields) != (None, None, None):
             raise ValueError("its numbers are of no plain type")
@@ -206,7 +232,7 @@ class _Dtype:
 
 
 class _Array:
-    """An array of integers, as pickled. value: read-only."""
+    """Stand-in for a pickled array of integers, which is in the read-only attribute `value` once its state is set."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         shape, dtype, fortran, data = state[-4:]

@@ -1,9 +1,8 @@
-"""Sources of image files: in a folder for every class, named in a CSV list, or zipped, as Swin and Galvatron use
-ImageNet.
+"""Sources of image files: class folders, CSV lists, and zip files in the layout of Swin and Galvatron.
 
-A list is a line of names, among them `path` and `label` and perhaps `split`; then a line an image. Paths are relative
-to the list's folder. Labels are whole numbers or names of classes. Zip files, train.zip and val.zip, come with maps of
-`path<TAB>label` lines.
+The first line of a list names its columns, which include `path`, `label` and optionally `split`; every other line
+describes an image. Paths are relative to the list's folder. Labels are integers or class names. The zip files train.zip
+and val.zip come with maps, which are files of `path<TAB>label` lines.
 """
 
 import csv
@@ -24,11 +23,16 @@ from vitpar.io import open_regular
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
 from vitpar.text import shown
 
-_PIECE = 1 << 20  # bytes of an entry of a zip file that are unpacked at a time
+_PIECE = 1 << 20  # bytes of a zip entry that are unpacked at a time
 
 
 def class_folders(folder: Path, splits: list[str]) -> Source:
-    """The source in `folder`, with a folder for every class in each of `splits`; "." stands for `folder` itself."""
+    """Return the source in `folder`, with a folder for every class in the folder of every split.
+
+    splits: folders of the splits; ["."] for a `folder` without splits.
+
+    Raises DataError.
+    """
     classes = sorted(entry.name for entry in os.scandir(folder / splits[0]) if _is_class(entry))
     if not classes:
         raise DataError(
@@ -65,7 +69,7 @@ def _image_files(folder: Path) -> list[str]:
     seen = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         place = os.stat(parent)
-        if (place.st_dev, place.st_ino) in seen:  # by a link: there may be rings of them
+        if (place.st_dev, place.st_ino) in seen:  # seen before through a link; links may form cycles
             folders.clear()
             continue
         seen.add((place.st_dev, place.st_ino))
@@ -80,7 +84,10 @@ def _split(paths: list[str], labels: list[int]) -> SourceSplit:
 
 
 def listed(path: Path) -> Source:
-    """The source that the list at `path` names."""
+    """Return the source that the CSV list at `path` describes.
+
+    Raises DataError.
+    """
     folder = path.parent
     reader = csv.DictReader(read_lines(path))
     try:
@@ -121,7 +128,7 @@ def _lines(reader: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]
 
 
 def _classes(labels: list[str]) -> tuple[list[str], dict[str, int]]:
-    """The classes, and the number of each label."""
+    """Return the class names and the class number of each label."""
     try:
         number = {label: int(label) for label in set(labels)}
     except ValueError:
@@ -131,7 +138,10 @@ def _classes(labels: list[str]) -> tuple[list[str], dict[str, int]]:
 
 
 def zipped(folder: Path) -> Source:
-    """The source in `folder`, which has zip files and their maps."""
+    """Return the source in `folder`, which contains zip files and their maps.
+
+    Raises DataError.
+    """
     names = folder / "classes.txt"
     classes = [line.strip() for line in read_lines(names) if line.strip()] if names.exists() else None
     splits = {}
@@ -144,7 +154,12 @@ def zipped(folder: Path) -> Source:
 
 
 def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[int]]:
-    """Zip entries and labels of a `path<TAB>label` file."""
+    """Return the zip entries and labels in a file of `path<TAB>label` lines.
+
+    classes: names of the classes, if known, which limit the labels.
+
+    Raises DataError.
+    """
     entries: list[str] = []
     labels: list[int] = []
     for number, line in enumerate(read_lines(path), start=1):
@@ -187,7 +202,7 @@ def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[in
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
         try:
-            # A piece at a time: asked for all of it, zipfile unpacks more than the entry says it has.
+            # Read in pieces, because a read without a size makes zipfile unpack more than the entry's stated size.
             with archive.open(entry) as file:
                 return b"".join(iter(partial(file.read, _PIECE), b""))
         except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:

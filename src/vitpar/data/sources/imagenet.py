@@ -1,5 +1,8 @@
-"""ImageNet as published for ILSVRC2012 (Russakovsky et al. 2015): a tar file with a tar file for every class, a tar
-file of validation images, and the development kit, which says what they show."""
+"""ImageNet as published for ILSVRC2012 (Russakovsky et al. 2015).
+
+It consists of a tar file with one tar file per class, a tar file of validation images, and the development kit with
+their labels.
+"""
 
 import re
 import tarfile
@@ -25,32 +28,37 @@ _VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 
 @dataclass(frozen=True)
 class _Images:
-    """Images in an archive. spans: int64 [images, 2], the first byte of each and how many it has."""
+    """Images in an archive."""
 
     names: list[str]
+    """Names of the tar members."""
     spans: np.ndarray
+    """Byte offset in the archive and size in bytes of each image, int64 [images, 2]."""
 
 
 @dataclass(frozen=True)
 class _Kit:
-    """Content of the development kit. classes: WordNet's numbers of the synsets that have images, sorted. names: what
-    they are called, in that order. truth: the class of every validation image, as an index into these."""
+    """Content of the development kit."""
 
     classes: Sequence[str]
+    """WordNet numbers of the synsets that have images, sorted."""
     names: Sequence[str]
+    """Names of the classes, in the same order."""
     truth: Sequence[int]
+    """Class of every validation image, as an index into `classes`."""
 
 
 def is_imagenet(folder: Path) -> bool:
-    """Whether one of the archives lies in `folder`."""
+    """Return whether `folder` contains one of the archives."""
     return any((folder / name).exists() for name in (TRAIN, VAL, KIT))
 
 
 def imagenet(folder: Path, progress: Progress | None = None) -> Source:
-    """Return the source in `folder`, after reading where the images lie: half a minute for a million.
+    """Return the source in `folder`, after locating all images, which takes half a minute for a million.
 
-    Classes are in the order of their WordNet numbers, as torchvision's and timm's models have them. Raises DataError
-    where an archive is missing, damaged or does not fit the others.
+    Classes are in the order of their WordNet numbers, as in torchvision's and timm's models.
+
+    Raises DataError if an archive is missing, is damaged or does not fit the others.
     """
     missing = [name for name in (TRAIN, VAL, KIT) if not (folder / name).exists()]
     if missing:
@@ -67,7 +75,7 @@ def _kit(path: Path) -> _Kit:
         raise DataError(f"'{path}' has no {missing}: fetch it again")
     try:
         rows = read_table(files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"), MAX_JSON_BYTES)
-        # The others are groups of synsets, and have no images.
+        # Rows with children are groups of synsets and have no images.
         known = sorted((row for row in rows if not row["num_children"]), key=lambda row: str(row["WNID"]))
         classes = [str(row["WNID"]) for row in known]
         wrong = next((synset for synset in classes if not _SYNSET.fullmatch(synset)), None)
@@ -116,7 +124,11 @@ def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
 
 
 class _Part:
-    """A part of a file as a file of its own. begin: its first byte. size: how many it has."""
+    """File-like view of a part of a file.
+
+    begin: byte offset of the part.
+    size: bytes of the part.
+    """
 
     def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
         self._file, self._begin, self._size, self._place = file, begin, size, 0
@@ -136,7 +148,12 @@ class _Part:
 
 
 def _images(file: Readable, begin: int = 0) -> _Images:
-    """The images in a tar file that begins at the byte `begin` of its archive. Raises tarfile.ReadError, OSError."""
+    """Return the images in a tar file.
+
+    begin: byte offset of the tar file in its archive.
+
+    Raises tarfile.ReadError and OSError.
+    """
     names, spans = list[str](), list[tuple[int, int]]()
     for member in members(file):
         if member.isdir():

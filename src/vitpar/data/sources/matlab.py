@@ -1,7 +1,7 @@
-"""Reads one table from a MATLAB file of version 5, such as the list of classes in ImageNet's development kit.
+"""Reader of one table from a MATLAB file of version 5, such as the list of classes in ImageNet's development kit.
 
-A table is an array of structs with one number or one line of text in every field. Nothing else is read, so what is
-nested in other fields is stepped over, however deep it is. The format is MathWorks' "MAT-File Format" (2024).
+A table is an array of structs with one number or one line of text in every field. Other content is skipped without
+parsing it, however deeply it is nested. The format is described in MathWorks' "MAT-File Format" (2024).
 """
 
 import struct
@@ -11,32 +11,49 @@ from typing import NamedTuple
 
 import numpy as np
 
-_HEADER = 128
+_HEADER = 128  # bytes before the first element
+# Codes of element types, and numpy types of those that are arrays of numbers.
 _COMPRESSED, _MATRIX, _UTF8, _UTF16 = 15, 14, 16, 17
 _NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
+# Codes of array classes.
 _STRUCT, _CHARACTERS, _FIRST_NUMERIC, _LAST_NUMERIC = 2, 4, 6, 15
 
 Cell = float | str
-"""The content of a field."""
+"""Content of a field."""
 
 
 class _Element(NamedTuple):
+    """Data element of a file."""
+
     kind: int
+    """Code of the type."""
     data: memoryview
+    """Content, without padding."""
 
 
 class _Array(NamedTuple):
+    """Array whose head was read."""
+
     kind: int
+    """Code of the class."""
     size: int
+    """Number of items."""
     name: str
+    """Name of the variable."""
     rest: Iterator[_Element]
+    """Elements after the head."""
 
 
 def read_table(data: bytes, name: str, fields: tuple[str, ...], limit: int) -> list[Mapping[str, Cell]]:
-    """Return the rows of the table `name` in the file `data`, with the given `fields` of each.
+    """Return the rows of a table, with the given fields of each.
 
-    limit: bytes that its variables may unpack to. Raises ValueError for another kind of file, a damaged one, and where
-    the table or a field is missing or is no number and no line of text.
+    data: content of the file.
+    name: name of the table.
+    fields: names of the fields to return.
+    limit: maximum bytes that a compressed variable may unpack to.
+
+    Raises ValueError for another kind of file, a damaged one, a table or field that is missing, and a field that is
+    neither a number nor a line of text.
     """
     if len(data) < _HEADER or data[124:128] != b"\x00\x01IM":
         raise ValueError("it is no MATLAB file of version 5")
@@ -53,8 +70,13 @@ def read_table(data: bytes, name: str, fields: tuple[str, ...], limit: int) -> l
 
 
 def _elements(data: memoryview) -> Iterator[_Element]:
-    """Yield what stands in a row in `data`: a type and a length of 4 bytes each, the bytes, and zeros up to a multiple
-    of 8; or a type and a length of 2 bytes each and up to 4 bytes."""
+    """Yield the consecutive elements in `data`.
+
+    An element is a type and a length of 4 bytes each, the content, and zeros up to a multiple of 8 bytes. A small
+    element is a type and a length of 2 bytes each and up to 4 bytes of content.
+
+    Raises ValueError.
+    """
     place = 0
     while place < len(data):
         if place + 8 > len(data):
@@ -85,7 +107,10 @@ def _inflated(data: memoryview, limit: int) -> _Element:
 
 
 def _array(data: memoryview) -> _Array:
-    """The head of an array, and what follows it."""
+    """Read the head of an array.
+
+    Raises ValueError.
+    """
     rest = _elements(data)
     flags, sizes, name = (_next(rest) for _ in range(3))
     shape = _numbers(sizes)
@@ -114,7 +139,7 @@ def _cell(element: _Element) -> Cell:
     array = _array(element.data)
     content = next(array.rest, _Element(_UTF8, memoryview(b"")))
     if array.kind == _CHARACTERS:
-        if content.kind in _NUMBERS:  # a character each, of Latin-1 or of UTF-16's first plane
+        if content.kind in _NUMBERS:  # one number per character: Latin-1 or UTF-16 without surrogates
             return "".join(map(chr, _numbers(content).astype(np.uint16).tolist()))
         if content.kind in (_UTF8, _UTF16):
             return bytes(content.data).decode("utf-8" if content.kind == _UTF8 else "utf-16-le", errors="replace")

@@ -1,4 +1,4 @@
-"""Hugging Face's image data sets as Parquet: a column of images with their bytes, and a column of class labels."""
+"""Hugging Face's image data sets in Parquet files with a column of encoded images and one of class labels."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ from vitpar.text import shown
 
 _IMAGES = ("image", "img")
 _BATCH = 16  # rows that are read at a time
-_KEPT, _KEPT_BYTES = 64, 1 << 30  # groups of rows that are kept once they were read, at most
+_KEPT, _KEPT_BYTES = 64, 1 << 30  # limits of the cache of row groups: their number and their bytes
 
 
 def parquet(folder: Path) -> Source:
-    """The source in `folder`, or in its folder `data`; splits by names of files: ``train-00000-of-00002.parquet``."""
+    """Return the source in `folder` or its subfolder `data`.
+
+    File names such as ``train-00000-of-00002.parquet`` tell the splits.
+
+    Raises DataError, also if pyarrow is not installed.
+    """
     try:
         import pyarrow.parquet as library
     except ImportError:
         raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
     paths = by_split(parquet_files(folder))
     tables = {split: [_File(path, library) for path in files] for split, files in paths.items()}
-    if all((file.labels < 0).all() for file in tables.get("test", ())):  # of a contest, which keeps its labels secret
+    # Contests keep the labels of their test split secret and publish negative ones.
+    if all((file.labels < 0).all() for file in tables.get("test", ())):
         tables.pop("test", None)
     files = [file for found in tables.values() for file in found]
     named = next((file.classes for file in files if file.classes), None)
@@ -44,12 +50,19 @@ def parquet(folder: Path) -> Source:
 
 
 def parquet_files(folder: Path) -> list[Path]:
-    """Parquet files in `folder` or its folder `data`."""
+    """Return the Parquet files in `folder`, or else those in its subfolder `data`."""
     return sorted(folder.glob("*.parquet")) or sorted(folder.glob("data/*.parquet"))
 
 
 class _File:
-    """One file: its labels, its classes if it names them, and where its groups of rows begin."""
+    """Parquet file of images, opened for reading its row groups.
+
+    image: name of the column of images.
+    labels: label of each row, int64 [rows].
+    classes: names of the classes; None if the file does not name them.
+    starts: first row of each row group, and then the number of rows.
+    group_bytes: uncompressed size of the largest row group.
+    """
 
     def __init__(self, path: Path, library: Any) -> None:
         from pyarrow import types
@@ -86,13 +99,17 @@ class _File:
             raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None
 
     def group(self, number: int) -> Any:
-        """Read the encoded images of a group of rows: a pyarrow.ChunkedArray of structures with `bytes`."""
+        """Return the encoded images of row group `number`: a pyarrow.ChunkedArray of structs with a field `bytes`.
+
+        Raises DataError.
+        """
         from pyarrow import Table
 
         pieces, size = [], 0
         try:
-            # Some at a time: an image that repeats is in the file once, and in memory as often as it repeats.
-            with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # not kept: there may be thousands
+            # Read a few rows at a time and count their bytes: the file may store a repeated image once, while memory
+            # holds every copy.
+            with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # closed: there may be many
                 for piece in file.iter_batches(_BATCH, row_groups=[number], columns=[f"{self.image}.bytes"]):
                     size += piece.nbytes
                     if size > MAX_RECORD_BYTES:
@@ -106,7 +123,7 @@ class _File:
 
 
 def _has_bytes(kind: Any) -> bool:
-    """Whether a column of this type is a structure with a field `bytes` of bytes."""
+    """Return whether a column type is a struct with a binary field `bytes`."""
     from pyarrow import types
 
     place = kind.get_field_index("bytes") if types.is_struct(kind) else -1
@@ -126,7 +143,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
     largest = max(file.group_bytes for file in files)
     most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
     group_of = lru_cache(maxsize=most)(lambda number, group: files[number].group(group))
-    lock = threading.Lock()  # or two threads would read the same group
+    lock = threading.Lock()  # without it, two threads could read the same row group
 
     def read(i: int) -> bytes:
         number = bisect_right(begins, i) - 1
@@ -145,5 +162,5 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
 
     names = [f"{file.path}/row {row}" for file in files for row in range(len(file.labels))]
     block = max(b - a for file in files for a, b in zip(file.starts, file.starts[1:], strict=False))
-    window = most // 2 * block  # a run of a block's length may lie in two groups
+    window = most // 2 * block  # halved, since a run of a block's length may straddle two row groups
     return SourceSplit(names, labels.astype(np.int32), read, block, window)

@@ -1,4 +1,4 @@
-"""The interface of sources, and the functions they share."""
+"""Interface of sources, and functions that they share."""
 
 import errno
 import itertools
@@ -20,48 +20,56 @@ from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LINE_BYTES, MAX_TEXT
 from vitpar.text import shown
 
 SPLITS = ("train", "val", "test")
+"""Names of the splits that a source may have."""
 _SPLIT_WORDS = {**{split: split for split in SPLITS}, "training": "train", "valid": "val", "validation": "val"}
 
 Progress = Callable[[str, int, int], None]
-"""Called as (what is done, how much of it so far, how much in all), by one thread at a time."""
+"""Callback (description of the work, number done, total number), called by one thread at a time."""
 
 
 @dataclass(frozen=True)
 class SourceSplit:
-    """Labelled images of one split. names: what messages call them. read: the encoded image by number, from any thread
-    (DataError). block: how many neighbours are read with an image, and window: among how many images reading in any
-    order is cheap; 0 where it is among all.
-    """
+    """Labelled images of one split of a source."""
 
     names: Sequence[str]
+    """Name of each image, for messages."""
     labels: NDArray[np.int32]
+    """Class number of each image, int32 [samples]."""
     read: Callable[[int], bytes]
+    """Function from the number of an image to its encoded bytes, callable from any thread.
+
+    Raises DataError.
+    """
     block: int = 0
+    """Largest number of neighbouring images that are read together; 0 if images are read one by one."""
     window: int = 0
+    """Number of images within which reading in any order is cheap; 0 if any order of all images is cheap."""
 
     def subset(self, indices: NDArray[np.int64]) -> "SourceSplit":
-        """The images `indices`, in that order."""
+        """Return the split that consists of the images `indices`, in that order."""
         names = [self.names[i] for i in indices]
         return SourceSplit(names, self.labels[indices], lambda i: self.read(int(indices[i])), self.block, self.window)
 
 
 def check_number_of_classes(classes: Sequence[str]) -> None:
-    """Raise DataError where there are more classes than a data set can have."""
+    """Raise DataError if there are more classes than a data set can have."""
     if len(classes) > MAX_CLASSES:
         raise DataError(f"there are {len(classes):,} classes: a data set can have {MAX_CLASSES:,}")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Images to pack.
+    """Source of images to pack.
 
-    classes: what tells classes apart, in label order. splits: by name. class_names: what people call the classes, where
-    that is something else. Raises DataError for too many classes.
+    Raises DataError for too many classes.
     """
 
     classes: Sequence[str]
+    """Identifiers of the classes, in label order."""
     splits: dict[str, SourceSplit]
+    """Splits by name."""
     class_names: Sequence[str] | None = None
+    """Human-readable names of the classes, in the same order; None if they do not differ."""
 
     def __post_init__(self) -> None:
         check_number_of_classes(self.classes)
@@ -69,22 +77,28 @@ class Source:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Raise DataError where the system cannot read the file at `path`."""
+    """Convert an OSError within the context to a DataError that names `path`."""
     try:
         yield
     except OSError as error:
-        name = shown(path, len(str(path)))  # its end, if it is long
+        name = shown(path, len(str(path)))  # shows the end of a long path
         raise DataError(f"cannot read '{name}': {error.strerror or error}") from None
 
 
 def read_file(path: str | Path, limit: int = MAX_IMAGE_BYTES) -> bytes:
-    """Return the content of a file of at most `limit` bytes. Raises DataError."""
+    """Return the content of a file of at most `limit` bytes.
+
+    Raises DataError.
+    """
     with reading(path):
         return read_bytes(path, limit)
 
 
 def read_span(path: Path, begin: int, size: int) -> bytes:
-    """Return `size` bytes of a file from the byte `begin`. Raises DataError, also where it ends before."""
+    """Return `size` bytes of a file from byte offset `begin`.
+
+    Raises DataError, also if the file ends before.
+    """
     with reading(path), open_regular(path) as file:
         data = os.pread(file.fileno(), size, begin)
     if len(data) != size:
@@ -93,7 +107,10 @@ def read_span(path: Path, begin: int, size: int) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, without their ends. Raises DataError."""
+    """Yield the lines of a UTF-8 text file, without line ends.
+
+    Raises DataError, also for a file or a line that is too long.
+    """
     with reading(path), open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
             raise OSError(errno.EFBIG, f"it has more than {MAX_TEXT_BYTES:,} bytes")
@@ -107,13 +124,19 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def split_of(name: str) -> str | None:
-    """`train`, `val` or `test`, as in ``imagenet-validation-00012-of-00128.tar``; None for none of them."""
+    """Return the split that a file name contains: `train`, `val` or `test`; None if it contains none of them.
+
+    For example, ``imagenet-validation-00012-of-00128.tar`` belongs to `val`.
+    """
     words = re.split(r"[^a-z]+", name.lower())
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
 
 def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files by the splits that their names tell; all of `train` where none does (DataError where only some do)."""
+    """Group files by the split in their names. All files belong to `train` if no name contains a split.
+
+    Raises DataError if only some names contain one.
+    """
     found: dict[str, list[Path]] = {}
     unknown: list[Path] = []
     for path in sorted(paths):
@@ -125,7 +148,10 @@ def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def numbered(labels: Sequence[int]) -> list[str]:
-    """Names of classes that have none (DataError for a label that cannot be one)."""
+    """Return numbers as names of classes that have no names: "0" to the largest of `labels`.
+
+    Raises DataError for a label that is negative or too large.
+    """
     wrong = next((label for label in labels if not 0 <= label < MAX_CLASSES), None)
     if wrong is not None:
         raise DataError(f"label {shown(wrong)} is outside 0 to {MAX_CLASSES - 1}: correct it")
@@ -133,7 +159,12 @@ def numbered(labels: Sequence[int]) -> list[str]:
 
 
 def carve_val(source: Source, fraction: float, seed: int) -> Source:
-    """Move ⌈fraction × samples⌉ of `train` into `val`, as nearly the same part of every class as can be."""
+    """Move ⌈fraction × samples⌉ images of `train` into `val`, as nearly the same fraction of every class as possible.
+
+    Every class keeps at least one image in `train`.
+
+    Raises DataError if there are too few images.
+    """
     train = source.splits["train"]
     counts = np.bincount(train.labels, minlength=len(source.classes))
     total = math.ceil(fraction * len(train.labels) - 1e-9)

@@ -1,8 +1,8 @@
 """ImageNet as TFRecords: `train-00000-of-01024`, with `image/encoded` and `image/class/label` in every record.
 
-A record is a length, a checksum of it, a protocol buffer (tensorflow.Example) and its checksum. Of the buffer only what
-leads to the label and to the image's place is looked at, so opening does not read the images. A record's checksum is
-compared when its image is read.
+A record is a length, the checksum of the length, a protocol buffer (tensorflow.Example) and its checksum. Opening a
+file parses only the parts of the buffer that lead to the label and to the image's place, so it does not read the
+images. The checksum of a record is compared when its image is read.
 """
 
 from __future__ import annotations
@@ -23,22 +23,35 @@ from vitpar.limits import MAX_MEMBERS, MAX_RECORD_BYTES
 from vitpar.text import shown
 
 NAME = re.compile(r".*-\d+-of-\d+(\.tfrecords?)?|.*\.tfrecords?")
-_HEADER, _FOOTER = 12, 4  # bytes around a record
+"""Pattern of the names of TFRecord files."""
+_HEADER, _FOOTER = 12, 4  # bytes before and after the protocol buffer of a record
 _IMAGE, _LABEL, _NAME = b"image/encoded", b"image/class/label", b"image/class/synset"
 
 
 @dataclass(frozen=True)
 class _Record:
-    begin: int  # of the protocol buffer in the file
+    """Place and label of an image in a TFRecord file."""
+
+    begin: int
+    """Byte offset of the protocol buffer in the file."""
     length: int
-    image: slice  # within the protocol buffer
+    """Bytes of the protocol buffer."""
+    image: slice
+    """Bytes of the encoded image within the protocol buffer."""
     label: int
-    name: str | None  # of its class
+    """Label as stored."""
+    name: str | None
+    """Name of the class; None if the record does not have it."""
 
 
 def tfrecords(folder: Path) -> Source:
-    """The source in `folder`. Labels that begin at 1, as where 0 is for the background, are made to begin at 0."""
-    _masked_crc(b"")
+    """Return the source in `folder`.
+
+    Labels that begin at 1, because 0 stands for the background, are shifted to begin at 0.
+
+    Raises DataError, also if google-crc32c is not installed.
+    """
+    _masked_crc(b"")  # fails early if its library is missing
     paths = by_split(path for path in folder.iterdir() if NAME.fullmatch(path.name))
     found = {split: [(path, record) for path in files for record in _records(path)] for split, files in paths.items()}
     empty = next((split for split, records in found.items() if not records), None)
@@ -97,7 +110,10 @@ def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
 
 
 def _masked_crc(data: bytes) -> int:
-    """Return the checksum of `data` as TFRecords keep it: CRC-32C, rotated and added to a constant."""
+    """Return the checksum of `data` as TFRecords store it: CRC-32C, rotated and added to a constant.
+
+    Raises DataError if google-crc32c is not installed.
+    """
     try:
         import google_crc32c
     except ImportError:
@@ -128,12 +144,15 @@ def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
 
 
 def _first_text(data: mmap.mmap, begin: int, end: int) -> tuple[int, int] | None:
-    """Return the begin and end of the first item of a bytes_list."""
+    """Return the begin and end of the first item of a bytes_list; None if it is empty."""
     return next((span for _, texts in _fields(data, begin, end, 1) for _, span in _fields(data, *texts, 1)), None)
 
 
 def _integer(data: mmap.mmap, begin: int, end: int) -> int:
-    """The one number of an int64_list, packed or not."""
+    """Return the only number of an int64_list, packed or not.
+
+    Raises ValueError.
+    """
     for _, numbers in _fields(data, begin, end, 3):
         for _, (first, last) in _fields(data, *numbers, 1, varints=True):
             value, stop = _varint(data, first, last)
@@ -145,7 +164,13 @@ def _integer(data: mmap.mmap, begin: int, end: int) -> int:
 def _fields(
     data: mmap.mmap, begin: int, end: int, *wanted: int, varints: bool = False
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(number, (begin, end) of the content) of the fields `wanted` of a message: those with a length, and `varints`."""
+    """Yield (field number, (begin, end) of the content) for fields of a protocol buffer message.
+
+    wanted: numbers of the fields to yield.
+    varints: whether to yield varint fields too, in addition to length-delimited ones.
+
+    Raises ValueError.
+    """
     while begin < end:
         tag, begin = _varint(data, begin, end)
         number, kind = tag >> 3, tag & 7
@@ -166,7 +191,10 @@ def _fields(
 
 
 def _varint(data: mmap.mmap, begin: int, end: int) -> tuple[int, int]:
-    """A number of seven bits a byte, and where it ends."""
+    """Return a varint, which has seven bits per byte, and the offset of its end.
+
+    Raises ValueError.
+    """
     value = 0
     for place in range(begin, min(end, begin + 10)):
         value |= (data[place] & 0x7F) << (7 * (place - begin))

@@ -1,1 +1,1 @@
-"""Input from shards that cannot be read by offset: over http, out of object stores, from commands."""
+"""Input from shards that can only be read sequentially: over http, from object stores or from commands."""

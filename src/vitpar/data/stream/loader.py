@@ -1,7 +1,8 @@
-"""One rank's batches of a stream.
+"""Loaders of one rank's batches from a stream.
 
-Each rank that decodes images reads shards of its own, so only it knows which samples they hold: a batch has the labels
-and keys of its own rows, and whoever trains brings them together. Every rank has as many batches as every other.
+Each rank that decodes images reads its own shards, so only that rank knows their samples. A batch therefore has the
+labels and keys of the rank's own rows only, and the training loop exchanges them between ranks. All ranks have the same
+number of batches, because loaders never end.
 """
 
 import math
@@ -20,16 +21,16 @@ from vitpar.data.stream.stream_set import Fetched, Reader, Sample, StreamPart, S
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.models import IGNORED
 
-_AHEAD = 2  # batches that are fetched beyond those that are being decoded
-_GOES_ON = 0x60E5  # sets the seeds of runs that go on apart from other hashes of their seed
+_AHEAD = 2  # batches that are fetched ahead of those being decoded
+_GOES_ON = 0x60E5  # separates the seeds of resumed runs from other hashes of the seed
 T = TypeVar("T")
 
 
 class _Streamed(Loader):
-    """Batches of the samples that a part of the readers takes from a stream; then batches that are `ended`.
+    """Base class of loaders of one part of a stream. Batches that are `ended` follow the last sample, without end.
 
-    part: who reads here, None for a rank that reads nothing and has no rows. workers: with any decoding threads, there
-    is also one that reads ahead.
+    part: part of the stream that this rank reads; None for a rank without rows, which reads nothing.
+    workers: number of decoding threads; if above 0, another thread reads ahead.
     """
 
     whole = False
@@ -49,7 +50,7 @@ class _Streamed(Loader):
         assert (part is not None) == bool(len(self.rows)), f"part {part} has {len(self.rows)} rows"
 
     def _samples(self, reader: Reader) -> Generator[Sample]:
-        """Yield the samples that this loader gives, in order."""
+        """Yield the samples of this loader, in order."""
         raise NotImplementedError
 
     def _jobs(self) -> Generator[BatchJob]:
@@ -63,7 +64,7 @@ class _Streamed(Loader):
             yield self._job((), ended=True)
 
     def _read(self, reader: Reader) -> Generator[BatchJob]:
-        """Yield jobs of as many samples as there are rows; the last one perhaps of fewer."""
+        """Yield jobs with one sample per row of this rank; the last one may have fewer samples."""
         with closing(self._samples(reader)) as samples:
             while True:
                 taken = list(islice(samples, len(self.rows)))
@@ -83,13 +84,16 @@ class _Streamed(Loader):
 
 
 class StreamLoader(_Streamed):
-    """Endless training batches. Each part goes on into its next pass over the data without waiting for the others, so
-    their number does not depend on how many images a shard has.
+    """Endless training batches of a stream.
 
-    start: global samples seen before, by a run that goes on: reading begins with the pass after that which they end in,
-    because where every part was in it is not known, and in an order of its own, so that a run that is stopped often
-    does not see the beginning of one pass again and again. seed: of the order of shards and samples and of all
-    augmentation. part: see `StreamPart`; None for a rank without rows.
+    Each part continues with its next pass over the data without waiting for the others, so parts may have different
+    numbers of images.
+
+    seed: seed of the order of shards and samples, and of all augmentation.
+    part: part of the stream that this rank reads; None for a rank without rows.
+    start: global samples seen before, by a run that is resumed. The position of every part within its pass is not
+        known, so reading begins with the next pass. Its order also depends on `start`, so that a run that is
+        interrupted often does not see the beginning of the same pass repeatedly.
     """
 
     def __init__(
@@ -110,9 +114,11 @@ class StreamLoader(_Streamed):
 
 
 class StreamEvalLoader(_Streamed):
-    """Every sample of a stream once, in the order in which it is stored; then batches that are `ended`, without end.
+    """Every sample of a stream once, in stored order; then batches that are `ended`, without end.
 
-    Who evaluates stops when all ranks have ended. part: as in `StreamLoader`; it needs to have no shard.
+    The evaluation loop stops when the batches of all ranks are `ended`.
+
+    part: part of the stream that this rank reads, which may be without shards; None for a rank without rows.
     """
 
     def __init__(
@@ -130,8 +136,10 @@ class StreamEvalLoader(_Streamed):
 
 
 def _ahead(items: Generator[T], stopping: threading.Event) -> Generator[T]:
-    """`items`, made by a thread that is a little ahead of who takes them, so that a network's pauses are not waited
-    for. Closing the iterator sets `stopping`, at which `items` have to end, and ends the thread."""
+    """Yield `items`, which a thread produces up to _AHEAD items ahead of the consumer to hide pauses of the network.
+
+    Closing the iterator sets `stopping`, which must end `items`, and joins the thread.
+    """
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(_AHEAD)
 
     def put(item: T | None, error: BaseException | None) -> None:
@@ -149,10 +157,10 @@ def _ahead(items: Generator[T], stopping: threading.Event) -> Generator[T]:
                     if stopping.is_set():
                         return
             put(None, None)
-        except BaseException as error:  # raised again where the items are taken
+        except BaseException as error:  # raised again in the consumer
             put(None, error)
 
-    # A daemon, so that a program that never closes its loader still ends.
+    # A daemon thread, so that a program that never closes its loader can still exit.
     thread = threading.Thread(target=work, name="vitpar-stream", daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""The shards of a stream, and the samples that one part of its readers takes from them."""
+"""Shards of a stream, and the reader of one part of them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,37 @@ from vitpar.errors import DataError
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES, MAX_RECORD_BYTES
 from vitpar.text import count, shown
 
-_BUFFER = 0x57E4  # sets the buffer's shuffle apart from what else hashes seed and pass
+_BUFFER = 0x57E4  # separates the shuffle of the buffer from other hashes of seed and pass
 
 
 class StreamPart(NamedTuple):
-    """The `number`-th of `parts` that read a stream, from 0."""
+    """Part of a stream that one reader reads."""
 
     number: int
+    """Number of the part, from 0."""
     parts: int
+    """Number of parts."""
 
 
 @dataclass(frozen=True)
 class StreamSet:
-    """Shards that are read from begin to end, by URL.
+    """Shards that are read sequentially, by URL.
 
-    samples: images in all of them, as the user says: only reading them could tell. labels: where they are, as numbers
-    below `num_classes`. shuffle_buffer: samples that are mixed at a time in training. allow_pipe: whether URLs may run
-    commands. Raises DataError for a URL that cannot be read or is not allowed, and labels that are names.
+    Raises DataError for a URL that cannot be read or is not allowed, and for labels that are names of folders.
     """
 
     shards: tuple[str, ...]
+    """URLs of the shards."""
     samples: int
+    """Number of images in all shards, as the user states it; counting them would mean reading all shards."""
     num_classes: int
+    """Number of classes; labels are below it."""
     labels: Labels
+    """Place of the labels in the shards."""
     shuffle_buffer: int = 1000
+    """Number of samples in the buffer that shuffles them in training."""
     allow_pipe: bool = False
+    """Whether URLs may run commands."""
 
     def __post_init__(self) -> None:
         urls.check(self.shards, self.allow_pipe)
@@ -61,17 +67,17 @@ class StreamSet:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for streams that are said to be as large; what is in them only reading could tell."""
+        """Stated size of the stream, in words. It does not depend on the content, which only reading could check."""
         return f"stream of {len(self.shards)} shards, {self.samples} images, {self.num_classes} classes"
 
     @property
     def place(self) -> str:
-        """The first and last shard, for messages."""
+        """First and last shard, for messages."""
         first, last = shown(self.shards[0]), shown(self.shards[-1])
         return first if len(self.shards) == 1 else f"{first} … {last}"
 
     def refuse_few(self, parts: int) -> None:
-        """Raise DataError for fewer shards than parts that train on them."""
+        """Raise DataError if there are fewer shards than parts."""
         if len(self.shards) < parts:
             raise DataError(
                 f"'{self.place}' has {count(len(self.shards), 'shard')} for the {parts} ranks that decode images, of "
@@ -81,35 +87,42 @@ class StreamSet:
 
 @dataclass(frozen=True)
 class Sample:
-    """image: encoded. key: its random key in this pass. name: key and shard, for messages."""
+    """Labelled image that was read from a stream."""
 
     image: bytes
+    """Encoded image."""
     label: int
+    """Class number."""
     key: int
+    """Random key of the sample in this pass."""
     name: str
+    """Key in its shard and URL of the shard, for messages."""
 
 
 class Fetched:
-    """The samples of a batch, where a loader finds them. checked: False, since a tar file has no checksums of data."""
+    """Samples of a batch, from which a loader reads them by number."""
 
     checked = False
+    """Whether `read` compares the bytes with a checksum; tar files have no checksums of their data."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
     def read(self, i: int) -> bytes:
-        """The encoded image of sample `i`."""
+        """Return the encoded image of sample `i`."""
         return self._samples[i].image
 
     def complaint(self, i: int, error: BadImage) -> str:
-        """Name sample `i`, with what is wrong with it."""
+        """Return a message that names sample `i` and says what is wrong with it."""
         return f"{self._samples[i].name}: {error}"
 
 
 class Reader:
-    """Reads the shards of one part. bad_sample: what a sample without image or label does, and a shard that cannot be
-    read, or not to its end: "fail" raises DataError; "skip" goes on behind it and puts a sentence into `skipped` or
-    `broken`. stopping: when set, reading ends.
+    """Reader of the shards of one part.
+
+    bad_sample: treatment of a sample without image or label, and of a shard that cannot be read to its end. "fail"
+        raises DataError; "skip" continues after it and appends a message to `skipped` or `broken`.
+    stopping: event that ends reading.
     """
 
     def __init__(
@@ -120,7 +133,10 @@ class Reader:
         self.broken: list[str] = []
 
     def endless(self, first: int) -> Generator[Sample]:
-        """Pass after pass, from pass `first` on. Raises DataError, also for a pass that gives nothing."""
+        """Yield the samples of pass after pass, beginning with pass `first`.
+
+        Raises DataError, also for a pass without samples.
+        """
         from webdataset.filters import shuffle
 
         size, (part, parts) = self.data.shuffle_buffer, self.part
@@ -140,11 +156,11 @@ class Reader:
                 )
 
     def once(self) -> Generator[Sample]:
-        """Every sample, in the order in which they are stored."""
+        """Return an iterator over every sample once, in stored order."""
         return self._samples(range(self.part.number, len(self.data.shards), self.part.parts), 0)
 
     def pass_shards(self, number: int) -> list[int]:
-        """Return the shards that this part reads in pass `number`, in order."""
+        """Return the numbers of the shards that this part reads in pass `number`, in order."""
         count = len(self.data.shards)
         return shuffled(np.arange(count), count, self.seed, number)[self.part.number :: self.part.parts].tolist()
 
@@ -164,7 +180,7 @@ class Reader:
                     raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, which is too much")
                 if member.isreg() and most:
                     yield {"fname": member.name, "data": content(stream, member), "__url__": url}
-            stream.finish()  # before the last sample is made of what may be half of it
+            stream.finish()  # before the last sample, which may be truncated, is yielded
 
         try:
             stream = urls.ShardStream(url, self.stopping)
@@ -177,12 +193,12 @@ class Reader:
                         yield made
             except (DataError, urls.Stopped):
                 raise
-            except Exception as error:  # whatever tarfile and webdataset make of half a file
+            except Exception as error:  # tarfile and webdataset raise nearly anything for a truncated file
                 why = stream.reason(error)
                 self._bad(f"shard '{shown(url)}' cannot be read to its end: {why}", self.broken, "restore it")
 
     def _most_bytes(self, name: str) -> int:
-        """Return the most bytes that a member of this name can have; 0 if it is neither image nor label."""
+        """Return the maximum size in bytes of a member with this name; 0 if it is neither image nor label."""
         extension = name.rpartition("/")[2].partition(".")[2].lower()
         if extension in EXTENSIONS:
             return MAX_IMAGE_BYTES

@@ -1,7 +1,7 @@
-"""URLs of shards: expand patterns, refuse those that may not run commands, and open them.
+"""URLs of shards: expand patterns, refuse URLs that may not run commands, and open them.
 
-webdataset opens them. The opener of each scheme is fixed here, because webdataset's own table can be changed by the
-environment (GOPEN_REWRITE, USE_AIS_FOR), and opening a URL might then run a command without permission.
+webdataset's functions open the URLs, but this module fixes which function opens which scheme. The environment can
+change webdataset's own table (GOPEN_REWRITE, USE_AIS_FOR), and opening a URL might then run a forbidden command.
 """
 
 import os
@@ -20,14 +20,16 @@ from vitpar.text import shown
 
 _COMMANDS = {"pipe": "a shell command", "s3": "the command `aws s3 cp`", "gs": "the command `gsutil cat`"}
 _PLAIN = ("", "file", "http", "https")
-_CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")
-_SILENT_S = 300.0  # without a byte, after which a source is taken for dead
-_SLICE_MS = 200  # between looks whether anyone still waits
+_CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")  # environment variables that change webdataset's table
+_SILENT_S = 300.0  # seconds without a byte after which a source counts as dead
+_SLICE_MS = 200  # milliseconds between checks of whether reading was stopped
 _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
-_DIGITS = 18
+_DIGITS = 18  # maximum digits of a number in a brace range
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
+# Meanings of curl's exit codes.
 _CURL = {6: "the host is unknown", 7: "nobody answers there", 18: "the transfer broke off", 28: "no answer in time"}
 _CURL |= {22: "the server does not give it", 56: "the transfer broke off"}
+# First bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
@@ -36,15 +38,15 @@ class Stopped(Exception):
 
 
 def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the URLs that patterns with braces stand for, such as ``https://host/train-{000..127}.tar``.
+    """Return the URLs that brace patterns such as ``https://host/train-{000..127}.tar`` expand to.
 
     Raises DataError for braces that do not close and for more than MAX_SHARDS URLs.
     """
-    from braceexpand import braceexpand  # webdataset's own
+    from braceexpand import braceexpand  # the library that webdataset uses
 
     urls: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        # Counted first, since expanding holds all of a brace's choices in memory.
+        # Count first, because expanding holds all choices of a brace in memory.
         if len(urls) + _expansions(pattern) > MAX_SHARDS:
             raise DataError(f"'{shown(pattern)}' stands for more than {MAX_SHARDS:,} shards: write fewer, larger ones")
         urls += braceexpand(pattern, escape=False)
@@ -52,10 +54,13 @@ def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _expansions(pattern: str) -> int:
-    """Return how many strings a pattern stands for, or more. Raises DataError for one that cannot be expanded."""
+    """Return an upper bound of the number of strings that a pattern expands to.
+
+    Raises DataError for a pattern that cannot be expanded.
+    """
     if len(pattern) > MAX_URL_CHARS:
         raise DataError(f"'{shown(pattern)}' has {len(pattern):,} characters: a URL can have {MAX_URL_CHARS:,}")
-    # For each brace that is open: the choices before its last comma, and the product of what came since.
+    # For each open brace: the choices before its last comma, and the product of the numbers of choices since.
     counts: list[list[int]] = [[0, 1]]
     begin = 0
     for place, char in enumerate(pattern):
@@ -84,7 +89,12 @@ def _expansions(pattern: str) -> int:
 
 
 def check(urls: Sequence[str], allow_pipe: bool) -> None:
-    """Refuse what cannot be opened, and what runs a command where that is not allowed. Raises DataError."""
+    """Refuse URLs that cannot be opened, are given twice, or run a command although that is not allowed.
+
+    allow_pipe: whether URLs may run commands.
+
+    Raises DataError, also if the environment changes how webdataset opens URLs.
+    """
     if not urls or not all(urls):
         raise DataError("a stream has a shard without a name: give URLs such as https://host/train-{000..127}.tar")
     twice = next((url for url, after in zip(sorted(urls), sorted(urls)[1:], strict=False) if url == after), None)
@@ -120,7 +130,7 @@ def _opened(url: str) -> Any:
             return gopen_curl(url, bufsize=0)
         case "gs":
             return gopen_gsutil(url, bufsize=0)
-        case "s3":  # webdataset has no way of its own
+        case "s3":  # webdataset does not support s3
             return Pipe(["aws", "s3", "cp", url, "-"], mode="rb", bufsize=0)
         case "pipe":
             return gopen_pipe(url, bufsize=0)
@@ -129,7 +139,7 @@ def _opened(url: str) -> Any:
 
 
 def words(error: Exception) -> str:
-    """Return the message of `error` on one line, with the name of a program that is missing."""
+    """Return the message of `error` on one line, including the name of a missing program."""
     if isinstance(error, OSError) and error.strerror:
         program = error.filename if error.filename in ("aws", "curl", "gsutil") else None
         return f"{error.strerror}{f' ({program})' if program else ''}"
@@ -137,9 +147,12 @@ def words(error: Exception) -> str:
 
 
 class ShardStream(ForwardReader):
-    """An open shard, which is read forwards. Raises OSError where it cannot be opened.
+    """Open shard that is read forwards.
 
-    url: has passed `check`. stopping: when set, a read that waits ends with Stopped.
+    url: URL of the shard, which has passed `check`.
+    stopping: event that makes a waiting read raise Stopped.
+
+    Raises OSError if the shard cannot be opened.
     """
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
@@ -147,7 +160,8 @@ class ShardStream(ForwardReader):
         self._url, self._stopping = url, stopping
         self._source = _opened(url)
         self._process: subprocess.Popen[bytes] | None = getattr(self._source, "proc", None)
-        # webdataset's reader asks whether the command failed before it gives out what had arrived: we ask at the end.
+        # Bypass webdataset's reader: it checks whether the command failed before it returns the bytes that arrived.
+        # `finish` and `reason` check that at the end.
         self._file = self._source.stream if self._process else self._source
         self._poll = select.poll()
         if self._process:
@@ -156,9 +170,10 @@ class ShardStream(ForwardReader):
         self._ended = False
 
     def _piece(self, size: int) -> bytes:
-        """Return the next `size` bytes or fewer, none at the end.
+        """Return at least one and at most `size` of the next bytes; none at the end.
 
-        Raises OSError for a source that is silent for too long, and Stopped.
+        Raises OSError if the source sends nothing for _SILENT_S seconds.
+        Raises Stopped.
         """
         waited = 0
         while self._process and not self._poll.poll(_SLICE_MS):
@@ -174,18 +189,18 @@ class ShardStream(ForwardReader):
         return data
 
     def finish(self) -> None:
-        """Raise OSError unless the command, of which all has been read, ended well."""
+        """Raise OSError if the command failed. Call this after reading all of its output."""
         if reason := self._command_failed():
             raise OSError(reason)
 
     def reason(self, error: Exception) -> str:
-        """Why reading came to `error`, in a few words: what the command says, if it failed."""
+        """Return a short reason for `error`, which reading raised: the failure of the command if it failed."""
         if self._head.startswith(_COMPRESSED):
             return "it is compressed; unpack it, as pipe:curl URL | gunzip does"
         return (self._command_failed() if self._ended else None) or words(error)
 
     def _command_failed(self) -> str | None:
-        """Return why a command that has closed its output failed, None if it did not."""
+        """Return why a command that has closed its output failed; None if it succeeded."""
         if self._process is None:
             return None
         try:
@@ -197,7 +212,7 @@ class ShardStream(ForwardReader):
         return f"{program} ended with exit code {status}{meaning}" if status else None
 
     def close(self) -> None:
-        """End the command too."""
+        """Close the shard and kill its command, if there is one."""
         self._file.close()
         if self._process:
             self._process.kill()

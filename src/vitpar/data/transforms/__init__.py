@@ -1,4 +1,5 @@
-"""Transforms: from decoded pixels to the numbers that a model takes.
+"""Transforms from decoded pixels to the input of a model.
 
-Images stay uint8, a quarter of the bytes to move; they are normalised, and mixed with each other, on the device.
+Images stay uint8 until they are on the device, which is a quarter of the bytes of float32 to copy. They are normalised
+and mixed with each other there.
 """

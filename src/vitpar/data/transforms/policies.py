@@ -1,12 +1,15 @@
-"""Policies: which of Pillow's operations an image goes through, each at a level from 0 to 10. Named as timm names them.
+"""Augmentation policies: sequences of Pillow's image operations, each at a level from 0 to 10.
+
+Policies have timm's names:
 
 `rand-m9-n2-mstd0.5-inc1`   RandAugment (Cubuk et al. 2020)
 `original`                  AutoAugment's policy for ImageNet (Cubuk et al. 2019, table 9)
 `3a`                        3-Augment (Touvron et al. 2022): grey, solarised or blurred
 
-Names and ranges of operations are those of AutoAugment and RandAugment, with translations in parts of the image's size.
-For some, a higher level is a weaker change (Posterize) or one in either direction about the middle (Color): with
-`increasing` it is always a stronger one. A level gives the same argument as in timm.
+Names and ranges of operations are those of AutoAugment and RandAugment, with translations as fractions of the image's
+size. A level gives the same argument as in timm. For some operations a higher level is a weaker change (Posterize), or
+levels are changes in both directions around the middle (Color). With `increasing`, a higher level is always a stronger
+change.
 """
 
 import re
@@ -21,26 +24,34 @@ from vitpar.limits import MAX_POLICY_OPERATIONS
 from vitpar.text import shown
 
 Fill = tuple[int, int, int]
+"""RGB colour, 0 to 255, of pixels that an operation moves in from outside the image."""
 Policy = Callable[[Image.Image, Draws, Fill], Image.Image]
+"""Function that augments an image with random numbers from a stream."""
 
-HIGHEST = 10  # level
+HIGHEST = 10
+"""Highest level of an operation."""
+# Largest rotation in degrees, shear, and translation as a fraction of the image's size.
 _DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
 
 
 @dataclass(frozen=True)
 class OperationContext:
-    """Circumstances of an operation: random numbers, the colour of what comes in from outside, the sense of levels."""
+    """Arguments that all operations of a policy share."""
 
     draws: Draws
+    """Random numbers of the sample."""
     fill: Fill
+    """Colour of pixels from outside the image."""
     increasing: bool = False
+    """Whether a higher level is always a stronger change."""
 
     def signed(self, value: float) -> float:
-        """`value` or its negative, as likely."""
+        """Return `value` or its negative, with equal probability."""
         return value if self.draws.uniform() < 0.5 else -value
 
 
 Operation = Callable[[Image.Image, float, OperationContext], Image.Image]
+"""Function that changes an image by a level from 0 to HIGHEST."""
 
 
 def _rotate(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
@@ -49,7 +60,10 @@ def _rotate(image: Image.Image, level: float, setting: OperationContext) -> Imag
 
 
 def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda image: 1) -> Operation:
-    """Return the shear or translation that has up to `most` units at `place` of its matrix."""
+    """Return the shear or translation with up to ±`most` units at index `place` of its affine matrix.
+
+    unit: function from an image to the size of a unit.
+    """
 
     def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
         matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
@@ -70,13 +84,13 @@ def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation
 
 
 def _posterize(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-    """Keep 0 to 4 bits of a colour as RandAugment's reference code does, or with `increasing` 4 down to 0."""
+    """Keep 0 to 4 bits of each channel, as RandAugment's reference code does; with `increasing`, 4 down to 0."""
     bits = int(level / HIGHEST * 4)
     return _keep_bits(image, 4 - bits if setting.increasing else bits)
 
 
 def _posterize_original(image: Image.Image, level: float, _: OperationContext) -> Image.Image:
-    """Keep 4 to 8 bits of a colour, as AutoAugment does."""
+    """Keep 4 to 8 bits of each channel, as AutoAugment does."""
     return _keep_bits(image, 4 + int(level / HIGHEST * 4))
 
 
@@ -120,9 +134,9 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
-_UNIFORM = 100.0  # a larger deviation stands for uniform levels
+_UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
 
-# Two operations of (name, probability, level) a line.
+# Each line is a sub-policy of two operations, each given as (name, probability, level).
 _ORIGINAL = """
 PosterizeOriginal 0.4 8     Rotate 0.6 9
 Solarize 0.6 5              AutoContrast 0.6 5
@@ -154,14 +168,18 @@ Equalize 0.8 8              Equalize 0.6 3
 
 @dataclass(frozen=True)
 class RandAugment:
-    """`operations` of all, drawn with replacement, each applied with `probability` at a level around `magnitude` with
-    standard deviation `deviation` (above 100: anywhere below `magnitude`)."""
+    """RandAugment: random operations, drawn with replacement, each at a random level."""
 
     magnitude: float = 10.0
+    """Mean level of operations, 0 to HIGHEST."""
     operations: int = 2
+    """Number of operations drawn per image."""
     deviation: float = 0.0
+    """Standard deviation of levels; above 100, levels are uniform between 0 and `magnitude`."""
     probability: float = 0.5
+    """Probability that a drawn operation is applied."""
     increasing: bool = False
+    """Whether a higher level is always a stronger change."""
 
     def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
         setting = OperationContext(draws, fill, self.increasing)
@@ -182,10 +200,12 @@ class RandAugment:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One line of operations, all lines as likely; each operation of it with its own probability, at its own level."""
+    """Policy that applies one of several sub-policies, drawn with equal probability."""
 
     lines: tuple[tuple[tuple[str, float, float], ...], ...]
+    """Sub-policies: the operations of each, as (name, probability, level)."""
     increasing: bool = False
+    """Whether a higher level is always a stronger change."""
 
     def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
         setting = OperationContext(draws, fill, self.increasing)
@@ -208,7 +228,10 @@ _PARTS = {"m": "magnitude", "n": "operations", "mstd": "deviation", "p": "probab
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy that `text` names. Raises RecipeError for none."""
+    """Return the policy that `text` names.
+
+    Raises RecipeError for an unknown name.
+    """
     if text in _NAMED:
         return _NAMED[text]
     kind, *parts = text.split("-")

@@ -1,9 +1,10 @@
-"""Transforms of one decoded image, for training and for evaluation, to uint8 of the model's size.
+"""Transforms of one decoded image to uint8 of the model's size, for training and for evaluation.
 
-Every random choice comes from the sample's own stream of random numbers. Resizing is torch's antialiased uint8 kernel,
+Every random choice uses the sample's own stream of random numbers. Resizing uses torch's antialiased uint8 kernel,
 which takes a third of the time of Pillow's. The two differ by one grey level in 0.3 % of a photograph's values, and by
-two in one of a million. Where an image is more than twice as tall as wide and shrinks, Pillow 13 resamples its columns
-first, torch always its rows: there they differ by up to 7 grey levels on photographs (docs/differences.md).
+two levels in one value of a million. For an image that is more than twice as tall as wide and shrinks, Pillow 13
+resamples the columns first but torch always the rows. There they differ by up to 7 grey levels on photographs
+(docs/differences.md).
 """
 
 import math
@@ -25,12 +26,13 @@ from vitpar.errors import RecipeError
 from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
 
 Interpolation = Literal["bicubic", "bilinear"]
-_ERASED = (0.02, 1 / 3)  # parts of the image's area (Zhong et al. 2020)
-_ERASED_RATIO = 0.3  # to its inverse: height over width
+"""Kernels that resize images."""
+_ERASED = (0.02, 1 / 3)  # range of the erased fraction of the image's area (Zhong et al. 2020)
+_ERASED_RATIO = 0.3  # height over width of the erased box, from this to its inverse
 
 
 def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Interpolation) -> Tensor:
-    """uint8 [h, w, 3] -> uint8 [3, height, width]; no resampling where the size is right already."""
+    """Resize uint8 [h, w, 3] to uint8 [3, height, width], without resampling if the size is already right."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     if image.shape[:2] == (height, width):
         return pixels
@@ -46,7 +48,7 @@ def _check_size(size: int, interpolation: str) -> None:
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Random-resized crop and horizontal flip, then a policy, colour jitter and random erasing if they are set.
+    """Random-resized crop and horizontal flip, then optionally a policy, colour jitter and random erasing.
 
     Sources: Szegedy et al. 2015 and torchvision's RandomResizedCrop; Zhong et al. 2020 for random erasing. Raises
     RecipeError if a setting is out of its range.
@@ -55,7 +57,7 @@ class TrainTransform:
     size: int
     """Height and width of the result, in pixels."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Range of the crop's share of the image's area."""
+    """Range of the crop's area as a fraction of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Range of the crop's width over height."""
     flip: float = 0.5
@@ -63,15 +65,15 @@ class TrainTransform:
     interpolation: Interpolation = "bicubic"
     """Kernel that resizes the crop."""
     policy: Policy | None = None
-    """Policy of operations (`parse_policy`); None for none."""
+    """Augmentation policy, as `parse_policy` returns it; None for no policy."""
     color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Largest relative change of brightness, contrast and saturation."""
     erase: float = 0.0
-    """Probability that a box of 1/50 to 1/3 of the image becomes noise."""
+    """Probability that noise replaces a box of 1/50 to 1/3 of the image's area."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Mean of every channel, as in `Normalize`: that of the noise, and the colour that operations fill in."""
+    """Mean of every channel, as in `Normalize`: the mean of the noise, and the fill colour of policy operations."""
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Standard deviation of every channel, as in `Normalize`: that of the noise."""
+    """Standard deviation of every channel, as in `Normalize`, which the noise has too."""
 
     def __post_init__(self) -> None:
         _check_size(self.size, self.interpolation)
@@ -87,7 +89,11 @@ class TrainTransform:
             raise RecipeError(f"color jitter {self.color_jitter} must not be negative: 0 leaves colours alone")
 
     def __call__(self, image: NDArray[np.uint8], draws: Draws) -> Tensor:
-        """image: uint8 [height, width, 3]. draws: the sample's own randomness. Returns uint8 [3, size, size]."""
+        """Return the augmented image, uint8 [3, size, size].
+
+        image: uint8 [height, width, 3].
+        draws: random numbers of the sample.
+        """
         top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
         pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
         pixels = pixels.flip(-1) if draws.uniform() < self.flip else pixels
@@ -100,7 +106,10 @@ class TrainTransform:
         return pixels
 
     def _crop(self, height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
-        """(top, left, height, width) of the first of ten random boxes that fits, else of the largest central one."""
+        """Return (top, left, height, width) of the first of ten random boxes that fits.
+
+        If none fits, the result is the largest central box within the range of `ratio`.
+        """
         for _ in range(10):
             area = height * width * draws.uniform(*self.scale)
             ratio = math.exp(draws.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
@@ -116,7 +125,7 @@ class TrainTransform:
         return red, green, blue
 
     def _jittered(self, image: Image.Image, draws: Draws) -> Image.Image:
-        """Brightness, contrast and saturation, in a random order."""
+        """Change brightness, contrast and saturation, in a random order."""
         kinds = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
         steps = [(kind, amount) for kind, amount in zip(kinds, self.color_jitter, strict=True) if amount]
         while steps:
@@ -125,9 +134,9 @@ class TrainTransform:
         return image
 
     def _erased(self, pixels: Tensor, draws: Draws) -> Tensor:
-        """Put noise into the first of ten random boxes that fits.
+        """Replace the first of ten random boxes that fits by noise.
 
-        Noise is standard normal once it is normalised, but for rounding to grey levels and clipping to colours.
+        After normalisation the noise is standard normal, except for rounding and clipping to 0..255.
         """
         for _ in range(10):
             area = self.size**2 * draws.uniform(*_ERASED)
@@ -145,7 +154,10 @@ class TrainTransform:
 
 @cache
 def _noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
-    """Grey levels that are normal with `mean` and `std` where bytes are uniform: uint8 [channels, 256]."""
+    """Return a table from a uniform byte to a normally distributed grey level, uint8 [channels, 256].
+
+    mean, std: of each channel, for pixels in 0..1.
+    """
     channels = [NormalDist(255 * m, 255 * s) for m, s in zip(mean, std, strict=True)]
     levels = [[channel.inv_cdf((byte + 0.5) / 256) for byte in range(256)] for channel in channels]
     return np.array(levels).round().clip(0, 255).astype(np.uint8)
@@ -153,18 +165,21 @@ def _noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize the shorter side to floor(size / crop_pct) pixels, then crop the centre, with torchvision's rounding.
+    """Resize of the shorter side to floor(size / crop_pct) pixels, then a central crop, with torchvision's rounding.
 
-    An image that already has the model's size is enlarged and cropped too, unless crop_pct is 1, which leaves it as it
-    is. Of an image so long that it would take more than MAX_DECODED_BYTES then, only the middle is resized: 1 x 65,000
-    pixels would become gigabytes.
+    An image that already has the model's size is enlarged and cropped too, unless `crop_pct` is 1. Of an image so long
+    that it would exceed MAX_DECODED_BYTES after resizing, only the middle is resized: an image of 1 x 65,000 pixels
+    would become gigabytes.
 
     Raises RecipeError when a setting is out of its range.
     """
 
     size: int
+    """Height and width of the result, in pixels."""
     crop_pct: float = 0.875
+    """Size of the crop as a fraction of the shorter side, above 0 and at most 1."""
     interpolation: Interpolation = "bicubic"
+    """Kernel that resizes the image."""
 
     def __post_init__(self) -> None:
         _check_size(self.size, self.interpolation)
@@ -177,7 +192,10 @@ class EvalTransform:
             )
 
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
-        """image: uint8 [height, width, 3]. Returns uint8 [3, size, size]."""
+        """Return the resized and cropped image, uint8 [3, size, size].
+
+        image: uint8 [height, width, 3].
+        """
         height, width, _ = image.shape
         short = math.floor(self.size / self.crop_pct)
         longest = min(height, width) * max(2, MAX_DECODED_BYTES // (3 * short**2))
@@ -185,7 +203,7 @@ class EvalTransform:
             top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
             image = image[top : top + longest, left : left + longest]
             height, width, _ = image.shape
-        # The longer side is rounded down, and Python's round takes halves to even numbers: both as torchvision does.
+        # The longer side is rounded down, and Python's `round` rounds halves to even numbers. torchvision does both.
         tall, wide = (short * side // min(height, width) for side in (height, width))
         pixels = resize(image, tall, wide, self.interpolation)
         top, left = round((tall - self.size) / 2), round((wide - self.size) / 2)

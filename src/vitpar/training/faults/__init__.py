@@ -1,1 +1,1 @@
-"""Detects and reports hangs, losses and gradients that are not finite, and ranks that disagree."""
+"""Detection of hangs, of losses and gradients that are not finite, and of ranks that disagree."""

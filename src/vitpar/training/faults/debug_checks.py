@@ -1,7 +1,7 @@
-"""Checks of every step, for finding what is wrong with a plan or a machine: slow, since each asks all ranks.
+"""Debug checks of every step, to find what is wrong with a plan or a machine. Slow: each one is collective.
 
-Before and after a step: everything the run keeps (parameters, optimizer state, averages) is finite, and what several
-ranks hold is the same on them, bit by bit. After backward: every parameter has a gradient, and it is finite. All along:
+Before and after a step: the state of the run (parameters, optimizer state, averages) is finite, and replicas are equal
+bit by bit on the ranks that hold them. After backward: every parameter has a gradient, and it is finite. Throughout:
 the ranks of a group call the same collectives (`CollectiveOrder`).
 """
 
@@ -31,20 +31,21 @@ from vitpar.training.recipe import Recipe
 from vitpar.training.saving.saver import TrainingState
 
 WAIT_S = 120.0
-"""Seconds that a rank waits for the others of a group to come to the same collective."""
+"""Seconds that a rank waits for the others of a group to reach the same collective."""
 _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of the operators of torch.distributed."""
 _OTHER = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
-"""Operations there that are no collectives."""
+"""Operators in these namespaces that are no collectives."""
 _UNEVEN = ("alltoall_", "alltoall_base_", "all_to_all_single", "gather_", "scatter_", "monitored_barrier_")
 """Collectives in which ranks may have different shapes."""
 Part = tuple[str, tuple[int, ...]]
-"""A tensor's name, and the place of the part of it on the axes of its mesh that shard it."""
+"""Name of a tensor, and this rank's coordinates on those axes of its mesh that shard it."""
 
 
 class DebugChecks:
-    """The debug checks of one run. All ranks make it and use it together. Raises FaultError, the same on all ranks.
+    """Debug checks of one run. All ranks make it and use it together.
 
-    Gradients need not be finite where the recipe says that such steps are skipped.
+    Raises FaultError, the same on all ranks. Gradients need not be finite if the recipe skips such steps.
     """
 
     def __init__(self, model: ParallelModel, state: TrainingState, recipe: Recipe) -> None:
@@ -61,12 +62,14 @@ class DebugChecks:
         self._kept(f"after step {step}")
 
     def doing(self) -> str:
-        """The collective that this rank is at, in words; empty outside a step."""
+        """Return a description of the collective that this rank is at; empty outside a step."""
         return self._order.at
 
     def gradients(self, step: int) -> None:
-        """Every parameter of which this rank has a part has a gradient now. None need not: where `backward` gives none,
-        the plan has lost it."""
+        """Verify that every parameter with a local part has a gradient, and that it is finite. Collective.
+
+        No parameter is exempt: if `backward` gives one no gradient, the plan has lost it.
+        """
         parameters = {name: p for name, p in self._model.named_parameters() if local(p).numel()}
         missing = [name for name, p in parameters.items() if p.grad is None]
         there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -93,14 +96,14 @@ class DebugChecks:
                 holders[name, tuple(place)][checksum].append(rank)
         for (name, _), by_sum in holders.items():
             if len(by_sum) > 1:
-                # Those that fewer hold come last: they are likely wrong.
+                # The smallest group comes last: it is likely wrong.
                 groups = sorted(by_sum.values(), key=lambda who: (-len(who), who))
                 raise FaultError(f"{when} {name} differs between {' and '.join(ranks(who) for who in groups)}")
 
 
 @torch.no_grad()
 def checksums(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
-    """A number for the bits of each tensor's part on this rank: another if any one element is another."""
+    """Return a checksum of the bits of each tensor's local part. It changes if any single element changes."""
     found: dict[Part, Tensor] = {}
     for name, tensor in tensors.items():
         part = local(tensor.detach())
@@ -111,8 +114,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
 
 
 def _checksum(part: Tensor) -> Tensor:
-    """Sum the bits of all elements, each times a different odd number, modulo 2**64: a changed element and two that
-    swapped places both show."""
+    """Return the sum of all elements' bits, each times a different odd number, modulo 2**64.
+
+    It changes if one element changes or two swap places.
+    """
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
     bits = part.contiguous().view(-1).view(whole).long()
     return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
@@ -127,19 +132,19 @@ def _place(tensor: Tensor) -> tuple[int, ...]:
 
 
 class CollectiveOrder(TorchDispatchMode):
-    """Whether all ranks of a process group call the same collectives in the same order, inside `of`.
+    """Check that all ranks of a process group call the same collectives in the same order, inside `of`.
 
-    Each collective is announced to the group in the store, and called only when all have announced the same one: ranks
-    that differ would hang or mix up each other's numbers, and could not be asked any more. So it is slow. All ranks
+    Each rank announces a collective to its group in the store, and calls it only when all have announced the same one.
+    If ranks differed in real calls, they would hang or mix up data, and could not report it. This is slow. All ranks
     make it and use it together.
 
-    Sees all collectives of torch.distributed, functional ones too, but no sending from rank to rank. at: the one that
-    this rank is at, in words, empty outside. Raises FaultError, in all ranks of the group, where they differ.
+    It sees all collectives of torch.distributed, functional ones too, but no point-to-point communication. Raises
+    FaultError, on all ranks of the group, if they differ.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        token = broadcast_json(uuid4().hex)  # another trainer of the same ranks has other keys
+        token = broadcast_json(uuid4().hex)  # separates the keys of several trainers on the same ranks
         self._store: Any = None
         if dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in its stubs
@@ -149,6 +154,7 @@ class CollectiveOrder(TorchDispatchMode):
         self._numbers: Counter[str] = Counter()
         self._said: dict[str, str] = {}
         self.at = ""
+        """Description of the collective that this rank is at; empty outside `of`."""
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
@@ -160,7 +166,7 @@ class CollectiveOrder(TorchDispatchMode):
         self._numbers.clear()
         with self:
             yield
-        # Who calls one more than the others finds them here.
+        # A rank that calls one collective more than the others meets them here.
         groups = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
         for name in sorted(groups):
             self._announce("nothing more", groups[name])
@@ -170,7 +176,7 @@ class CollectiveOrder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it dispatches again on its local tensors, collectives among them
+            return NotImplemented  # DTensor dispatches again on local tensors, with its collectives
         if isinstance(func, torch._ops.OpOverload):
             space, _, name = func._schema.name.partition("::")
             if space in _SPACES and name not in _OTHER:
@@ -197,7 +203,7 @@ class CollectiveOrder(TorchDispatchMode):
             raise FaultError(
                 f"step {self._step}: {ranks(missing)} did not come within {WAIT_S:.0f} s to {self.at}"
             ) from None
-        # Whoever has announced this one has heard all of the last one.
+        # Ranks that announced this collective have read all answers of the previous one.
         if name in self._said:
             self._store.delete_key(f"{self._said[name]}/{rank}")
         self._said[name] = key
@@ -216,7 +222,7 @@ def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _shapes(values: Any) -> Iterator[str]:
-    """Type and shape of all tensors in the arguments of an operation, in order."""
+    """Yield dtype and shape of all tensors in the arguments of an operator, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

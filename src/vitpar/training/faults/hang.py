@@ -1,4 +1,4 @@
-"""Answers of the ranks of a hung run, and the sentence for the user that is made of them."""
+"""Answers of the ranks of a hung run, and the sentence for the user that combines them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ import torch.distributed as dist
 
 from vitpar.text import ranks
 
-_MOST_FOLDERS = 4  # that the sentence names
+_MOST_FOLDERS = 4
+"""Most folders that the sentence names."""
 _POINT_TO_POINT = "mesh_pp"
-"""Description of the groups in which stages send to each other: their members do not call the same operations."""
+"""Description of the groups for sends between stages. Their members do not call the same operations."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank of the run, where it is: `phase` and the `step` that belongs to it.
-
-    issued: how many collectives it has called in each of its process groups, with the group's ranks, by the group's
-    name. doing: the collective it is at, where their order is watched. folder: where it writes its stacks, if it can.
-    """
+    """State of a rank of a hung run."""
 
     rank: int
+    """Rank in the world."""
     phase: str
+    """Phase of its work, such as "computing step"."""
     step: int
+    """Step of the phase; 0 if it has none."""
     issued: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    """Number of collectives that it has called in each process group, and the group's ranks, by the group's name."""
     doing: str = ""
+    """Collective that it is at; empty unless their order is watched."""
     folder: str = ""
+    """Folder of its stacks; empty if it cannot write them."""
 
     @property
     def place(self) -> str:
-        """Phase and step in words."""
+        """Description of phase and step."""
         return f"{self.phase} {self.step}" if self.step else self.phase
 
     @classmethod
     def read(cls, text: str | bytes) -> Answer:
-        """Parse the output of `text`."""
+        """Parse the result of `text`."""
         return cls(**json.loads(text))
 
     def text(self) -> str:
@@ -52,7 +55,7 @@ class Answer:
 
 
 def issued() -> dict[str, tuple[int, list[int]]]:
-    """Collectives that this process has called so far, by process group, with the ranks of the group."""
+    """Return the collectives that this process has called so far, by process group, with the ranks of the group."""
     if not dist.is_initialized():
         return {}
     found: dict[str, tuple[int, list[int]]] = {}
@@ -64,7 +67,7 @@ def issued() -> dict[str, tuple[int, list[int]]]:
 
 
 def stacks() -> str:
-    """Return the stack of each thread of this process, the main one first."""
+    """Return the stack of each thread of this process, the main thread first."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     return "\n".join(
@@ -73,7 +76,10 @@ def stacks() -> str:
 
 
 def dump(answer: Answer, seconds: float) -> str:
-    """Return the text of the file that a rank leaves."""
+    """Return the text of a rank's dump.
+
+    seconds: since its last progress.
+    """
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     doing = f"\nat {answer.doing}" if answer.doing else ""
     calls = "".join(f"\n{number} collectives called among {ranks(who)}" for number, who in answer.issued.values())
@@ -84,7 +90,7 @@ def behind(answers: Iterable[Answer]) -> tuple[list[int], list[int]]:
     """Return the ranks that others wait for, and the ranks that wait.
 
     A rank is waited for if it has called fewer collectives of a group than others and is not ahead in any group. Both
-    lists are empty where the counts do not tell.
+    lists are empty if the counts do not show it.
     """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
     for answer in answers:
@@ -98,20 +104,23 @@ def behind(answers: Iterable[Answer]) -> tuple[list[int], list[int]]:
 
 
 def leave(folder: Path, rank: int, text: str) -> None:
-    """Write the dump of `rank` to a file in `folder`, in the place of an earlier one; follows no link. Raises
-    OSError."""
+    """Write the dump of `rank` to a file in `folder`, replacing an earlier one, without following links.
+
+    Raises OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{rank}.txt"
     path.unlink(missing_ok=True)
-    with path.open("x") as file:  # which a link would make fail, too
+    with path.open("x") as file:  # "x" also fails for a link
         file.write(text)
 
 
 def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
     """Return the sentence for the user.
 
-    answers: those of the ranks of `world` that answered.
-    minutes: how long nothing has finished.
+    answers: those of the ranks that answered.
+    world: number of ranks.
+    minutes: time without progress.
     """
     where: dict[str, list[int]] = defaultdict(list)
     for rank, answer in sorted(answers.items()):

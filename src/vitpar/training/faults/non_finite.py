@@ -1,7 +1,7 @@
-"""Steps whose loss or gradients are not finite: what becomes of them, and where the first such number was.
+"""Steps whose loss or gradients are not finite: how the run treats them, and where the first such number was.
 
-Without a scaled loss and without `faults.non_finite = "skip"` nothing is read from the device until the log interval
-ends. What tells where it was, the norms of each gradient, is there anyway, and is kept until then.
+Unless the loss is scaled or `faults.non_finite = "skip"` is set, nothing is read from the device until the log interval
+ends. The norms of each gradient, which locate the number, are computed anyway and kept until then.
 """
 
 from __future__ import annotations
@@ -24,31 +24,40 @@ from vitpar.training.recipe import Recipe
 
 
 class _Found(NamedTuple):
-    """Numbers that were not finite: the losses of which ranks, and the first tensor (in the model's order) of which
-    ranks."""
+    """Place of the numbers that are not finite."""
 
     losses: list[int]
+    """Ranks whose loss is not finite."""
     tensor: str | None
+    """First tensor, in the model's order, that is not finite; None if there is none."""
     ranks: list[int]
+    """Ranks whose first such tensor this is."""
 
 
 class NonFinite:
-    """Looks at every step of a run. All ranks have one, are told the same and answer the same.
+    """Watch for steps of a run that are not finite. All ranks have one, get the same input and return the same.
 
-    scaler: of a scaled loss. What it skips is its affair; the run only stops where the scale cannot fall.
+    scaler: scale of the loss, None if it is not scaled. With one, the scaler handles overflows, and the run only stops
+    if the scale cannot fall.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, scaler: LossScaler | None) -> None:
         self._recipe, self._model, self._scaler = recipe, model, scaler
         self.waits = scaler is not None or recipe.faults.non_finite == "skip"
-        """Whether a step is known to be finite before its update, for which the host waits for the device."""
+        """Whether each step is checked before its update. The host then waits for the device."""
         self._seen: dict[int, tuple[Tensor, Sequence[ShardNorms]]] = {}
         self._in_a_row = 0
         self._last = ""
 
     def look(self, step: int, loss: Tensor, parts: Sequence[ShardNorms], norm: Tensor) -> dict[str, Any]:
-        """Take in a step's loss (this rank's part) and gradients, by the norms of their parts and of all. Returns what
-        its row of metrics says of it: `skipped`, where steps may be. Collective at a step that is skipped."""
+        """Check a step, and return what its row of metrics says of it. Collective at a step that is skipped.
+
+        Returns `skipped` and more if steps may be skipped; else an empty dict.
+
+        loss: this rank's part of the loss.
+        parts: norms of this rank's gradient shards.
+        norm: norm of all gradients.
+        """
         if not self.waits:
             self._seen[step] = loss, parts
             return {}
@@ -65,7 +74,7 @@ class NonFinite:
         return {"skipped": True, "bad_loss_ranks": found.losses, "bad_gradient": found.tensor, "bad_ranks": found.ranks}
 
     def stuck(self, step: int) -> str | None:
-        """The sentence to stop with after `step`, where skipping further ones has no use."""
+        """Return the sentence to stop with after `step`, if skipping further steps is useless; else None."""
         if self._scaler:
             overflows = (
                 f"float16 overflows still at step {step} under {self._scaler.floor}, so the loss scale cannot fall: "
@@ -80,8 +89,10 @@ class NonFinite:
         )
 
     def until_diverged(self, rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], str | None]:
-        """The newest `rows` before the first that is not finite and was not skipped, and the sentence to stop with for
-        that one. Collective if there is one."""
+        """Return the `rows` before the first that is not finite and was not skipped, and the sentence to stop with.
+
+        The sentence is None if there is no such row. Collective if there is one.
+        """
         seen, self._seen = self._seen, {}
         for number, row in enumerate(rows):
             if row.get("skipped") or (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
@@ -94,8 +105,13 @@ class NonFinite:
         return rows, None
 
     def spoiled(self, step: int, tensors: Mapping[str, Tensor]) -> str | None:
-        """The sentence to stop with where the update of `step`, itself of finite gradients, left something in the
-        run's state (`tensors` here) that is not finite, so that it must not be saved. Collective; reads them all."""
+        """Return the sentence to stop with if the update of `step` left state that is not finite; else None.
+        Collective.
+
+        Gradients of the step were finite, but its result must not be saved. Reads all of the state.
+
+        tensors: this rank's state of the run.
+        """
         bad = not_finite(tensors)
         any_bad = torch.tensor(float(bool(bad)), device=self._model.device)
         all_reduce_(any_bad, dist.ReduceOp.MAX)
@@ -114,7 +130,7 @@ class NonFinite:
         return self._first([dist.get_rank()] * (not math.isfinite(loss.item())), bad)
 
     def _first(self, losses: list[int], bad: Sequence[str]) -> _Found:
-        """Combine what all ranks found. Collective."""
+        """Combine the findings of all ranks. Collective."""
         layers = self._model.config.layer_names
         own = list(dict(self._model.named_parameters()))
 
@@ -131,7 +147,7 @@ class NonFinite:
 
 
 def skip_words(row: Mapping[str, Any]) -> str:
-    """Return the line of the log for a step that was skipped."""
+    """Return the line of the log for a skipped step."""
     if "loss_scale" in row:
         return f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}"
     found = _Found(row["bad_loss_ranks"], row["bad_gradient"], row["bad_ranks"])
@@ -139,7 +155,7 @@ def skip_words(row: Mapping[str, Any]) -> str:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those whose parts on this rank hold something that is not finite. Waits for the device."""
+    """Return the names of tensors whose local parts are not finite. Waits for the device."""
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
     for name, part in parts.items():

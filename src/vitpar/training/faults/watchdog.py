@@ -1,12 +1,12 @@
-"""Notices that a run hangs, has every rank write down what it is doing, and ends the run with one sentence.
+"""Watchdog: detect that a run hangs, make every rank write down what it is doing, and end the run with one sentence.
 
     watchdog thread   counts the time since the last beat; at the end of its patience, or when called, it
-                      writes <run>/hang/rank3.txt (before the run has a folder, into a temporary one of its own),
+                      writes <run>/hang/rank3.txt (to a new temporary folder before the run has one),
                       leaves its answer in the store, waits some seconds for the others', and ends this process
-    listening thread  looks every few seconds whether another rank calls
+    listening thread  polls every few seconds whether another rank calls
 
-Ranks talk through the store where they met, since collectives are what hangs. A rank that is stopped, or whose machine
-is gone, gives no answer: the others say so. The first sentence that a rank puts into the store is that of all.
+Ranks communicate through the store where they met, since collectives are what hangs. A rank that is stopped, or whose
+machine is gone, gives no answer: the others say so. The first sentence that a rank puts into the store is used by all.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ SAVING = "saving the checkpoint of step"
 FINISHING = "saving the weights"
 
 START_FACTOR, LEAST_START_S = 3.0, 120.0
-"""Until the first step is done, which compiles and reads for the first time, patience is so much longer, at least."""
+"""Patience until the first step is done, which compiles and reads for the first time.
+
+A factor of the later patience, and the least seconds.
+"""
 LISTEN_S = 2.0
-"""Seconds between two looks into the store, at most."""
+"""Most seconds between two polls of the store."""
 ANSWER_S = 5.0
-"""Seconds that a rank has to answer, once it has noticed that another calls."""
+"""Seconds that a rank has to answer after it noticed that another calls."""
 _PREFIX = "vitpar/hang"
 
 
 class Watchdog:
-    """Ends this process, with exit code 1, when `minutes` pass inside the ``with`` without a beat. 0: never.
+    """Context manager that ends this process, with exit code 1, after `minutes` without a beat.
 
-    Only for programs whose process may be ended, such as ``vitpar train``; all ranks of the world have one. folder:
-    where dumps go, once it is known. doing: tells the collective that this rank is at, where something knows.
+    Only for programs whose process may be ended, such as ``vitpar train``. All ranks of the world have one.
+
+    minutes: 0 for never.
     """
 
     def __init__(self, minutes: float = 0.0) -> None:
@@ -59,9 +63,11 @@ class Watchdog:
         self._ended = threading.Event()
         self._called = False
         self.settled = False
-        """Whether the first step is done. Set it then."""
+        """Whether the first step is done. The trainer sets it."""
         self.folder: Path | None = None
+        """Folder of the dumps; None until it is known."""
         self.doing: Callable[[], str] = str
+        """Returns the collective that this rank is at, or an empty string if that is not known."""
 
     def __enter__(self) -> Watchdog:
         if not self._minutes:
@@ -70,7 +76,7 @@ class Watchdog:
         self._listen_every = min(LISTEN_S, self._minutes * 60 / 10)
         threads = [threading.Thread(target=self._watch, name="vitpar-watchdog", daemon=True)]
         if self._world > 1:
-            # A client of its own for each thread: a call that waits holds up all others of the same one.
+            # Each thread has its own client: a waiting call blocks all other calls of the same client.
             store = dist.distributed_c10d._get_default_store()
             self._store, heard = (
                 dist.PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -87,12 +93,14 @@ class Watchdog:
         self._ended.set()
 
     def beat(self, phase: str, step: int) -> None:
-        """Record progress: something finished and `phase` of `step` begins. As cheap as writing an attribute."""
+        """Record progress: something finished, and `phase` of `step` begins. Costs as much as writing an attribute."""
         self._place = phase, step
 
     def outlive(self) -> None:
-        """Let collectives wait longer than the patience, so that it is the hang that is told and not their timeout.
-        For all process groups that there are."""
+        """Make timeouts of collectives longer than the patience, for all existing process groups.
+
+        The run then reports the hang instead of a timeout.
+        """
         if self._minutes:
             # upstream: public in torch 2.15, not in 2.13; there the private name warns.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -109,7 +117,7 @@ class Watchdog:
         while not self._called:
             if self._ended.wait(tick):
                 return
-            # Ticks are counted, not the clock: who was stopped for an hour and goes on has not waited for an hour.
+            # Count ticks instead of reading the clock: a process suspended for an hour has not waited for an hour.
             seconds = seconds + tick if self._place is seen else 0.0
             seen = self._place
             if seconds >= (self._minutes * 60 if self.settled else self._start_seconds):
@@ -120,14 +128,17 @@ class Watchdog:
             os._exit(1)
 
     def _listen(self, store: dist.Store) -> None:
-        with suppress(dist.DistError):  # the one that holds the store is gone: so will be this rank
+        with suppress(dist.DistError):  # the process with the store is gone, so this rank will end too
             while not self._ended.wait(self._listen_every):
                 if store.check(["call"]):
                     self._called = True
                     return
 
     def _end(self, seconds: float) -> None:
-        """End this process, in some seconds, whatever does not answer: the store or the disk may be what hangs."""
+        """End this process within some seconds, even if the store or the disk does not answer.
+
+        seconds: since the last progress.
+        """
         phase, step = self._place
         called = _within(1.0, issued) or {}
         folder = self.folder or _within(1.0, lambda: Path(mkdtemp(prefix="vitpar-hang-")))
@@ -144,18 +155,21 @@ class Watchdog:
             reported = report_failure(FaultError(text))
             if author == self._rank and not reported:
                 os.write(2, f"error: {text}\n".encode())
-            # One sentence is enough: what the main thread has to say of lost connections, from now on, is not shown.
+            # One sentence is enough: hide later errors of the main thread about lost connections.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
         if author == self._rank and self.folder:
             log = self.folder.parent / "log.txt"
             _within(1.0, lambda: _log(log, text))
         _within(1.0, tell)
-        time.sleep(1.0 if self._rank == 0 else 0.5)  # all have read the sentence; rank 0 may hold the store
+        time.sleep(1.0 if self._rank == 0 else 0.5)  # until all have read the sentence; rank 0 may host the store
         os._exit(1)
 
     def _agree(self, answer: Answer, patience: float, minutes: float) -> tuple[int, str]:
-        """Agree on one sentence with all ranks. Return the rank that made it, and the sentence."""
+        """Agree on one sentence with all ranks.
+
+        Returns the rank that made it, and the sentence.
+        """
         if self._world == 1:
             return 0, sentence({0: answer}, 1, minutes)
         store = self._store
@@ -178,8 +192,10 @@ def _log(path: Path, text: str) -> None:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, None if it takes longer than `seconds` or fails: the process is to end in any
-    case."""
+    """Return the result of `work`; None if it takes longer than `seconds` or fails.
+
+    A failure does not matter, since the process ends in any case.
+    """
     results: list[T] = []
 
     def run() -> None:

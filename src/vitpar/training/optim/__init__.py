@@ -1,1 +1,1 @@
-"""Optimizers over sharded parameters, and what a step needs beside them: norms, clipping, rates, averages, scales."""
+"""Optimizers over sharded parameters, with norms, clipping, learning rates, averages and loss scales."""

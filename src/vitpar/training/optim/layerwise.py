@@ -1,7 +1,7 @@
-"""LAMB and LARS: optimizers that scale the step of each matrix to the norm of the whole matrix.
+"""LAMB and LARS: optimizers that scale the step of each matrix to the norm of the global matrix.
 
-Both work on local shards as plain tensors. What is elementwise are foreach operations on the shards; the norms are of
-whole parameters (`WholeNorms`), one message a step for each process group over which parameters are split.
+Both work on local shards as plain tensors. Elementwise operations are foreach operations on the shards. Norms are those
+of global parameters (`WholeNorms`): one message a step for each process group over which parameters are sharded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,43 +13,50 @@ from torch import Tensor
 from vitpar.training.optim.norms import WholeNorms
 
 Group = dict[str, Any]
-"""Parameters and settings, as torch.optim keeps them."""
+"""Parameter group of torch.optim: parameters and settings."""
 
 
 class OverShards(torch.optim.Optimizer):
-    """An optimizer over local shards. groups: parameter groups, in the order of the model. A parameter has a gradient
-    on all ranks that hold a part of it or on none."""
+    """Optimizer over local shards.
+
+    groups: parameter groups, in the order of the model. A parameter has a gradient on all ranks that hold a part of it,
+    or on none.
+    """
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without a closure, which nothing here needs
-        """One update of all shards that have a gradient. Collective."""
+        """Update all shards that have a gradient. Collective."""
         for number, group in enumerate(self.param_groups):
             if shards := [p for p in group["params"] if p.grad is not None]:
                 self._update(number, group, shards)
 
     def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
-        """Update those shards of a group, the one with this number, that have a gradient."""
+        """Update shards of one group.
+
+        number: index of the group.
+        shards: those of the group that have a gradient.
+        """
         raise NotImplementedError
 
     def _remembered(self, shards: Sequence[Tensor], *names: str) -> list[list[Tensor]]:
-        """State of each shard, by name: zeros before the first step. `step` is one number."""
+        """Return the state of each shard, by name: zeros before the first step. `step` is one number per shard."""
         for p in shards:
             if not self.state[p]:
-                # Steps are counted on the host, as torch does.
+                # Steps are counted on the host, as in torch.
                 self.state[p] = {name: torch.zeros(()) if name == "step" else torch.zeros_like(p) for name in names}
         return [[self.state[p][name] for p in shards] for name in names]
 
 
 def gradients(shards: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of those shards that have one."""
+    """Return the gradients of the shards that have one."""
     return [p.grad for p in shards if p.grad is not None]
 
 
 class _Layerwise(OverShards):
-    """The step that LAMB and LARS share.
+    """Base of LAMB and LARS, with the step that they share.
 
-    groups: with `weight_decay`. adapted: the shards whose steps trust ratios scale, each with the parameter that it is
-    the local part of.
+    groups: with `weight_decay`.
+    adapted: shards whose steps trust ratios scale, each with the parameter of which it is the local part.
     """
 
     def __init__(self, groups: list[Group], adapted: Mapping[Tensor, Tensor], defaults: dict[str, Any]) -> None:
@@ -62,22 +69,29 @@ class _Layerwise(OverShards):
         directions, measured = self._directions(group, shards)
         if norms is not None:
             scaled, compared = (dict(zip(shards, tensors, strict=True)) for tensors in (directions, measured))
-            nothing = shards[0].new_empty(0)  # messages are of one length, whatever gradients there are
+            nothing = shards[0].new_empty(0)  # keeps messages of all ranks equally long if gradients are missing
             own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
             ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0)
-            # Offloaded shards are on the host, norms are not.
+            # Offloaded shards are on the host, norms on the device.
             there = {device: ratios.to(device).unbind() for device in {p.device for p in adapted}}
             pairs = [(scaled[p], there[p.device][i]) for i, p in enumerate(adapted) if p in scaled]
             torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
         self._move(group, shards, directions)
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return for each shard the tensor that trust ratios scale, in separate memory, and the one that the
-        parameter's norm is compared with."""
+        """Return two tensors for each shard.
+
+        The first is the direction that trust ratios scale, in separate memory. The norm of the parameter is compared
+        with the norm of the second.
+        """
         raise NotImplementedError
 
     def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
-        """From norms of parameters and of what they are compared with, [parameters]; used where both are above 0."""
+        """Return the trust ratios, [parameters]. Only those where both norms are above 0 are used.
+
+        own: norms of the parameters.
+        other: norms that they are compared with.
+        """
         raise NotImplementedError
 
     def _move(self, group: Group, shards: list[Tensor], directions: list[Tensor]) -> None:
@@ -87,9 +101,10 @@ class _Layerwise(OverShards):
 class LAMB(_Layerwise):
     """Adam's bias-corrected step plus decoupled weight decay, scaled to the norm of the parameter.
 
-    The trust ratio is ``‖parameter‖ / ‖step‖``, not clamped; 1 where a norm is zero. State of each shard: `step`,
-    `exp_avg`, `exp_avg_sq`. Source: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-    (arXiv 1904.00962), algorithm 2.
+    The trust ratio is ``‖parameter‖ / ‖step‖``, not clamped; 1 if a norm is zero. State of each shard: `step`,
+    `exp_avg`, `exp_avg_sq`.
+
+    Source: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962), algorithm 2.
     """
 
     def __init__(
@@ -127,10 +142,11 @@ class LAMB(_Layerwise):
 class LARS(_Layerwise):
     """Momentum SGD whose gradient, weight decay included, is scaled to the norm of the parameter.
 
-    The trust ratio is ``trust_coefficient · ‖parameter‖ / (‖gradient‖ + weight_decay · ‖parameter‖)``; 1 where a norm
-    is zero. The learning rate stands outside the momentum, as in torch.optim.SGD. State of each shard:
-    `momentum_buffer`, none without momentum. Source: "Large Batch Training of Convolutional Networks" (arXiv
-    1708.03888).
+    The trust ratio is ``trust_coefficient · ‖parameter‖ / (‖gradient‖ + weight_decay · ‖parameter‖)``; 1 if a norm is
+    zero. The learning rate is outside the momentum, as in torch.optim.SGD. State of each shard: `momentum_buffer`; none
+    without momentum.
+
+    Source: "Large Batch Training of Convolutional Networks" (arXiv 1708.03888).
     """
 
     def __init__(

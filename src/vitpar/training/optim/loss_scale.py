@@ -1,8 +1,8 @@
-"""The factor that the loss of a float16 step is multiplied by before backward.
+"""Loss scale: the factor by which the loss of a float16 step is multiplied before backward.
 
-Gradients are smaller than activations, and float16 has no numbers below 6e-8: scaled up they survive. A scale that is
-too large makes them overflow; such a step is skipped, and the scale falls. It rises again after many good steps, so it
-stays near the largest that fits.
+Gradients are smaller than activations, and float16 has no numbers below 6e-8: scaling preserves them. A scale that is
+too large makes gradients overflow. Such a step is skipped, and the scale falls. It rises again after many good steps,
+so it stays near the largest that fits.
 """
 
 from typing import Any, Self
@@ -45,10 +45,9 @@ class LossScaleSection(BaseModel):
 
 
 class LossScaler:
-    """The scale of a run, step by step. Every rank has its own, and all are told the same, so they stay equal.
+    """Loss scale of a run, step by step.
 
-    scale: what the coming step's loss is multiplied by. exhausted: whether the last step overflowed where the scale
-    should have fallen and is as small as it may be (a constant scale always is), so that going on has no use.
+    Every rank has its own and updates it with the same overflows, so all stay equal.
 
     Source: DynamicGradScaler of Megatron-LM and of ColossalAI; without hysteresis, "Mixed Precision Training" (arXiv
     1710.03740), section 3.2.
@@ -57,7 +56,12 @@ class LossScaler:
     def __init__(self, settings: LossScaleSection) -> None:
         self._settings = settings
         self.scale = settings.initial_scale
+        """Factor of the loss of the coming step."""
         self.exhausted = False
+        """Whether the last step overflowed and the scale should have fallen, but is at its minimum already.
+
+        Continuing is then useless. A constant scale is always at its minimum.
+        """
         self._good_steps = 0
         self._hysteresis_left = settings.hysteresis
 
@@ -68,12 +72,15 @@ class LossScaler:
 
     @property
     def floor(self) -> str:
-        """The setting below which the scale may not fall, with its value."""
+        """Setting below which the scale may not fall, with its value."""
         name = "min_scale" if self._settings.dynamic else "initial_scale"
         return f"loss_scale.{name} {self._bounds[0]:,.10g}"
 
     def update(self, overflow: bool) -> None:
-        """Take in whether a step with `scale` overflowed, on any rank."""
+        """Update the scale after a step.
+
+        overflow: whether the step overflowed on any rank.
+        """
         s, (smallest, largest) = self._settings, self._bounds
         self.exhausted = False
         if not overflow:
@@ -89,7 +96,7 @@ class LossScaler:
             self.scale = max(self.scale * s.backoff_factor, smallest)
 
     def state(self) -> dict[str, Any]:
-        """All that a run to be continued needs, as plain numbers."""
+        """Return the state that a resumed run needs, as plain numbers."""
         return {
             "scale": self.scale,
             "good_steps": self._good_steps,
@@ -97,7 +104,7 @@ class LossScaler:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave; where the settings are others by now, within them."""
+        """Restore the result of `state`, limited to the present settings."""
         smallest, largest = self._bounds
         self.scale = min(max(state["scale"], smallest), largest)
         self._good_steps = min(state["good_steps"], self._settings.growth_interval - 1)

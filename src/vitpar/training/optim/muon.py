@@ -1,7 +1,8 @@
-"""Muon: momentum, made orthogonal, for the matrices of the blocks; AdamW for every other parameter.
+"""Muon: orthogonalised momentum for the matrices of the blocks; AdamW for every other parameter.
 
-Momentum and AdamW are elementwise and run on local shards. Orthogonalisation is a function of the whole matrix: each is
-gathered from its shards, one at a time, and every rank that holds a part of it computes the same and keeps its part.
+Momentum and AdamW are elementwise and run on local shards. Orthogonalisation is a function of the global matrix. Each
+matrix is all-gathered from its shards, one at a time. Every rank that holds a part computes the same result and keeps
+its part.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ if TYPE_CHECKING:
     from vitpar.training.recipe.sections import AdjustLr
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
+"""Coefficients of the quintic Newton-Schulz iteration."""
 _EPS = 1e-7
+"""Lower bound of the norm that a matrix is divided by."""
 
 
 def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
-    """Matrices with about the same singular vectors and with singular values about 1 (0.7 to 1.2 after 5 steps).
+    """Return matrices with about the same singular vectors and singular values near 1 (0.7 to 1.2 after 5 steps).
 
-    matrices: [..., rows, columns]. Returns the same shape and dtype. On CUDA the iteration computes in bfloat16, unless
-    `matrices` are float64, elsewhere in their own dtype. The quintic Newton-Schulz iteration with its coefficients is
-    of Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
-    (kellerjordan.github.io/posts/muon).
+    matrices: [..., rows, columns].
+
+    Returns the same shape and dtype. On CUDA the iteration computes in bfloat16, unless `matrices` are float64;
+    elsewhere in their own dtype.
+
+    Source: the quintic Newton-Schulz iteration with its coefficients is from Keller Jordan et al., "Muon: An optimizer
+    for hidden layers in neural networks" (kellerjordan.github.io/posts/muon).
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # the smaller Gram matrix
@@ -47,15 +53,17 @@ def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """How one parameter of two dims is a matrix, or several.
-
-    parameter: whole or a DTensor. heads: for queries, keys and values in one parameter [heads · 3 · features, inputs],
-    else None. These are three linear maps that happen to be stored as one: their singular values have nothing to do
-    with each other, and made orthogonal together, the map with the largest gradients would take the step of the others.
-    """
+    """Interpretation of a parameter with two dims as one matrix or several."""
 
     parameter: Tensor
+    """Plain tensor or DTensor."""
     heads: int | None
+    """Attention heads of a fused parameter of queries, keys and values, [heads · 3 · features, inputs]; None for
+    others.
+
+    The three are linear maps that happen to be stored as one, with unrelated singular values. Orthogonalised together,
+    the map with the largest gradients would take the step of the others.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,16 +72,16 @@ class Matrix:
         return rows // (3 if self.heads else 1), columns
 
     def orthogonal(self, shard: Tensor, steps: int) -> Tensor:
-        """The local shard of the orthogonalised whole tensor whose local shard is `shard`. Collective."""
+        """Return the local shard of the orthogonalised global tensor whose local shard is `shard`. Collective."""
         p = self.parameter
         if not isinstance(p, DTensor):
             return self._orthogonal(shard, steps)
         layout = p.device_mesh, p.placements
         whole = DTensor.from_local(shard, *layout, run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
-        # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
+        # src_data_rank=None: every rank has the global value, so each cuts its own shard without communication.
         part = distribute_tensor(self._orthogonal(whole, steps), *layout, src_data_rank=None).to_local()
         assert part.shape == shard.shape, f"a shard of shape {tuple(shard.shape)} is cut as {tuple(part.shape)}"
-        return part.to(shard.device)  # offloaded shards are on the host, where meshes are not
+        return part.to(shard.device)  # offloaded shards are on the host, meshes are not
 
     def _orthogonal(self, whole: Tensor, steps: int) -> Tensor:
         if self.heads is None:
@@ -85,12 +93,16 @@ class Matrix:
 class Muon(OverShards):
     """torch.optim.Muon for the shards in `matrices`, torch.optim.AdamW for all others, with one learning rate.
 
-    groups: with `weight_decay`, which is decoupled. matrices: the shards to orthogonalise. betas, eps: of AdamW. State
-    of each shard: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
+    State of each shard: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
 
-    adjust_lr_fn: `original` times √max(1, rows/columns), for a learning rate of Muon's own; `match_rms_adamw` times
-    0.2·√max(rows, columns), so that steps are as large as AdamW's and its learning rate serves all parameters.
-    Source of the latter: "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    groups: with `weight_decay`, which is decoupled.
+    matrices: shards to orthogonalise.
+    betas, eps: of AdamW.
+    adjust_lr_fn: factor of the learning rate for a matrix. `original` is √max(1, rows/columns), for a learning rate
+    tuned for Muon. `match_rms_adamw` is 0.2·√max(rows, columns), so that steps are as large as AdamW's and its learning
+    rate fits all parameters.
+
+    Source of `match_rms_adamw`: "Muon is Scalable for LLM Training" (arXiv 2502.16982).
     """
 
     def __init__(

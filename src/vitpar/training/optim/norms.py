@@ -1,4 +1,4 @@
-"""Norms of sharded tensors: of all gradients together, with clipping by it, and of whole parameters one by one."""
+"""Norms of sharded tensors: of all gradients together, with clipping by it, and of each global parameter."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,17 +14,22 @@ from vitpar.sharded import local
 
 
 class ShardNorms(NamedTuple):
-    """The 2-norms of this rank's parts of the gradients called `names`, each of which `replicas` ranks hold."""
+    """Norms of this rank's shards of some gradients."""
 
     names: Sequence[str]
+    """Names of the parameters."""
     replicas: int
+    """Number of ranks that hold each of these shards."""
     norms: Tensor
+    """2-norms of the shards, [names]."""
 
 
 @torch.no_grad()
 def shard_norms(gradients: dict[str, Tensor], model: ParallelModel) -> list[ShardNorms]:
-    """Return the norms of all gradients on this rank. In float64 where the loss is scaled: squares of large numbers may
-    pass the end of float32."""
+    """Return the norms of all gradients on this rank.
+
+    They are float64 if the loss is scaled: squares of large numbers may overflow float32.
+    """
     alike: dict[tuple[int, torch.device], dict[str, Tensor]] = {}  # offloaded gradients are on the host
     for name, gradient in gradients.items():
         alike.setdefault((model.replicas(gradient), local(gradient).device), {})[name] = local(gradient)
@@ -37,12 +42,13 @@ def shard_norms(gradients: dict[str, Tensor], model: ParallelModel) -> list[Shar
 
 @torch.no_grad()
 def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
-    """The 2-norm of all gradients of the whole model (0-dim, equal on every rank), from those of their parts.
+    """Return the 2-norm of all gradients of the global model (0-dim, equal on every rank). Collective.
 
-    Each shard's square sum is weighted by one over the ranks that hold the same shard, so one sum over the world counts
-    every element once, whatever axes a parameter is sharded, replicated or piped over.
+    parts: norms of this rank's shards.
+    loss: this rank's part of the loss. If it is not finite on any rank, the norm is not finite either. None ignores it.
 
-    loss: this rank's part of it; the norm is then not finite where that is not, on any rank.
+    The square sum of each shard is divided by the number of ranks that hold the same shard. One all-reduce over the
+    world then counts every element once, whatever axes shard, replicate or pipeline a parameter.
     """
     wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
     total = torch.zeros((), device=model.device, dtype=wide)
@@ -50,27 +56,32 @@ def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor |
         squares = norms.square().sum().to(model.device)
         total += squares / replicas if replicas > 1 else squares
     if loss is not None:
-        total += loss * 0  # NaN where the loss is not finite, else nothing
+        total += loss * 0  # NaN if the loss is not finite, else 0
     all_reduce_(total)
     return total.sqrt()
 
 
 def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
-    """`total_norm` of these gradients."""
+    """Return `total_norm` of these gradients. Collective."""
     return total_norm(shard_norms(gradients, model), model, loss)
 
 
 @torch.no_grad()
 def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float, scale: float = 1.0) -> None:
-    """Divide all gradients by `scale`, and by ``norm / limit`` where the global `norm` (after the first division)
-    exceeds `limit`: both at once, and without reading `norm` on the host. limit: 0 for none."""
+    """Divide all gradients by `scale`, and clip them to a norm of at most `limit`.
+
+    Both in one multiplication, and without reading `norm` on the host.
+
+    norm: global norm of the gradients after the division by `scale`.
+    limit: 0 for no clipping.
+    """
     factor: Tensor | float = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else 1.0
     multiply_(gradients, factor / scale if scale != 1.0 else factor)
 
 
 @torch.no_grad()
 def multiply_(gradients: dict[str, Tensor], factor: Tensor | float) -> None:
-    """All gradients times `factor` (0-dim, of any dtype)."""
+    """Multiply all gradients by `factor`, a number or a 0-dim tensor of any dtype."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():
         by_device.setdefault(local(gradient).device, []).append(local(gradient))
@@ -79,14 +90,14 @@ def multiply_(gradients: dict[str, Tensor], factor: Tensor | float) -> None:
 
 
 class WholeNorms:
-    """2-norms of tensors that are sharded as `parameters` are, counting every element of the whole tensor once.
+    """2-norms of tensors that are sharded like `parameters`, counting every element of the global tensor once.
 
-    Square sums of shards are added over the axes that a parameter is sharded over, and over no other: one all-reduce
-    for each process group, for all its parameters together. Ranks with an empty shard take part. All ranks of a group
-    hold the same parameters over it, so where `parameters` stand in the order of the whole model, as they must, all
-    ranks come to the groups they share in one order, whatever meshes the layers live on.
+    Square sums of shards are added over exactly the axes that shard a parameter: one all-reduce for each process group,
+    for all its parameters together. Ranks with an empty shard take part. All ranks of a group hold the same parameters
+    over it. As `parameters` must be in the order of the global model, all ranks reach the groups that they share in one
+    order, whatever meshes the layers use.
 
-    parameters: DTensors, or plain tensors, which are whole. At least one.
+    parameters: DTensors, or plain tensors, which are global. At least one.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -95,15 +106,17 @@ class WholeNorms:
             for group in _groups_of_shards(parameter):
                 sharded_over.setdefault(group, []).append(index)
         meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-        # Where groups can send, which is not where offloaded parameters are.
+        # The device on which groups communicate; offloaded parameters are elsewhere.
         device = torch.device(meshes[0].device_type) if meshes else parameters[0].device
         self._device = device
         self._messages = [(group, torch.tensor(indices, device=device)) for group, indices in sharded_over.items()]
 
     def __call__(self, *values: Sequence[Tensor]) -> Tensor:
-        """The norms, [len(values), parameters], equal on all ranks that hold a part, on the meshes' device. Collective.
+        """Return the norms, [len(values), parameters], on the meshes' device. Collective.
 
-        values: each a list with a local shard, as a plain tensor, for every parameter; an empty tensor adds nothing.
+        They are equal on all ranks that hold a part.
+
+        values: each a list with a local shard, as a plain tensor, for every parameter. An empty tensor adds nothing.
         """
         norms = [
             torch.stack([norm.to(self._device) for norm in torch._foreach_norm(list(shards))]) for shards in values
@@ -117,12 +130,12 @@ class WholeNorms:
 
 
 def _groups_of_shards(parameter: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over whose ranks the parameter is split, one for each such axis of its mesh."""
+    """Return the process groups that shard a parameter: one for each axis of its mesh over which it is split."""
     if not isinstance(parameter, DTensor):
         return []
     mesh, groups = parameter.device_mesh, []
     for axis, placement in enumerate(parameter.placements):
         assert not placement.is_partial(), "a parameter is no partial sum"
-        if not placement.is_replicate() and mesh.size(axis) > 1:  # strided shards do not call themselves shards
+        if not placement.is_replicate() and mesh.size(axis) > 1:  # is_shard() is false for strided shards
             groups.append(mesh.get_group(axis))
     return groups

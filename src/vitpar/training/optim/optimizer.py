@@ -1,10 +1,10 @@
-"""Optimizers over sharded parameters, and what goes with them: learning rates, averages, the memory that it all needs.
+"""Optimizers over sharded parameters, learning rates, averages, and the memory that they need.
 
-All optimizers run on each rank's local shards as plain tensors: foreach and fused implementations work whatever mix of
-meshes the parameters live on, and no elementwise DTensor operation is dispatched in the step. (upstream: foreach and
-fused optimizers refuse a mix of DTensors of different meshes.) AdamW and SGD treat every element alone and are torch's
-own. LAMB, LARS and Muon depend on whole parameters too: they know of each shard what it is a part of, and send what
-they need.
+All optimizers run on each rank's local shards as plain tensors. So foreach and fused implementations work whatever mix
+of meshes the parameters have, and the step dispatches no elementwise DTensor operation. (upstream: foreach and fused
+optimizers refuse a mix of DTensors of different meshes.) AdamW and SGD are elementwise and are torch's own. LAMB, LARS
+and Muon also depend on global parameters: they know which parameter a shard is a part of, and communicate what they
+need.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ NO_DECAY = (".bias", "norm", "pos_embed", "_token", "gamma")
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to the parameter `name`: matrices only."""
+    """Return whether weight decay applies to the parameter `name`: to matrices only."""
     return not any(part in name for part in NO_DECAY)
 
 
 class ShardedOptimizer:
-    """An optimizer over the local shards of named parameters.
+    """Optimizer over the local shards of named parameters.
 
-    parameters: (name, parameter) pairs of this rank, in the order of the whole model. heads: attention heads of the
-    model, which muon needs to tell queries, keys and values apart.
+    parameters: (name, parameter) pairs of this rank, in the order of the global model.
+    heads: attention heads of the model, which muon needs to separate queries, keys and values.
     """
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSection, *, heads: int | None = None
     ) -> None:
-        # Where elements are treated alone there is nothing to do for an empty shard; otherwise its rank takes part in
-        # what the ranks of the whole parameter send each other.
+        # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
+        # over the global parameter.
         alone = settings.name in ("adamw", "sgd")
         self._pairs = {
             name: (p, nn.Parameter(local(p.detach()))) for name, p in parameters if local(p).numel() or not alone
@@ -63,12 +63,15 @@ class ShardedOptimizer:
         self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that exist and have elements here, by parameter name, sharded as the parameters are."""
+        """Return the gradients that exist and have elements here, by parameter name, sharded like the parameters."""
         return {name: p.grad for name, (p, s) in self._pairs.items() if p.grad is not None and s.numel()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state that is kept from step to step, by `exp_avg.<parameter>` and the like: sharded as the
-        parameter is, sharing memory, or a single number. Empty before the first step and `allocate`."""
+        """Return the optimizer state by names such as `exp_avg.<parameter>`.
+
+        A value is sharded like the parameter and shares memory, or is a single number. Empty before the first step or
+        `allocate`.
+        """
         found = {}
         for name, (parameter, shard) in self._pairs.items():
             for key, value in self.torch_optimizer.state[shard].items():
@@ -77,9 +80,10 @@ class ShardedOptimizer:
         return found
 
     def allocate(self) -> None:
-        """Make the state that the first step would, to be filled. Collective where `step` is.
+        """Create the state that the first step would create, to be filled. Collective if `step` is.
 
-        A step of gradients and learning rate 0: how else the optimizers of torch lay out their state is their affair.
+        Makes a step with zero gradients and learning rate 0, since the layout of the state is internal to torch's
+        optimizers.
         """
         for _, shard in self._pairs.values():
             shard.grad = torch.zeros_like(shard)
@@ -90,12 +94,12 @@ class ShardedOptimizer:
         self.torch_optimizer.state.clear()
 
     def skip(self) -> None:
-        """Forget the gradients without an update."""
+        """Drop the gradients without an update."""
         for parameter, _ in self._pairs.values():
             parameter.grad = None
 
     def step(self, lr: float) -> None:
-        """One update with learning rate `lr`, then forget the gradients. Collective for LAMB, LARS and Muon."""
+        """Update with learning rate `lr`, then drop the gradients. Collective for LAMB, LARS and Muon."""
         for parameter, shard in self._pairs.values():
             shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._update(lr)
@@ -109,7 +113,7 @@ class ShardedOptimizer:
 
 
 _Pairs = dict[str, tuple[nn.Parameter, nn.Parameter]]
-"""A parameter and its local shard, by the parameter's name."""
+"""Parameter and its local shard, by the parameter's name."""
 
 
 def _torch_optimizer(
@@ -136,7 +140,7 @@ def _torch_optimizer(
 
 
 def _matrices(pairs: _Pairs, heads: int | None) -> dict[Tensor, Matrix]:
-    """The matrices of the blocks, by shard: what Muon is for. Stem and head are not hidden layers."""
+    """Return the matrices of the blocks, by shard, for Muon. Stem and head are not hidden layers."""
     matrices: dict[Tensor, Matrix] = {}
     for name, (parameter, shard) in pairs.items():
         if name.startswith("blocks.") and parameter.dim() == 2:
@@ -148,24 +152,27 @@ def _matrices(pairs: _Pairs, heads: int | None) -> dict[Tensor, Matrix]:
 
 @dataclass(frozen=True)
 class CosineWithWarmup:
-    """Linear from 0 to `peak` over `warmup_steps`, then half a cosine from `peak` down towards `min_lr`, which
-    one step more than `total_steps` would reach."""
+    """Linear warm-up from 0 to `peak`, then half a cosine down towards `min_lr`."""
 
     peak: float
+    """Largest learning rate."""
     total_steps: int
+    """Steps of the run. One step more would reach `min_lr`."""
     warmup_steps: int = 0
+    """Steps of linear warm-up."""
     min_lr: float = 0.0
+    """Learning rate at the end of the cosine."""
 
     @property
     def warning(self) -> str | None:
-        """Warning about a rate that never falls, None for others."""
+        """Warning if the learning rate never falls, else None."""
         if self.warmup_steps < self.total_steps:
             return None
         warmup = count(self.warmup_steps, "step")
         return f"the warm-up of {warmup} is as long as the run or longer: the learning rate never falls"
 
     def __call__(self, step: int) -> float:
-        """The rate of update number `step`, counted from 1."""
+        """Return the learning rate of update number `step`, counted from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
@@ -173,12 +180,14 @@ class CosineWithWarmup:
 
 
 class EMA:
-    """An exponential moving average of the parameters, kept shard by shard like the parameters themselves.
+    """Exponential moving average of the parameters, sharded like them.
 
     ``average = decay · average + (1 - decay) · parameter`` after every step.
 
-    The average starts as the initial parameters. `averaged` puts it in their place for a while, for evaluation and
-    saving. warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
+    The average starts as the initial parameters. `averaged` temporarily replaces the parameters by it, for evaluation
+    and saving.
+
+    warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
     """
 
     def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
@@ -188,24 +197,24 @@ class EMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin with the parameters as they are."""
+        """Reset the average to the present parameters."""
         torch._foreach_copy_(list(self.average.values()), list(self._shards.values()))
 
     def decay(self, step: int) -> float:
         """Return the decay after update number `step`, counted from 1.
 
-        With a warm-up 1 - step^(-2/3), at most the decay that was asked for, as in timm's ModelEmaV3.
+        With warm-up it is 1 - step^(-2/3), at most the decay of the settings, as in timm's ModelEmaV3.
         """
         return min(self._decay, 1 - step ** (-2 / 3)) if self._warmup else self._decay
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the present parameters into the average, after update number `step`, counted from 1."""
+        """Update the average with the present parameters, after update number `step`, counted from 1."""
         torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self.decay(step))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with the averaged parameters inside the ``with``, with its own again after it."""
+        """Replace the parameters by their averages inside the ``with``, and restore them after it."""
         self._swap()
         try:
             yield
@@ -222,15 +231,18 @@ class EMA:
 
 
 def state_bytes(recipe: Recipe) -> int:
-    """Bytes kept for each element of a rank's parameters: the copies that `state_words` names.
+    """Return the bytes kept for each element of a rank's parameters: the tensors that `state_words` names.
 
-    Muon keeps less for some elements than for others: this is what it keeps at most.
+    Muon keeps less for some elements than for others: this is the maximum.
     """
     return (2 + moments(recipe)) * PRECISIONS[recipe.train.precision].parameters.itemsize
 
 
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
-    """Parameters of the whole model, and the bytes that the fullest rank keeps for its share (`state_bytes`)."""
+    """Return the parameters of the global model, and the bytes that the fullest rank keeps for its share. Collective.
+
+    See `state_bytes`.
+    """
     named = [p for _, p in model.named_parameters()]
     whole = torch.tensor(
         [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
@@ -242,13 +254,15 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
 
 
 def moments(recipe: Recipe) -> int:
-    """Copies of the parameters' size that are kept besides parameters and gradients: the optimizer's, and the running
-    average."""
+    """Return the number of parameter-sized tensors kept besides parameters and gradients.
+
+    They are the optimizer state and the running average.
+    """
     return _moments(recipe) + bool(recipe.train.ema_decay)
 
 
 def state_words(recipe: Recipe) -> str:
-    """Name the contents of these bytes: `parameters, gradients, adamw state in float32`."""
+    """Return the names of these tensors: `parameters, gradients, adamw state in float32`."""
     kinds = ["parameters", "gradients"]
     if _moments(recipe):
         kinds.append(f"{recipe.optimizer.name} state{' (at most)' if recipe.optimizer.name == 'muon' else ''}")
@@ -259,6 +273,9 @@ def state_words(recipe: Recipe) -> str:
 
 
 def _moments(recipe: Recipe) -> int:
-    """Numbers the optimizer remembers for each element, at most: muon's are 1 for matrices of blocks, 2 for others."""
+    """Return the numbers that the optimizer keeps per element, at most.
+
+    Muon keeps 1 for matrices of blocks and 2 for others.
+    """
     momentum = 1 if recipe.optimizer.momentum else 0
     return {"adamw": 2, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}[recipe.optimizer.name]

@@ -1,4 +1,4 @@
-"""Recipes: every setting of a training, where each comes from, and what is refused before anything starts."""
+"""Recipes: every setting of a training, its sources, and what is refused before anything starts."""
 
 from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe
 from vitpar.training.recipe.recipe import Recipe

@@ -1,8 +1,8 @@
 """Default settings by the size of the training set, from published recipes, for training from initial values.
 
-`vitpar train` puts them under the options when no recipe is named but data is. A recipe file has fixed defaults
-instead (``vitpar.training.recipe.sections``), so what a file says does not depend on the data. `make docs` writes the
-table to docs/defaults.md.
+`vitpar train` uses them, with options on top, when data is named but no recipe. A recipe file has fixed defaults
+instead (``vitpar.training.recipe.sections``), so its meaning does not depend on the data. `make docs` writes the table
+to docs/defaults.md.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
 
 MAX_WARMUP = 0.1
-"""Largest part of a run that is warm-up: what 2112.13492 has, and shorter runs of the other recipes should not pass."""
+"""Largest fraction of a run that is warm-up: that of 2112.13492, as a limit for short runs of the other recipes."""
 MAX_LR = 2e-3
-"""Largest learning rate that the batch can lead to: above the published ones at 4,096 images."""
-LAMB_LR, LAMB_BATCH = 3e-3, 2048  # of DeiT III (2204.07118)
+"""Largest learning rate after scaling by the batch: above the published ones at 4,096 images."""
+LAMB_LR, LAMB_BATCH = 3e-3, 2048
+"""Learning rate of LAMB and its batch size, from DeiT III (2204.07118)."""
 SMALL_IMAGE = 64
-"""Images of so many pixels a side or fewer are cropped as CIFAR's are."""
+"""Largest image size, in pixels a side, that is cropped like CIFAR."""
 SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
-BASE_WIDTH, BASE_DEPTH = 768, 12  # of ViT-B: wider or deeper models are the larger ones of `DefaultsRow`
+"""Settings for these images."""
+BASE_WIDTH, BASE_DEPTH = 768, 12
+"""Width and depth of ViT-B. Wider or deeper models use `DefaultsRow.larger`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class DefaultsRow:
     batch: int
     """Batch size of the published recipe."""
     epochs: int
+    """Length of the run."""
     warmup_epochs: float
+    """Length of the warm-up."""
     settings: Mapping[str, Any]
     """Other settings by dotted key."""
     sources: str
@@ -135,7 +140,7 @@ ROWS = (
         larger={"lr": 4e-4},
     ),
 )
-"""The table, by increasing size."""
+"""Table of defaults, by increasing size of the training set."""
 
 NOTES = (
     "Clipping of gradients at norm 1 is the fixed default, as in 2106.10270, 2204.07118 and 2205.01580. Weights are "
@@ -160,7 +165,7 @@ def row_for(samples: int) -> DefaultsRow:
 def with_defaults(recipe: Recipe, samples: int) -> Recipe:
     """Return `recipe` with the table's values for `samples` training images in the settings that it leaves out.
 
-    Raises RecipeError where a value contradicts one that the recipe gives, and ModelError for a wrong [model].
+    Raises RecipeError if a value contradicts one of the recipe, and ModelError for a wrong [model].
     """
     values = recipe.model_dump(exclude_unset=True)
     for key, value in _found(recipe, recipe.config(1), samples).items():
@@ -170,10 +175,12 @@ def with_defaults(recipe: Recipe, samples: int) -> Recipe:
 
 
 def recipe_for(samples: int, options: Mapping[str, object] | None = None, assignments: Iterable[str] = ()) -> Recipe:
-    """Return the recipe that `vitpar train` makes without a recipe file for data of `samples` training images.
+    """Return the recipe that `vitpar train` uses without a recipe file for data of `samples` training images.
 
-    options: settings by dotted key, of which ``data.path`` or those of a stream are needed. assignments: as ``--set``
-    takes them. Raises RecipeError, ModelError.
+    options: settings by dotted key. ``data.path`` or the settings of a stream are required.
+    assignments: as for ``--set``.
+
+    Raises RecipeError and ModelError.
 
     Example: ``recipe_for(50_000, {"data.path": "data_shards/mine", "model.name": "vit_tiny_patch4_32"})``
     """
@@ -191,7 +198,7 @@ def _found(recipe: Recipe, config: ViTConfig, samples: int) -> dict[str, Any]:
         found = {key: value for key, value in found.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
     rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
     if rate is None:
-        del found["optimizer.weight_decay"]  # of AdamW
+        del found["optimizer.weight_decay"]  # the table has that of AdamW
     else:
         found["optimizer.lr"] = rate
     return found | _length(recipe, row, samples)
@@ -210,7 +217,7 @@ def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
 
 
 def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
-    """Return epochs and warm-up where the recipe has none."""
+    """Return epochs and warm-up if the recipe has none."""
     train, schedule = recipe.train, recipe.lr_schedule
     found: dict[str, Any] = {}
     epochs = train.epochs or row.epochs

@@ -1,7 +1,7 @@
-"""Which settings change something, and when: refusals follow from it, and what a written recipe leaves out.
+"""Conditions under which settings have an effect: the source of refusals and of what a written recipe leaves out.
 
-Rows about the recipe alone are applied when it is read, and again once its precision is known. Those about a plan
-(``vitpar.strategy.support.COMMUNICATION``) are applied when the plan is chosen, those about a command to ``--set``.
+Rows about the recipe alone are applied when it is read, and again once its precision is known. Rows about a plan
+(``vitpar.strategy.support.COMMUNICATION``) are applied when the plan is chosen, rows about a command to ``--set``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def _keys(**settings: str) -> tuple[str, ...]:
-    """Return dotted keys. settings: names of settings, by section."""
+    """Return dotted keys.
+
+    settings: names of settings, separated by spaces, by section.
+    """
     return tuple(f"{section}.{name}" for section, names in settings.items() for name in names.split())
 
 
@@ -41,10 +44,14 @@ VARIANTS: tuple[Effect[Recipe], ...] = (
         "{key} is {value}, which a constant scale does not use: leave it out",
     ),
 )
-"""Settings of one kind of optimizer or scale. A written recipe leaves them out for the others, so that it can be read
-with another `optimizer.name`, which brings its own defaults."""
+"""Settings of one kind of optimizer or loss scale.
+
+A written recipe leaves them out for the other kinds. So it can be read with another `optimizer.name`, which brings its
+own defaults.
+"""
 
 STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window")
+"""Settings that a stream does not support."""
 
 EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
@@ -59,7 +66,7 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     ),
     Effect(
         ("train.reduce_dtype",),
-        # Automatic precision may become bf16; where it becomes fp32 the setting is looked at again.
+        # Automatic precision may become bf16. If it becomes fp32, the setting is checked again.
         lambda recipe: recipe.train.precision in ("auto", *REDUCE_DTYPES),
         "{key} is '{value}', which does nothing with train.precision '{case.train.precision}': leave it out, or set "
         "train.precision to bf16, fp16 or fp8",
@@ -97,11 +104,11 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "{key} is {value}, which a stream cannot do: leave it out, or index the shards",
     ),
 )
-"""All settings that change something only beside certain others."""
+"""All settings that have an effect only together with certain others."""
 
 
 def refuse_without_effect(recipe: Recipe) -> None:
-    """Raise RecipeError for the first setting, other than its default, that changes nothing in `recipe`."""
+    """Raise RecipeError for the first setting that differs from its default but has no effect in `recipe`."""
     given = {
         f"{section}.{name}": value
         for section, settings in recipe
@@ -149,4 +156,4 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         data="path crop_scale crop_ratio flip interpolation mean std shuffle_window shuffle_block workers bad_sample",
     ),
 }
-"""By what a command does: the settings that it uses. ``section.…`` stands for all of a section; a training uses all."""
+"""Settings that each kind of command uses. ``section.…`` stands for all of a section; a training uses all settings."""

@@ -1,5 +1,6 @@
-"""Reads recipes: a TOML file, which names only what differs from the defaults, then command-line options, then
-``--set section.key=value``; later ones win.
+"""Reading of recipes: a TOML file, then command-line options, then ``--set section.key=value``; later ones win.
+
+The file names only what differs from the defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vitpar.training.recipe.other_names import OTHER_NAMES
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import DataSection
 
-# Several ways to say one thing: a later source that gives one of them replaces the other.
+# Alternative settings of one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
     ("train", "epochs", "steps"),
     ("lr_schedule", "warmup_epochs", "warmup_steps"),
@@ -27,6 +28,7 @@ _ALTERNATIVES = (
     ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
 )
 _SIZES = ("image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim")
+"""Settings of [model] that another model replaces by its own."""
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 SHIPPED = Path(__file__).parents[2] / "recipes"
 """Folder of the shipped recipes, which can be named without folder and suffix."""
@@ -42,13 +44,18 @@ def read_recipe(
     without: Collection[str] = (),
     needs_length: bool = True,
 ) -> Recipe:
-    """The recipe from the TOML file `path` (None: defaults), then `options` by dotted key, then ``key.sub=value``
-    assignments.
+    """Read a recipe: the TOML file `path`, then `options`, then `assignments`.
 
-    without: sections of the file to leave out. needs_length: whether epochs or steps have to be given. A later
-    model.name, if another than the file's, brings its own sizes; a later train.precision drops the file's
-    train.reduce_dtype and [loss_scale]. Options whose value is None are left out. Raises RecipeError naming the key,
-    its value and what would be right.
+    path: None for the defaults.
+    options: values by dotted key. Those that are None are left out.
+    assignments: ``section.key=value``.
+    without: sections of the file to leave out.
+    needs_length: whether epochs or steps have to be given.
+
+    A later model.name, if it differs from the file's, brings its own sizes. A later train.precision drops the file's
+    train.reduce_dtype and [loss_scale].
+
+    Raises RecipeError that names the key, its value and the fix.
     """
     values = _read_toml(path) if path is not None else {}
     values = {section: settings for section, settings in values.items() if section not in without}
@@ -66,7 +73,7 @@ def read_recipe(
     for source in (given, assigned):
         _check_alternatives(source)
     changes = [*given.items(), *assigned.items()]
-    # First those that clear what only the file's model or precision uses.
+    # model.name and train.precision come first, since they clear settings of the file.
     for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
         section, dot, name = key.partition(".")
         if not dot:
@@ -81,7 +88,7 @@ def read_recipe(
         if section == "stream":
             values.get("data", {}).pop("path", None)
         if key == "model.name" and value != values["model"].get("name"):
-            # Another model brings its own sizes; how it is built (pooling, positions, drop-path, …) stays.
+            # Another model brings its own sizes; the file keeps other settings (pooling, positions, drop-path, …).
             values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
         if key == "train.precision" and value != values["train"].get("precision"):
             values["train"].pop("reduce_dtype", None)
@@ -95,7 +102,10 @@ def read_recipe(
 
 
 def checked(values: Mapping[str, object]) -> Recipe:
-    """Return the recipe with `values`, by section and name. Raises RecipeError."""
+    """Return the recipe with `values`, by section and name.
+
+    Raises RecipeError.
+    """
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -103,7 +113,10 @@ def checked(values: Mapping[str, object]) -> Recipe:
 
 
 def read_data_section(path: Path) -> DataSection:
-    """How the recipe `path` prepares images, whatever else it says. Raises RecipeError."""
+    """Return the section [data] of the recipe `path`, without validating the others.
+
+    Raises RecipeError.
+    """
     try:
         section = _read_toml(path).get("data", {})
         _refuse_unknown({"data": section})
@@ -129,7 +142,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _refuse_bytes(key: str, value: object) -> None:
-    """Refuse what a command line can hold and no recipe.toml: bytes that are not UTF-8."""
+    """Refuse values that are not UTF-8: a command line can hold them, recipe.toml cannot."""
     try:
         json.dumps({key: value}, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -137,7 +150,7 @@ def _refuse_bytes(key: str, value: object) -> None:
 
 
 def _refuse_unknown(values: Mapping[str, object]) -> None:
-    """Refuse the first section or setting that no recipe has."""
+    """Refuse the first section or setting that recipes do not have."""
     for section, settings in values.items():
         if section not in SECTIONS:
             raise RecipeError(f"unknown recipe key '{shown(section)}'{_nearest_key(section)}")
@@ -152,7 +165,10 @@ def _refuse_unknown(values: Mapping[str, object]) -> None:
 
 
 def _check_alternatives(keys: Collection[str]) -> None:
-    """Refuse several ways to say one thing in one source. keys: dotted, all that the source gives."""
+    """Refuse alternative settings of one thing in one source.
+
+    keys: all dotted keys of the source.
+    """
     for group, *ways in _ALTERNATIVES:
         given = [f"{group}.{way}" for way in ways if f"{group}.{way}" in keys]
         if len(given) > 1:
@@ -162,7 +178,7 @@ def _check_alternatives(keys: Collection[str]) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value where `text` is one, else the text itself."""
+    """Return the TOML value of `text`, or the text itself if it is not TOML."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
@@ -170,10 +186,10 @@ def _parse_value(text: str) -> Any:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first complaint of pydantic as one sentence with the key, the value and the fix."""
+    """Return the first error of pydantic as one sentence with the key, the value and the fix."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "value_error":  # a sentence of ours
+    if first["type"] == "value_error":  # raised by our validators, already a sentence
         return str(first["ctx"]["error"])
     said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
     return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"

@@ -1,4 +1,4 @@
-"""Settings that a recipe leaves to the machine: the precision that "auto" stands for, and the largest batch."""
+"""Settings that depend on the machine: the precision that "auto" stands for, and the largest batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from vitpar.text import size
 from vitpar.training.recipe.recipe import Recipe
 
 BF16_CAPABILITY = (8, 0)
-"""The least compute capability of a CUDA device that computes in bf16 (Ampere); older ones only emulate it."""
+"""Smallest compute capability of a CUDA device that computes in bf16 (Ampere). Older ones only emulate it."""
 
 
 def on_device(recipe: Recipe, device: str) -> Recipe:
-    """Return `recipe` with its precision on a kind of device. Raises RecipeError for what the device does not have."""
+    """Return `recipe` with its precision on a kind of device.
+
+    Raises RecipeError for what the device does not have.
+    """
     from vitpar.parallel.attention import refuse_attention
 
     recipe = resolve_precision(recipe, device)
@@ -26,8 +29,10 @@ def on_device(recipe: Recipe, device: str) -> Recipe:
 def resolve_precision(recipe: Recipe, device: str) -> Recipe:
     """Return `recipe` with automatic precision resolved for a kind of device.
 
-    A recipe that names its precision is returned as it is. On CUDA all of this machine's devices count, so that its
-    ranks agree. Raises RecipeError for settings that do nothing in the precision.
+    A recipe that names its precision is returned unchanged. On CUDA all devices of this machine count, so that its
+    ranks agree.
+
+    Raises RecipeError for settings that have no effect in the precision.
     """
     if recipe.train.precision != "auto":
         return recipe
@@ -42,7 +47,7 @@ def resolve_precision(recipe: Recipe, device: str) -> Recipe:
 
 
 def refuse_disagreement(recipe: Recipe) -> None:
-    """Raise RecipeError where ranks of unlike machines resolved automatic precision to different ones. Collective."""
+    """Raise RecipeError if ranks of different machines resolved automatic precision differently. Collective."""
     from vitpar.launch.world_group import all_gather_json
 
     names = sorted(set(all_gather_json(recipe.train.precision)))
@@ -63,7 +68,7 @@ def automatic_precision(known: str | None, device: str) -> str:
 
 
 def large_batch_warning(recipe: Recipe, samples: int) -> str | None:
-    """Return a warning of a batch that holds images of the training set several times; None where it does not."""
+    """Return a warning if the batch is larger than the training set, so that it repeats images; else None."""
     batch = recipe.train.batch_size
     if batch <= samples:
         return None

@@ -1,4 +1,4 @@
-"""Names that other tools give to settings, so that an error can name vitpar's."""
+"""Names of settings in other tools, so that errors can name those of vitpar."""
 
 from __future__ import annotations
 
@@ -43,5 +43,7 @@ OTHER_NAMES = {
     "wd": "optimizer.weight_decay",
     "warmup": "lr_schedule.warmup_epochs",
 }
-"""vitpar's key by the last part of the name elsewhere: options of timm and Megatron, arguments of Lightning and of
-transformers' Trainer."""
+"""vitpar's key by the last part of the name elsewhere.
+
+Names are options of timm and Megatron, and arguments of Lightning and of transformers' Trainer.
+"""

@@ -1,5 +1,6 @@
-"""Recipes: model, data, optimizer, training and parallel settings, checked before anything starts, and what follows
-from them. ``vitpar.training.recipe.file`` reads them; the merged recipe is written into the run folder.
+"""Recipes: settings of model, data, optimizer, training and plan, checked before anything starts.
+
+``vitpar.training.recipe.file`` reads them. The merged recipe is written to the run folder.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ from vitpar.training.recipe.sections import (
 
 @dataclass(frozen=True)
 class Chosen:
-    """plan: the one that fits. because: why it is not the first, one sentence; None where it is."""
+    """Plan that was chosen among alternatives."""
 
     plan: Plan
+    """First plan that fits."""
     because: str | None = None
+    """Why it is not the first alternative, as one sentence; None if it is."""
 
 
 class Recipe(Section):
-    """One experiment, all settings in place."""
+    """All settings of a training."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -69,7 +72,7 @@ class Recipe(Section):
         return self
 
     def _refuse_contradictions(self) -> None:
-        """Raise RecipeError for settings that change nothing (``recipe.effects``), or contradict others."""
+        """Raise RecipeError for settings that have no effect (``recipe.effects``) or contradict others."""
         refuse_without_effect(self)
         train, data = self.train, self.data.path
         narrow = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
@@ -96,13 +99,16 @@ class Recipe(Section):
 
     @property
     def data_name(self) -> str:
-        """Where training data comes from, for people."""
+        """Source of the training data, for messages."""
         train = self.stream.train if self.data.path is None else self.data.path
         assert train is not None
         return train if isinstance(train, str) else ", ".join(train)
 
     def config(self, num_classes: int) -> ViTConfig:
-        """The model's shape for data of `num_classes` classes. Raises ModelError."""
+        """Return the configuration of the model for data of `num_classes` classes.
+
+        Raises ModelError.
+        """
         fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
         return model_config(fields.pop("name"), num_classes=num_classes, **fields)
 
@@ -118,9 +124,11 @@ class Recipe(Section):
         return found
 
     def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
-        """The plan of `parallel.mesh`, validated against the model and the batch. Raises StrategyError.
+        """Return the plan of `parallel.mesh`, validated against the model and the batch.
 
-        resolve: fills the open degree, if the strategy leaves one, for the ranks there are.
+        resolve: fills the open degree, if the strategy has one, for the number of ranks.
+
+        Raises StrategyError.
         """
         return self._choose(self.requested_plans()[:1], config, resolve).plan
 
@@ -137,7 +145,7 @@ class Recipe(Section):
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)
             refuse_clashes(fitting, precision, bool(self.train.compile))
-            # Settings that the first plan uses may well do nothing under the others.
+            # Settings that the first plan uses may have no effect under the others: that is no error.
             communication = self.communication if plan is wanted[0] else self.communication_under(fitting)
             refuse_unused(fitting, precision, communication.model_dump())
             return fitting
@@ -145,12 +153,12 @@ class Recipe(Section):
         return first_that_fits(wanted, fit)
 
     def under(self, plan: Plan) -> Self:
-        """Return the recipe that trains under `plan`: [parallel] makes it, [communication] has what it uses."""
+        """Return the recipe for training under `plan`: [parallel] describes it, [communication] has what it uses."""
         update = {"parallel": ParallelSection.of(plan), "communication": self.communication_under(plan)}
         return self.model_copy(update=update)
 
     def communication_under(self, plan: Plan) -> CommunicationSection:
-        """Return [communication] without the settings that change nothing under `plan`."""
+        """Return [communication] without the settings that have no effect under `plan`."""
         idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, self.train.precision))
         return self.communication.model_copy(update={key.partition(".")[2]: None for key in idle})
 
@@ -175,21 +183,21 @@ class Recipe(Section):
         return [read_plan(Path(mesh)), *map(parse, fallbacks)]
 
     def total_steps(self, samples: int) -> int:
-        """Optimizer steps of the run over a training set of `samples`: what covers the epochs asked for."""
+        """Return the optimizer steps of a run on a training set of `samples`: those given, or enough for the epochs."""
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.epochs is not None
         return math.ceil(self.train.epochs * samples / self.train.batch_size)
 
     def warmup_steps(self, samples: int) -> int:
-        """Steps of linear warm-up."""
+        """Return the steps of linear warm-up."""
         if self.lr_schedule.warmup_steps is not None:
             return self.lr_schedule.warmup_steps
         return round((self.lr_schedule.warmup_epochs or 0) * samples / self.train.batch_size)
 
     @model_serializer(mode="wrap")
     def _without_other_variants(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the settings without those of optimizers and scales that the recipe does not have."""
+        """Return the settings without those of optimizers and loss scales that the recipe does not use."""
         values = dump(self)
         for key in idle_settings(VARIANTS, self):
             section, _, name = key.partition(".")
@@ -197,13 +205,13 @@ class Recipe(Section):
         return values
 
     def to_toml(self) -> str:
-        """The whole recipe, defaults included, as a file that `read_recipe` takes."""
+        """Return the complete recipe, defaults included, as TOML that `read_recipe` reads."""
         values = self.model_dump(exclude_none=True, mode="json")
         if "loss_scale.dynamic" in idle_settings(EFFECTS, self):
             del values["loss_scale"]
         if not self.stream:
             del values["stream"]
-        if self.parallel.mesh.endswith(".json"):  # a whole plan, beside which no other setting of one may stand
+        if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]
             values["parallel"] = {
                 key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]
             }
@@ -211,15 +219,15 @@ class Recipe(Section):
 
 
 def _alternative(plan: Plan, fields: Mapping[str, Any]) -> Plan:
-    """`plan` with the settings of [parallel] that are not only for a pipeline it lacks."""
+    """Return `plan` with the settings of [parallel], without those of pipelines if it has no pipeline."""
     kept = fields if plan.pp != 1 else {name: fields[name] for name in ("microbatches", "microbatch_size")}
     return replace(plan, **kept)
 
 
 def first_that_fits(wanted: Sequence[Plan], fit: Callable[[Plan], Plan]) -> Chosen:
-    """The first of `wanted` that `fit` does not refuse, as it returns it.
+    """Return the first plan of `wanted` that `fit` accepts, as `fit` returns it.
 
-    Raises StrategyError: that of `fit` where one plan is wanted, else one with the reasons of all.
+    Raises StrategyError: that of `fit` for a single plan, else one with the reasons of all.
     """
     refusals: list[str] = []
     for plan in wanted:

@@ -49,8 +49,12 @@ def settings() -> Iterator[Setting]:
 
 
 def find(key: str) -> list[Setting]:
-    """Return the setting `key`, all settings of a section, or those with that last name here or in other tools. Raises
-    RecipeError."""
+    """Return the settings that `key` names.
+
+    key: dotted key of a setting, a section for all of its settings, or the last part of a key here or in other tools.
+
+    Raises RecipeError.
+    """
     every = list(settings())
     found = [one for one in every if key == one.key.partition(".")[0]]
     if not found:
@@ -63,7 +67,7 @@ def find(key: str) -> list[Setting]:
 
 
 def about(section: str) -> str:
-    """Return the first paragraph on a section."""
+    """Return the first paragraph of a section's docstring."""
     text = Recipe.model_fields[section].annotation.__doc__ or ""
     return " ".join(text.partition("\n\n")[0].split())
 
@@ -95,6 +99,7 @@ def _kind(field: FieldInfo) -> str:
 
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
+"""Name of each type for users."""
 
 
 def _type(annotation: Any) -> str:
@@ -110,7 +115,7 @@ def _type(annotation: Any) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    """Return the range in words; bounds that only guard against nonsense are left out."""
+    """Return the range in words, without bounds that only guard against nonsense."""
     words = ""
     for bound in metadata:
         match bound:

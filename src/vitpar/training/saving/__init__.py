@@ -1,1 +1,1 @@
-"""Saves checkpoints during a run, and resumes a run from them."""
+"""Saving of checkpoints during a run, and resuming a run from them."""

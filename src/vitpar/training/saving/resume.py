@@ -1,4 +1,7 @@
-"""Where a run goes on: the newest checkpoint that is whole, or one that is named, of a recipe that trains the same."""
+"""Resuming: the checkpoint to resume from, and the settings that may differ from those it was trained with.
+
+That is the newest complete checkpoint of a run, or one that is named.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,33 @@ FREE = (
     *("stream.val", "stream.val_samples", "stream.allow_pipe"),
     *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…", "faults.…"),
 )
-"""Settings that do not change what is trained (data are compared by what they hold), ``section.…`` for all of one."""
+"""Settings that do not change the training; ``section.…`` stands for all of a section.
+
+Data sets are compared by content instead of by path.
+"""
 _CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run."""
 DATA = "data"
-"""Stands for the training set itself where changes are allowed by name."""
+"""Name of the training set itself among the changes that are allowed."""
 
 
 def checkpoints_of(run: Path) -> Checkpoints:
-    """The checkpoints of the run in folder `run`, which need not exist."""
+    """Return the checkpoints of the run in folder `run`, which need not exist."""
     return Checkpoints(run / _CHECKPOINTS)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is meant as a checkpoint, whole or not, and not as a run."""
+    """Return whether `path` is a checkpoint, complete or not, and not a run."""
     return (path / INDEX).exists() or path.parent.name == _CHECKPOINTS
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether there is something to go on from at `path`: a checkpoint, or a run that has one."""
+    """Return whether `path` can be resumed from: a checkpoint, or a run that has one."""
     return is_checkpoint(path) or bool(checkpoints_of(path).steps())
 
 
 def run_of(path: Path) -> Path | None:
-    """The folder of the run that `path` is or belongs to; None for a checkpoint that lies elsewhere."""
+    """Return the folder of the run that `path` is or belongs to; None for a checkpoint outside a run."""
     if not is_checkpoint(path):
         return path
     parent = path.parent if path.parent.name == _CHECKPOINTS else path.resolve().parent
@@ -50,44 +57,49 @@ def run_of(path: Path) -> Path | None:
 
 
 def same_run(run: Path, path: Path) -> bool:
-    """Whether `path` is, or belongs to, the run in `run`."""
+    """Return whether `path` is, or belongs to, the run in `run`."""
     other = run_of(path)
     return other is not None and run.resolve() == other.resolve()
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Source of a run that is resumed.
-
-    source: a run's folder or one of its checkpoints, None to begin. recipe: the file that the run goes on with, if
-    none is named."""
+    """Source that a run is resumed from."""
 
     source: Path | None = None
+    """Folder of a run or one of its checkpoints; None to start a new run."""
     recipe: Path | None = None
+    """Recipe of the source, for the resumed run if none is named. None if there is none."""
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that goes on."""
+        """Folder of the run that is resumed; None if the source belongs to none."""
         return self.source and run_of(self.source)
 
     @property
     def begins(self) -> bool:
-        """Whether there is nothing to go on from."""
+        """Whether the run starts from the beginning, since there is no checkpoint."""
         return self.source is None or not has_checkpoint(self.source)
 
     def mesh(self) -> str | None:
-        """Return the saved copy of its plan, where the recipe names a file, which may be gone or changed by now."""
+        """Return the path of the saved plan, if the recipe's mesh is a plan file; else None.
+
+        The named file may have been deleted or changed since.
+        """
         if self.recipe is None:
             return None
         parallel = read_recipe(self.recipe).parallel
-        # Beside others it may not be the one that ran, so the file has to be there.
+        # With fallback meshes the saved plan may be that of a fallback, so the named file is needed.
         if not parallel.mesh.endswith(".json") or parallel.fallback_meshes:
             return None
         return str(self.recipe.with_name(PLAN))
 
 
 def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
-    """Interpret ``vitpar train --resume``: auto, a path or never. Raises RecipeError."""
+    """Interpret the value of ``vitpar train --resume``: auto, a path or never.
+
+    Raises RecipeError.
+    """
     if resume is None or resume == "never":
         return Resumed()
     if resume == "auto":
@@ -112,9 +124,11 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
 
 
 def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint `path`, or the newest whole one of the run in it, None where it has none. Collective.
+    """Return the checkpoint `path`, or the newest complete one of the run in it; None if the run has none. Collective.
 
-    warn: told of each that is damaged. Raises CheckpointError where the one that was named is, or all are.
+    warn: called with a message for each damaged checkpoint that is passed over.
+
+    Raises CheckpointError if the named checkpoint is damaged, or all of the run are.
     """
     if is_checkpoint(path):
         return Checkpoint.open_whole(path)
@@ -131,14 +145,16 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, allowed: Collection[str]) -> set[str]:
-    """The settings, and perhaps `data`, in which `recipe` trains otherwise than `checkpoint` was trained.
+    """Return the settings, and perhaps `data`, in which `recipe` trains differently from `checkpoint`.
 
-    fingerprint: of the training set. Raises CheckpointError for any that is not in `allowed`.
+    fingerprint: of the training set.
+
+    Raises CheckpointError for any that is not in `allowed`.
     """
     changed = changes(read_recipe(checkpoint.path / RECIPE), recipe)
     if checkpoint.facts.data != fingerprint:
         changed[DATA] = "the training set is another"
-    # Another optimizer brings its own settings.
+    # A change of the optimizer changes its settings too.
     free = {*allowed, *(key for key in changed if key.startswith("optimizer.") and "optimizer.name" in allowed)}
     refused = {key: words for key, words in changed.items() if key not in free or _is_shape(key)}
     if refused:
@@ -151,13 +167,13 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, al
 
 
 def _is_shape(key: str) -> bool:
-    """Whether a setting says which parameters there are: with others there is nothing to go on from."""
+    """Return whether a setting determines the parameters and their shapes. A change of it makes resuming impossible."""
     no_shapes = ("model.dropout", "model.drop_path", "model.init", "model.name", "model.norm_eps", "model.weights")
     return key.startswith("model.") and key not in no_shapes
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:
-    """The settings in which two recipes would train differently, by key, each with a few words on it."""
+    """Return the settings in which two recipes would train differently, by key, each with a description of the change."""
     old, new = _flat(before), _flat(after)
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     matters = [key for key in different if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE]

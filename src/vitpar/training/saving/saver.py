@@ -1,6 +1,6 @@
-"""The state that a run needs to resume under any plan, when it is written, and which checkpoints are kept.
+"""Saving: the state that a run needs to resume under any plan, when it is saved, and which checkpoints are kept.
 
-The state is tensors, by names that no plan changes, and a few numbers.
+The state is tensors, by names that are the same under every plan, and a few numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from vitpar.training.recipe.sections import CheckpointSection
 
 
 class TrainingState:
-    """Model, optimizer, averages and loss scale of a run: all that its steps change.
+    """State of a run that its steps change: model, optimizer, averages and loss scale.
 
-    Nothing random is kept: initial values, order, augmentation and drop-path are functions of the seed and of the place
-    in the data.
+    Random state is not kept: initial values, order, augmentation and drop-path are functions of the seed and of the
+    position in the data.
     """
 
     def __init__(
@@ -43,22 +43,24 @@ class TrainingState:
         named = {name: p.detach() for name, p in self._model.named_parameters()}
         parameters = {f"{PARAMETERS}{name}": p for name, p in named.items()}
         moments = {f"{MOMENTS}{name}": tensor for name, tensor in self._optimizer.state().items()}
-        means = self._ema.average if self._ema else {}  # the shards alone
+        means = self._ema.average if self._ema else {}  # local shards
         return parameters | moments | {f"{AVERAGES}{name}": sharded_as(named[name], means[name]) for name in means}
 
     @property
     def loss_scale(self) -> Scale | None:
-        """State of the loss scale, None where the loss is not scaled."""
+        """State of the loss scale; None if the loss is not scaled."""
         return Scale(**self._scaler.state()) if self._scaler else None
 
     def load(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
-        """Go on from `checkpoint`. Collective. Raises CheckpointError.
+        """Restore the state in `checkpoint`. Collective.
 
-        changed: settings that are others than its, and may be. An optimizer that needs what the former one did not
-        remember begins anew; averages that were not kept begin as the parameters.
+        changed: settings that differ from those of the checkpoint, and may. An optimizer that needs state that the
+        checkpoint lacks starts afresh; averages that it lacks start as the parameters.
+
+        Raises CheckpointError.
         """
         there = checkpoint.index.tensors
-        if any(name.startswith(MOMENTS) for name in there):  # else no step was made yet
+        if any(name.startswith(MOMENTS) for name in there):  # else the checkpoint is from before the first step
             self._optimizer.allocate()
         wanted = self.tensors()
         other = any(key.startswith("optimizer.") for key in changed)
@@ -77,12 +79,16 @@ class TrainingState:
 
 
 class Saver:
-    """Writes the checkpoints of one run. All ranks have one and call it together.
+    """Saver of the checkpoints of one run. All ranks have one and call its methods together.
 
-    interval, last: steps between checkpoints (0: none by step), and the last of the run. texts: the files beside the
-    tensors, of step, samples and the best evaluation. log: told of what was saved. beat: called before each wait for a
-    disk. `save`, `advance` and `finish` are collective, and raise CheckpointError where a checkpoint cannot be written.
-    writer: its `staged` is to be called before the state of the run changes.
+    `save`, `advance` and `finish` are collective, and raise CheckpointError if a checkpoint cannot be written.
+    `writer.staged` must be called before the state of the run changes.
+
+    interval: steps between checkpoints; 0 for none by step.
+    last: last step of the run.
+    texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
+    log: called with messages on what was saved.
+    beat: called before each wait for a disk.
     """
 
     def __init__(
@@ -107,36 +113,44 @@ class Saver:
 
     @property
     def minutes(self) -> float:
-        """Minutes since the last checkpoint, or the start."""
+        """Minutes since the last checkpoint, or since the start."""
         return (time.monotonic() - self._since) / 60
 
     def go_on(self, found: Checkpoint) -> None:
-        """The run goes on from `found`. What other checkpoints came after it are of another course, but stay until
-        there is one of this."""
+        """Resume from `found`.
+
+        Later checkpoints belong to an abandoned course of the run. They stay until this one has saved a checkpoint.
+        """
         self._best = found.facts.best
         self._earlier = {step for step in self.checkpoints.steps() if step <= found.facts.step}
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`, as far as that tells."""
+        """Return whether a checkpoint is due after `step`, by the number of the step alone."""
         if self._settings.never:
             return False
         by_step = self._interval and step % self._interval == 0
         return bool(by_step or step == self._last or (self._settings.first and step == 1))
 
     def late(self, minutes: float) -> bool:
-        """Whether one is due when the last was `minutes` ago, which all ranks have to agree on."""
+        """Return whether a checkpoint is due by time.
+
+        minutes: since the last one, equal on all ranks.
+        """
         return bool(self._settings.every_minutes) and minutes >= (self._settings.every_minutes or 0)
 
     def best(self, step: int, top1: float) -> bool:
-        """Take in an evaluation. Whether it is the best so far, and so to be kept."""
+        """Record an evaluation. Return whether it is the best so far, so that a checkpoint is to be kept."""
         if not self._settings.keep_best or (self._best is not None and top1 <= self._best.top1):
             return False
         self._best = BestEvaluation(step=step, top1=top1)
         return True
 
     def save(self, step: int, samples: int) -> None:
-        """Write the run as it is after `step`, and then remove what is not kept; nothing where it is there already or
-        no checkpoints are wanted. Where the recipe says so it is written while training goes on."""
+        """Save the run after `step`, and then remove the checkpoints that are not kept.
+
+        Does nothing if the step is saved already or the recipe wants no checkpoints. Training continues meanwhile if
+        the recipe says so.
+        """
         if self._settings.never or step in self._saved:
             return
         begun = time.monotonic()
@@ -154,11 +168,14 @@ class Saver:
         self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
 
     def advance(self, worst: float) -> None:
-        """Go on with the checkpoint that is being written. worst: the largest `progress` of all ranks."""
+        """Advance the checkpoint that is being written.
+
+        worst: the largest `progress` of all ranks.
+        """
         self._tell(self.writer.advance(worst))
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is whole."""
+        """Wait until the checkpoint that is being written is complete."""
         self._beat()
         self._tell(self.writer.finish())
 

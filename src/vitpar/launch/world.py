@@ -190,7 +190,7 @@ def _slurm_step(env: Mapping[str, str]) -> int | None:
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    """Return the tasks of the step. A step may be smaller than its job, so the variable of the step takes precedence."""
+    """Return the tasks of the step. A step may be smaller than its job, so its own variable takes precedence."""
     return _integer(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
 
 

@@ -173,7 +173,7 @@ def _is_shape(key: str) -> bool:
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the settings in which two recipes would train differently, by key, each with a description of the change."""
+    """Return the settings in which two recipes would train differently, by key, with a description of each change."""
     old, new = _flat(before), _flat(after)
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     matters = [key for key in different if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE]

@@ -33,7 +33,7 @@ class Scale(BaseModel):
     scale: PositiveFloat
     """Factor of the loss."""
     good_steps: NonNegativeInt
-    """Steps without an overflow since the scale changed or an overflow happened."""
+    """Steps since the last overflow or growth of the scale."""
     hysteresis_left: NonNegativeInt
     """Overflows left until the scale falls; 0 if each further one lowers it."""
 

@@ -39,7 +39,7 @@ class StoredTensor(Record):
     """Global tensor whose parts are stored in shard files."""
 
     dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
-    """Name of its torch dtype."""
+    """Name of the dtype in torch."""
     shape: Shape
     """Shape of the global tensor."""
     parts: Annotated[list[Box], Field(max_length=MAX_TENSOR_PARTS), FailFast()]
@@ -51,8 +51,7 @@ class StoredTensor(Record):
         return _WIDTHS[self.dtype]
 
     def is_filled(self, shards: int) -> bool:
-        """Return whether the boxes lie inside the tensor, tile it without overlap, and each is in one of `shards`
-        files."""
+        """Return whether the boxes tile the tensor exactly, and each is in one of `shards` files."""
         for shard, offsets, sizes in self.parts:
             if not (0 <= shard < shards and len(offsets) == len(sizes) == len(self.shape)):
                 return False

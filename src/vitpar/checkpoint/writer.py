@@ -47,11 +47,11 @@ class Saved:
     """Checkpoint that is complete."""
 
     folder: Path
-    """Where it is."""
+    """Folder of the checkpoint."""
     seconds: float
-    """From its begin to its completion."""
+    """Seconds from its begin to its completion."""
     bytes: int
-    """In all its files except the index."""
+    """Bytes of all its files except the index."""
 
 
 @dataclass
@@ -59,13 +59,13 @@ class _Flight:
     """Checkpoint that is being written."""
 
     folder: Path
-    """Its final place."""
+    """Final folder of the checkpoint."""
     texts: Mapping[str, str]
     """Text files by name."""
     published: Callable[[], None]
     """Called in a thread of rank 0 once the folder has its name."""
     begun: float
-    """When it began, by `time.monotonic`."""
+    """Time of its begin, by `time.monotonic`."""
     stage: Literal["writing", "publishing"] = "writing"
     """Equal on all ranks: "writing" the shards, then "publishing" the index on rank 0."""
     work: Future[Any] | None = None

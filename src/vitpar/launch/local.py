@@ -63,7 +63,7 @@ class Failure:
     report: Report | None
     """Error that it reported; None if it ended without a report."""
     code: int | None
-    """Exit code as in subprocess, or minus the number of the signal that killed it; None while it still runs."""
+    """Exit code, or minus the number of the signal that killed it, as in subprocess; None while it still runs."""
 
     @property
     def is_symptom(self) -> bool:

@@ -182,10 +182,9 @@ def _use_loopback() -> None:
 
 
 def probe() -> None:
-    """Join the world found, add up one number per rank, and leave: the smallest program that shows that worlds work
-    here.
+    """Join the world found, add up one number per rank, and leave.
 
-    Raises RuntimeError if the sum is wrong.
+    It is the smallest program that shows that worlds work here. Raises RuntimeError if the sum is wrong.
     """
     with reporting():
         world = find_world()

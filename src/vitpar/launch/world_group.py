@@ -133,7 +133,7 @@ def _encoded(value: Json) -> Tensor:
 
 def _decoded(message: Tensor, rank: int) -> Any:
     try:
-        return json.loads(message.numpy().tobytes())  # also names of files that are not UTF-8
+        return json.loads(message.numpy().tobytes())  # accepts half surrogate pairs: names of files that are not UTF-8
     except (ValueError, RecursionError) as error:
         raise FaultError(
             f"rank {rank} sent what is no JSON ({error}): run the same vitpar everywhere, on a network that is trusted"

@@ -143,8 +143,9 @@ class Input:
             self._peers = group if dist.get_rank() in ranks else self._peers
 
     def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
-        """Return a loader of every global batch after `start` samples, without end, with this rank's share of the
-        images.
+        """Return a loader of all global batches after `start` samples, without end.
+
+        It loads this rank's share of the images.
 
         Raises DataError for a stream with fewer shards than ranks that decode.
         """
@@ -233,7 +234,7 @@ class Input:
         """Return `tensor` on the device. On a GPU the copy overlaps with computation that was queued before."""
         if self._copies is None:
             return tensor
-        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # pinned tensors stay as they are
+        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # no copy of a pinned tensor
         with torch.cuda.stream(self._copies):
             sent = pinned.to(self._model.device, non_blocking=True)
         computing.wait_stream(self._copies)

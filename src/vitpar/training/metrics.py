@@ -105,10 +105,10 @@ class StepLog:
         self._waiting = time.perf_counter()
 
     def flush(self, mine: Worst) -> tuple[list[dict[str, Any]], Worst]:
-        """Return the rows since the last flush, and the largest values of all ranks. Collective, after at least one
-        step.
+        """Return the rows since the last flush, and the largest values of all ranks. Collective.
 
-        Losses are those of global batches. A loss or norm of a skipped step that is not finite is None.
+        Requires at least one step. Losses are those of global batches. A loss or norm of a skipped step that is not
+        finite is None.
 
         mine: state of this rank. It is reduced in the same message as the waiting times.
         """
@@ -164,10 +164,9 @@ def _shown(number: float, step: _Step) -> float | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the dense FLOP/s of `device` in the compute dtype of `precision`; None if no shipped cluster file names
-    it.
+    """Return the dense FLOP/s of `device` in the compute dtype of `precision`; None if they are unknown.
 
-    For fp8 it is that of bf16, so that the two compare.
+    They come from the shipped cluster files. For fp8 it is the rate of bf16, so that the two compare.
     """
     if device.type != "cuda":
         return None

@@ -29,7 +29,7 @@ class Answer:
     rank: int
     """Rank in the world."""
     phase: str
-    """Phase of its work, such as "computing step"."""
+    """Current activity, such as "computing step"."""
     step: int
     """Step of the phase; 0 if it has none."""
     issued: dict[str, tuple[int, list[int]]] = field(default_factory=dict)

@@ -105,10 +105,10 @@ class NonFinite:
         return rows, None
 
     def spoiled(self, step: int, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return the sentence to stop with if the update of `step` left state that is not finite; else None.
-        Collective.
+        """Return the sentence to stop with if the state after `step` is not finite; else None. Collective.
 
-        Gradients of the step were finite, but its result must not be saved. Reads all of the state.
+        The gradients of the step were finite, but its update left such numbers, which must not be saved. Reads all of
+        the state.
 
         tensors: this rank's state of the run.
         """

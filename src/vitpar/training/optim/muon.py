@@ -58,11 +58,11 @@ class Matrix:
     parameter: Tensor
     """Plain tensor or DTensor."""
     heads: int | None
-    """Attention heads of a fused parameter of queries, keys and values, [heads · 3 · features, inputs]; None for
-    others.
+    """Attention heads of a fused parameter of queries, keys and values; None for other parameters.
 
-    The three are linear maps that happen to be stored as one, with unrelated singular values. Orthogonalised together,
-    the map with the largest gradients would take the step of the others.
+    Its shape is [heads · 3 · features, inputs]. The three are linear maps that happen to be stored as one, with
+    unrelated singular values. Orthogonalised together, the map with the largest gradients would take the step of the
+    others.
     """
 
     @property

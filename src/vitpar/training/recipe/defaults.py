@@ -45,9 +45,9 @@ class DefaultsRow:
     batch: int
     """Batch size of the published recipe."""
     epochs: int
-    """Length of the run."""
+    """Epochs of the run."""
     warmup_epochs: float
-    """Length of the warm-up."""
+    """Epochs of linear warm-up."""
     settings: Mapping[str, Any]
     """Other settings by dotted key."""
     sources: str

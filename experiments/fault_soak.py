@@ -163,7 +163,7 @@ class Soak:
         newest = max(before, default=0)
         if newest and max(there.steps(), default=0) < newest:
             wrong.append(f"step_{newest} is lost")
-        goes_on = [int(step) for step in re.findall(r"going on from .*step_(\d+):", self._log())]
+        goes_on = [int(step) for step in re.findall(r"resuming from .*step_(\d+):", self._log())]
         # Later where all that one lacked was its name.
         if newest and (not goes_on or goes_on[-1] < newest or goes_on[-1] in self._spoiled):
             wrong.append(f"it did not go on from step_{newest}, but from {goes_on[-1:]}")

@@ -83,7 +83,7 @@ def validate(
     if not chosen:
         raise PlannerError(
             f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: name plans, or another "
-            "--batch-images"
+            "--batch-size"
         )
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
     resolve(chosen[0], kind)  # refuses more ranks than the launcher or the GPUs provide

@@ -213,7 +213,7 @@ def _wrong_devices(report: Mapping[str, Any]) -> Iterator[Problem]:
     if report["gpu_driver"] and not devices:
         cuda = distributed["cuda"]
         why = f"the driver may be too old for its CUDA {cuda}" if cuda else "it is built for CPUs only"
-        fix = "install a torch that fits from https://pytorch.org, or mend CUDA_VISIBLE_DEVICES"
+        fix = "install a torch that fits from https://pytorch.org, or fix CUDA_VISIBLE_DEVICES"
         yield "warning", f"an NVIDIA driver is loaded but torch sees no GPU ({why}): {fix}"
     for index, device in enumerate(devices):
         major, minor = device["compute_capability"]

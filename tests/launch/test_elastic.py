@@ -112,7 +112,7 @@ def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place:
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors
     assert "rank 0 lost its connection to another rank" in errors
-    assert "going on from shrunk/checkpoints/step_" in log(place, "shrunk")
+    assert "resuming from shrunk/checkpoints/step_" in log(place, "shrunk")
     reason = "the plan is 'dp1', since the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"
     assert reason in log(place, "shrunk")
     parallel = read_recipe(place / "shrunk" / "recipe.toml").parallel

@@ -216,7 +216,7 @@ def test_the_slurm_script_goes_on_after_a_signal(place: Path, cluster: dict[str,
     more = [*words, str(saved + 3), "--allow-change", "train.steps"]
     done = subprocess.run(more, cwd=place, env=cluster, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert f"going on from runs/job-7/checkpoints/step_{saved}" in done.stdout
+    assert f"resuming from runs/job-7/checkpoints/step_{saved}" in done.stdout
     assert calls.read_text().count("scontrol") == 1
 
 

@@ -144,7 +144,7 @@ def test_without_a_compiler_blocks_run_as_they_are_unless_it_is_asked_for(
     assert compiler_fault(CPU) == "the compiler does not work for this cpu device (no g++ in sight)"
     monkeypatch.setattr(compiling, "compiler_fault", lambda device: "the compiler is gone")
     assert choose_compiling(None, plan, "bf16", CUDA) == Compiling(False, "the compiler is gone")
-    with pytest.raises(RecipeError, match=r"train.compile is true, but the compiler is gone: mend that"):
+    with pytest.raises(RecipeError, match=r"train.compile is true, but the compiler is gone: fix that"):
         choose_compiling(True, plan, "bf16", CPU)
 
 

@@ -254,7 +254,7 @@ def test_keys_mean(changes: dict[str, Any], text: str) -> None:
 
 PRECISION = "The file does not say the precision."
 PRECISION_AND_SP = "The file does not say the precision, nor whether tp has sequence parallelism (+sp)."
-ZERO2 = "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless told otherwise at run time."
+ZERO2 = "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless run-time options change that."
 FLAGS = "Galvatron has run-time flags for what the file leaves out, read by their defaults: "
 
 

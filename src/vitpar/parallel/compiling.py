@@ -37,7 +37,7 @@ def choose_compiling(wanted: bool | None, plan: Plan, precision_name: str, devic
             return Compiling(False, str(clash))
     fault = next(filter(None, all_gather_json(compiler_fault(device))), None)
     if fault and wanted:
-        raise RecipeError(f"train.compile is true, but {fault}: mend that, or leave train.compile out")
+        raise RecipeError(f"train.compile is true, but {fault}: fix that, or leave train.compile out")
     return Compiling(fault is None, fault)
 
 

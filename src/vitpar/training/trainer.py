@@ -239,7 +239,7 @@ class Trainer:
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:
             self.saver.go_on(found)
-        self.reporter.info(f"going on from {found.path}: {count(self.done, 'step')} done")
+        self.reporter.info(f"resuming from {found.path}: {count(self.done, 'step')} done")
 
     def _start(self) -> None:
         sizes = *state_size(self.model, self.recipe), len(self.train_set), len(self.val_set), self.total_steps

@@ -123,7 +123,7 @@ def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:
     for again in (False, True):
         done = run(place, words)
         assert done.returncode == 0, done.stderr
-        assert ("going on from auto/checkpoints/step_12" in done.stdout + done.stderr) is again
+        assert ("resuming from auto/checkpoints/step_12" in done.stdout + done.stderr) is again
     assert len(rows(place / "auto")) == 12 + 2
 
 

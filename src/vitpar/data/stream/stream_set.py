@@ -152,7 +152,7 @@ class Reader:
                 why = "; ".join((self.broken + self.skipped)[:3]) or "they are empty"
                 raise DataError(
                     f"none of the {count(len(shards), 'shard')} that part {part} of {parts} read of "
-                    f"'{self.data.place}' gave an image ({why}): mend them"
+                    f"'{self.data.place}' gave an image ({why}): fix them"
                 )
 
     def once(self) -> Generator[Sample]:
@@ -210,12 +210,12 @@ class Reader:
         images = [found[kind] for kind in EXTENSIONS if kind in found]
         if extension not in found or len(images) != 1:
             has = f"no label (.{extension}) beside its image" if extension not in found else f"{len(images)} images"
-            self._bad(f"{name} has {has}", self.skipped, "mend it")
+            self._bad(f"{name} has {has}", self.skipped, "fix it")
             return None
         try:
             label = label_of(found[extension], self.data.labels, f"'{shown(key)}.{extension}' of '{shown(url)}'")
         except DataError as error:
-            self._bad(str(error), self.skipped, "mend it")
+            self._bad(str(error), self.skipped, "fix it")
             return None
         if label >= self.data.num_classes:
             raise DataError(

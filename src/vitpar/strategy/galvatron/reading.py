@@ -266,7 +266,7 @@ def _notes(file: GalvatronFile, plan: Plan) -> Iterator[str]:
     if file.chunks == -1:
         yield f"chunks is -1, which Galvatron's rule makes {plan.microbatches}."
     if plan.microbatches != 1 and any(strategy.zero for strategy in plan.kinds):
-        yield "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless told otherwise at run time."
+        yield "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless run-time options change that."
     silent = [("pipeline_type", "gpipe")] if plan.pp != 1 else []
     if not _is_of_2022(file):
         silent += [("default_dp_type", "ddp")] if any(strategy.has("dp") for strategy in plan.kinds) else []

@@ -141,4 +141,4 @@ def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
     said = " and ".join(f"'{folder}'" for folder in folders[:_MOST_FOLDERS])
     more = f" and {len(folders) - _MOST_FOLDERS} more" if len(folders) > _MOST_FOLDERS else ""
     stacks = f"; stacks are in {said}{more}" if folders else ""
-    return f"the run hangs: nothing came to an end in {minutes:g} minutes; {', '.join(parts)}{stacks}"
+    return f"the run hangs: no progress for {minutes:g} minutes; {', '.join(parts)}{stacks}"

@@ -159,9 +159,10 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, al
     refused = {key: words for key, words in changed.items() if key not in free or _is_shape(key)}
     if refused:
         keys = " ".join(f"--allow-change {key}" for key in refused)
-        instead = "" if any(map(_is_shape, refused)) else f", or go on with {keys}"
+        instead = "" if any(map(_is_shape, refused)) else f", or resume with {keys}"
         raise CheckpointError(
-            f"'{checkpoint.path}' is of another training: {'; '.join(refused.values())}: change it back{instead}"
+            f"cannot resume '{checkpoint.path}', since settings changed: {'; '.join(refused.values())}: "
+            f"change it back{instead}"
         )
     return set(changed)
 

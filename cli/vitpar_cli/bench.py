@@ -67,7 +67,7 @@ def bench(
         raise RecipeError(f"--num-classes {num_classes} changes nothing where the data says it: leave it out")
     o.refuse_idle(assignments, "a benchmark" if reads else "a benchmark without data")
     # A recipe must have a length, although a benchmark does not use it.
-    merged = o.merged_recipe(recipe, {**o.settings(bench, locals()), "train.steps": 1}, assignments)
+    merged = o.merged_recipe(recipe, {**o.checked_settings(bench, locals()), "train.steps": 1}, assignments)
     from vitpar.training.input import open_split, transforms
 
     kind = choose_device(device)

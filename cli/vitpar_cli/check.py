@@ -72,7 +72,7 @@ def check(
     Example: vitpar check --mesh pp2xtp2xdp2
     """
     o.refuse_idle(assignments, "a check")
-    given = o.settings(check, locals())
+    given = o.checked_settings(check, locals())
     from vitpar.check import recipe_to_check
     from vitpar.training.recipe import read_recipe
 

@@ -39,7 +39,7 @@ def evaluate(
 
     Example: vitpar eval --checkpoint runs/20260102-… --data data_shards/digits
     """
-    given = o.settings(evaluate, locals())
+    given = o.checked_settings(evaluate, locals())
     from vitpar.errors import DataError
 
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds

@@ -54,7 +54,6 @@ def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> d
             if hasattr(option, "setting"):
                 key, to = option.setting
                 found[key] = None if arguments[name] is None else to(arguments[name])
-    refuse_early(found)
     return found
 
 
@@ -71,6 +70,13 @@ def refuse_early(given: Mapping[str, object]) -> None:
 
         if not (Path(data) / MANIFEST).exists():
             read_manifest(data)
+
+
+def checked_settings(command: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return `settings` after `refuse_early`."""
+    found = settings(command, arguments)
+    refuse_early(found)
+    return found
 
 
 RecipeFile = Annotated[

@@ -68,7 +68,7 @@ def search(
     """
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
-    merged = profiled.planned_recipe(recipe, o.settings(search, locals()), assignments)
+    merged = profiled.planned_recipe(recipe, o.checked_settings(search, locals()), assignments)
     sizes = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else (merged.train.batch_size,)
     counts = profiled.numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) if microbatches else None
     budget = None if memory is None else parse_size(memory)

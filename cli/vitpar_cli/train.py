@@ -139,7 +139,7 @@ def train(
 
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
-    given = o.settings(train, locals())
+    given = o.checked_settings(train, locals())
     from vitpar.training.saving.resume import resumed, same_run
 
     went = resumed(resume, run_dir)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 8
-LAYERWISE = "pp2: stem=fsdp2, 0-1=tp2+sp, *=dp2+zero1"
+LAYERWISE = "pp2: embed=fsdp2, 0-1=tp2+sp, *=dp2+zero1"
 STREAM = ("train={data}/train-{{000000..000003}}.tar", "val={data}/val-000000.tar", "samples=1437", "val_samples=360")
 RUNS: dict[str, tuple[str, ...]] = {
     "dp1": (),

@@ -79,7 +79,7 @@ def plan(
 
     Example: vitpar plan fsdp8 --model vit_huge_patch14_224 --batch-size 1024 --cluster 8xH100
 
-    Example: vitpar plan "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
+    Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
     o.refuse_idle(assignments, "a plan")
     given = {**o.settings(plan, locals()), "parallel.mesh": strategy}

@@ -49,7 +49,7 @@ def redistribution_words(change: Redistribution) -> str:
 
 
 def layer_words(stages: Iterable[Sequence[str]]) -> str:
-    """Return text such as `stem, blocks 0-1, 4-5`.
+    """Return text such as `embed, blocks 0-1, 4-5`.
 
     stages: names of the consecutive layers of each stage, in order.
     """
@@ -61,7 +61,7 @@ def layer_words(stages: Iterable[Sequence[str]]) -> str:
         if numbers:
             runs.append(numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
     middle = [f"{'blocks' if blocks > 1 else 'block'} {', '.join(runs)}"] if runs else []
-    return ", ".join([*(["stem"] if "stem" in names else []), *middle, *(["head"] if "head" in names else [])])
+    return ", ".join([*(["embed"] if "embed" in names else []), *middle, *(["head"] if "head" in names else [])])
 
 
 def consecutive(names: Sequence[str]) -> list[list[str]]:

@@ -90,7 +90,7 @@ Mesh = Annotated[
         "--mesh",
         metavar="STRATEGY",
         help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in "
-        "'pp2: stem=fsdp4, \\*=tp2xfsdp2'; or a plan.json.",
+        "'pp2: embed=fsdp4, \\*=tp2xfsdp2'; or a plan.json.",
     ),
 ]
 DataDir = Annotated[

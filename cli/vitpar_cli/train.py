@@ -28,7 +28,7 @@ def train(
             "--mesh",
             metavar="STRATEGY",
             help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in "
-            "'pp2: stem=fsdp4, \\*=tp2xfsdp2'; a plan.json; or auto: the fastest that fits into --memory.",
+            "'pp2: embed=fsdp4, \\*=tp2xfsdp2'; a plan.json; or auto: the fastest that fits into --memory.",
         ),
     ] = None,
     recipe: o.RecipeFile = None,

@@ -89,7 +89,7 @@ def pipeline(config: ViTConfig) -> Step:
         if index // per_stage != rank:
             del model.blocks[str(index)]
     if rank > 0:
-        model.stem = None
+        model.embed = None
     if rank < ranks - 1:
         model.head = None
     stage = PipelineStage(model, rank, ranks, torch.device("cpu"))

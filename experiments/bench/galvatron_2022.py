@@ -25,10 +25,10 @@ from vitpar.strategy import Plan, Strategy
 
 GPUS, DEPTH, MB = 8, 32, 2**20
 TABLE = {
-    8: (37.7, 56, "pp1: stem=tp2xdp4, 0=dp4xtp2, 1-31=fsdp4xtp2, head=fsdp4xtp2"),
+    8: (37.7, 56, "pp1: embed=tp2xdp4, 0=dp4xtp2, 1-31=fsdp4xtp2, head=fsdp4xtp2"),
     12: (53.3, 72, "pp2xdp4"),
-    16: (67.5, 160, "pp1: stem=dp8, 0-1=dp8, 2-31=fsdp8, head=fsdp8"),
-    20: (75.4, 152, "pp1: stem=dp8, 0-19=dp8, 20-31=fsdp8, head=fsdp8"),
+    16: (67.5, 160, "pp1: embed=dp8, 0-1=dp8, 2-31=fsdp8, head=fsdp8"),
+    20: (75.4, 152, "pp1: embed=dp8, 0-19=dp8, 20-31=fsdp8, head=fsdp8"),
 }
 """By GB of a GPU: images a second and batch of the plan that its search found, and the plan."""
 COLUMNS = {"dp8": (0.0, 14.5, 47.1, 69.5), "fsdp8": (34.2, 52.8, 66.6, 73.1), "pp8": (22.5, 22.5, 22.5, 22.5)}
@@ -136,7 +136,7 @@ class UnderItsModel(Search):
         for strategy in self.space.strategies(GPUS // pp):
             if batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0:
                 block = Load(once=pp * layer_ms(pp, strategy, batch) / 1e3, kept=layer_mb(strategy, batch) * MB)
-                loads = {"stem": Load(kept=other_mb(strategy, batch) * MB), "block": block, "head": Load()}
+                loads = {"embed": Load(kept=other_mb(strategy, batch) * MB), "block": block, "head": Load()}
                 found.append(Option(strategy, {kind: loads[kind] for kind in KINDS}))
         return Choices(tuple(found))
 

@@ -189,7 +189,7 @@ def contender(config: ViTConfig, plan: Plan, batch: int) -> tuple[Callable, Tens
     """vitpar's step under `plan`, and random images of this rank and labels for it."""
     g = torch.Generator().manual_seed(0)
     step = vitpar_step(config, plan, batch, CPU)
-    rows = token_layout(plan.strategies(config.layer_names)["stem"])[place_of_rank(plan, dist.get_rank())[1]]
+    rows = token_layout(plan.strategies(config.layer_names)["embed"])[place_of_rank(plan, dist.get_rank())[1]]
     local = len(rows.row_range(batch))
     images = torch.randn(local, config.channels, config.image_size, config.image_size, generator=g)
     return step, images, torch.randint(0, config.num_classes, (batch,), generator=g)

@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 BASE = ("--model", "vit_base_patch16_224", "--batch-size", "256")
-LAYERED = "pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"
+LAYERED = "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"
 
 
 def squeezed(shown: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_it_shows_ranks_stages_batch_and_communication(run: Run) -> None:
     assert "vit_base_patch16_224 under pp2xtp2xdp2\n86.6 M parameters, 1,000 classes, 8 ranks" in shown
     assert str(draw_ranks(parse("pp2xtp2xdp2"), 100)) in shown
     lines = squeezed(shown)
-    assert "stage 0 stem, blocks 0-5 50.3 % 22.0 M 352.3 MB" in lines
+    assert "stage 0 embed, blocks 0-5 50.3 % 22.0 M 352.3 MB" in lines
     assert "stage 1 blocks 6-11, head 49.7 % 21.7 M 346.6 MB" in lines
     assert "batch 256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32" in lines
     assert "pipeline 1f1b, in theory 20.0 % of the time idle" in lines
@@ -71,12 +71,12 @@ def test_a_layerwise_plan_is_told_strategy_by_strategy(run: Run) -> None:
     shown = run(LAYERED, *BASE)
     assert str(draw_ranks(parse(LAYERED), 100)) in shown
     lines = squeezed(shown)
-    # A quarter of stem and blocks but for what has one row (fsdp), and does not split over tp.
-    assert "stage 0 0-3 stem, blocks 0-5 50.3 % 10.9 M 175.0 MB" in lines
+    # A quarter of embed and blocks but for what has one row (fsdp), and does not split over tp.
+    assert "stage 0 0-3 embed, blocks 0-5 50.3 % 10.9 M 175.0 MB" in lines
     assert "stage 1 4-7 blocks 6-11, head 49.7 % 10.8 M 173.2 MB" in lines
     assert "batch 256 images = 4 data-parallel parts x 64, each 4 micro-batches x 16" in lines
     assert any("a rank sends 25.0 % of each" in f"{a} {b}" for a, b in pairwise(lines))
-    headings = ["stem: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistributed in front of"]
+    headings = ["embed: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistributed in front of"]
     places = [lines.index(heading) for heading in headings]
     assert places == sorted(places)
     names = [line.split(" ")[0] for line in lines[places[1] + 1 : places[2]]]
@@ -104,7 +104,7 @@ def test_arranged_tp_and_host_memory_are_shown(run: Run) -> None:
     ]
     head = next(line for line in lines if line.startswith("layers FLOPs"))
     assert head == "layers FLOPs parameters on host memory"
-    assert "stage 0 stem, blocks 0-5 50.3 % 10.9 M 173.7 MB 0 bytes" in lines
+    assert "stage 0 embed, blocks 0-5 50.3 % 10.9 M 173.7 MB 0 bytes" in lines
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,11 @@ def test_what_is_wrong_is_refused(run: Run, arguments: tuple[str, ...], error: t
 
 
 def test_words() -> None:
-    assert layer_words([("stem", "blocks.0", "blocks.1"), ("blocks.4", "head")]) == "stem, blocks 0-1, 4, head"
+    assert layer_words([("embed", "blocks.0", "blocks.1"), ("blocks.4", "head")]) == "embed, blocks 0-1, 4, head"
     assert layer_words([("blocks.3",)]) == "block 3"
     assert layer_words([("head",)]) == "head"
-    assert consecutive(["stem", "blocks.0", "blocks.2", "blocks.3", "head"]) == [
-        *(["stem"], ["blocks.0"], ["blocks.2", "blocks.3"], ["head"])
+    assert consecutive(["embed", "blocks.0", "blocks.2", "blocks.3", "head"]) == [
+        *(["embed"], ["blocks.0"], ["blocks.2", "blocks.3"], ["head"])
     ]
     assert travel_words([0.25, 0.25]) == "a rank sends 25.0 % of each"
     assert travel_words([0.5, 0.25]) == "a rank sends 25.0 % to 50.0 % of each"
@@ -242,7 +242,7 @@ def test_batch_words_leave_out_divisions_by_one() -> None:
 def test_help_names_all_schedules(run: Run) -> None:
     shown = " ".join(run("--help").replace("│", " ").split())
     assert all(schedule in shown for schedule in SCHEDULES)
-    assert '"pp2: stem=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"' in shown
+    assert '"pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"' in shown
 
 
 @pytest.mark.parametrize(

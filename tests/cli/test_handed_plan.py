@@ -14,7 +14,7 @@ from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.recipe import Chosen
 from vitpar_cli import recipe_options, world
 
-CHOSEN = Chosen(parse("pp2: stem=fsdp2, *=dp2+zero1"), "since the first does not fit")
+CHOSEN = Chosen(parse("pp2: embed=fsdp2, *=dp2+zero1"), "since the first does not fit")
 
 
 def handed(monkeypatch: pytest.MonkeyPatch, folder: Path, chosen: Chosen | None) -> None:

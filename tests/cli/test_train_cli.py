@@ -119,7 +119,7 @@ def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Comm
 
 @pytest.mark.parametrize(
     ("mesh", "named"),
-    [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: stem=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],
+    [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: embed=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],
 )
 def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")

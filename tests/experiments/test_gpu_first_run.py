@@ -122,14 +122,14 @@ def test_settings_and_fp8_are_compared_with_the_default() -> None:
 def test_outcomes_are_read_from_the_lines_of_pytest() -> None:
     lines = [
         "tests/parallel/test_cuda.py::test_a[dp1+offload] PASSED                 [  1%]",
-        "tests/parallel/test_cuda.py::test_b[pp1: stem=dp1, *=dp1] FAILED        [  2%]",
+        "tests/parallel/test_cuda.py::test_b[pp1: embed=dp1, *=dp1] FAILED        [  2%]",
         "[gw1] [  4%] SKIPPED tests/parallel/test_cuda.py::test_c[x y] ",
         "tests/parallel/test_cuda.py::test_running",
-        "FAILED tests/parallel/test_cuda.py::test_b[pp1: stem=dp1, *=dp1] - assert 1 == 2",
+        "FAILED tests/parallel/test_cuda.py::test_b[pp1: embed=dp1, *=dp1] - assert 1 == 2",
     ]
     found = pytest_rows(lines)
     assert [row["outcome"] for row in found.values()] == ["passed", "failed", "skipped"]
-    assert found["tests/parallel/test_cuda.py::test_b[pp1: stem=dp1, *=dp1]"]["why"] == "assert 1 == 2"
+    assert found["tests/parallel/test_cuda.py::test_b[pp1: embed=dp1, *=dp1]"]["why"] == "assert 1 == 2"
 
 
 def test_batches_follow_the_free_memory() -> None:

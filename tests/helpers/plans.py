@@ -257,15 +257,15 @@ CASES = (
     Case("tp4+2d", model=T197, batch=8),
     Case("tp8+3d", model=T196, batch=8),
     # layer by layer
-    Case("pp1: stem=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", check=FP64),
+    Case("pp1: embed=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", check=FP64),
     Case("pp1: 0-3=dp4, 4-7=fsdp4"),
-    Case("pp1: stem=dp4, 0-1=dp2xtp2, 2-3=tp2xdp2, 4-5=tp4, *=dp4", model=EVERYTHING, check=FP64),
+    Case("pp1: embed=dp4, 0-1=dp2xtp2, 2-3=tp2xdp2, 4-5=tp4, *=dp4", model=EVERYTHING, check=FP64),
     Case("pp1: 0-1=tp4+2d, 2-3=tp4+sp, 4-5=tp4, *=fsdp2xdp2", model=EVERYTHING, check=FP64),
-    Case("pp1: stem=tp8+3d, 0-2=tp8+2.5d, 3-5=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
-    Case("pp1: stem=dp6, 0-1=tp3xdp2, 2-3=dp2xtp3, 4-5=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
+    Case("pp1: embed=tp8+3d, 0-2=tp8+2.5d, 3-5=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: embed=dp6, 0-1=tp3xdp2, 2-3=dp2xtp3, 4-5=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
     Case("pp1: 0-3=dp2xtp3, 4-7=fsdp3xtp2", batch=36),
-    Case("pp2: stem=fsdp4, 0-3=tp2xfsdp2, *=fsdp4+ckpt", check=FP64),
-    Case("pp2: stem=dp2, 0-3=dp2, *=tp2", check=FP64),
+    Case("pp2: embed=fsdp4, 0-3=tp2xfsdp2, *=fsdp4+ckpt", check=FP64),
+    Case("pp2: embed=dp2, 0-3=dp2, *=tp2", check=FP64),
     Case("pp2: 0-3=tp2, *=dp2+zero1", model=EVERYTHING, check=FP64),
     Case("pp2: 0-1=tp2+sp, 3-4=dp2, 6=tp2, *=fsdp2", INTERLEAVED, check=FP64),
     Case("pp2: 0-1=tp2, 3-4=dp2, 6=tp2+sp, *=fsdp2", ZBV, check=FP64),
@@ -273,7 +273,7 @@ CASES = (
     Case("pp2: 0-3=dp2xfsdp2, head=tp4, *=tp4+2d+ckpt", {"schedule": "gpipe"}),
     Case("pp3: 0-2=dp2, 3-5=tp2, *=fsdp2", {"split": (3, 3, 2)}, batch=24),
     Case("pp1: 0-3=dp2+ckpt, 4-5=dp2+ckpt.selective, *=dp2+zero2", {"microbatches": 2}),
-    Case("pp1: stem=dp2+offload, 0-3=fsdp2+offload, *=dp2"),
+    Case("pp1: embed=dp2+offload, 0-3=fsdp2+offload, *=dp2"),
 )
 
 
@@ -315,6 +315,6 @@ def layerwise(draw: st.DrawFn, ranks: int, depth: int) -> Case:
     plan = draw(st.sampled_from(schedules)) if pp > 1 else {"microbatches": draw(st.sampled_from([1, 2]))}
     bounds = sorted(draw(st.sets(st.integers(0, depth), min_size=2, max_size=4)))
     names = [f"{a}-{b - 1}" for a, b in pairwise(bounds)]
-    names += draw(st.sets(st.sampled_from(["stem", "head"])).map(sorted))
+    names += draw(st.sets(st.sampled_from(["embed", "head"])).map(sorted))
     groups = [f"{name}={draw(strategies_of(ranks // pp))}" for name in (*names, "*")]
     return Case(f"pp{pp}: {', '.join(groups)}", plan)

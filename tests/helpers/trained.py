@@ -16,7 +16,7 @@ from vitpar.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 STEPS = 3
-LAYERWISE = "pp2: stem=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2"
+LAYERWISE = "pp2: embed=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2"
 PLANS: dict[str, dict[str, Any]] = {
     "dp1": {},
     "dp4+zero2": {},

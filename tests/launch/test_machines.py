@@ -186,7 +186,7 @@ SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
 def test_the_slurm_script_queues_again_what_was_asked_to_end(
     code: str, again: bool, place: Path, cluster: dict[str, str]
 ) -> None:
-    words = ["--mesh", "pp2: stem=dp2, *=fsdp2"]
+    words = ["--mesh", "pp2: embed=dp2, *=fsdp2"]
     done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": code}, timeout=60)
     assert done.returncode == int(code)
     first, *rest = (place / "calls").read_text().splitlines()

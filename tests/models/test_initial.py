@@ -107,8 +107,8 @@ def test_nothing_is_left_unfilled(options: dict[str, Any]) -> None:
 def test_another_seed_and_another_name_give_other_numbers() -> None:
     one, same, other = (one_process(seed, config_of()) for seed in (1, 1, 2))
     drawn = {name for name, value in one.items() if value.unique().numel() > 1}
-    assert {name.rpartition(".")[2] for name in one.keys() - drawn} == {"weight", "bias", "gamma1", "gamma2"}
-    assert "stem.cls_token" in drawn and "blocks.2.mlp.fc2.weight" in drawn and "head.fc_dist.weight" not in drawn
+    assert {name.rpartition(".")[2] for name in one.keys() - drawn} == {"weight", "bias", "gamma"}
+    assert "embed.cls_token" in drawn and "blocks.2.mlp.fc2.weight" in drawn and "head.fc_dist.weight" not in drawn
     for name, value in one.items():
         assert torch.equal(value, same[name])
         assert torch.equal(value, other[name]) == (name not in drawn), name

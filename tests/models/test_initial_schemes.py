@@ -119,14 +119,19 @@ def test_distributions_are_timms(scheme: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "pattern", "rule", "name"),
     [
-        ("jax", "stem.proj.weight", initial._normal(192**-0.5), "stem.proj.weight"),
-        ("jax", "stem.proj.weight", lambda v, s, c: initial._lecun_normal(v, s, c) * 0.8796, "stem.proj.weight"),
+        ("jax", "embed.patch_embed.proj.weight", initial._normal(192**-0.5), "embed.patch_embed.proj.weight"),
+        (
+            "jax",
+            "embed.patch_embed.proj.weight",
+            lambda v, s, c: initial._lecun_normal(v, s, c) * 0.8796,
+            "embed.patch_embed.proj.weight",
+        ),
         ("jax", "*.weight", initial._xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
         ("jax", "blocks.*.mlp.*.bias", initial._constant(0.0), "blocks.0.mlp.fc1.bias"),
         ("jax", "head.*.weight", initial._normal(0.02), "head.fc.weight"),
-        ("jax", "*_token", initial._normal(0.02), "stem.cls_token"),
-        ("jax", "stem.pos_embed", lambda v, s, c: initial._normal(0.02)(v * 0.9545, s, c), "stem.pos_embed"),
-        ("timm", "stem.proj.*", initial._constant(0.0), "stem.proj.bias"),
+        ("jax", "*_token", initial._normal(0.02), "embed.cls_token"),
+        ("jax", "embed.pos_embed", lambda v, s, c: initial._normal(0.02)(v * 0.9545, s, c), "embed.pos_embed"),
+        ("timm", "embed.patch_embed.proj.*", initial._constant(0.0), "embed.patch_embed.proj.bias"),
         ("moco", "*.qkv.weight", initial._xavier_uniform(), "blocks.0.attn.qkv.weight"),
     ],
 )
@@ -193,8 +198,8 @@ def test_jax_starts_with_a_classifier_of_zeros() -> None:
 KNOWN = {
     "blocks.0.norm1.weight": "c7d8e9da32240b3c",
     "blocks.0.mlp.fc2.weight": "85c2a97458a9d893",
-    "stem.pos_embed": "53729fb1b7067d1e",
-    "stem.proj.weight": "26f70abfc4590a40",
+    "embed.pos_embed": "53729fb1b7067d1e",
+    "embed.patch_embed.proj.weight": "26f70abfc4590a40",
 }
 
 

@@ -87,7 +87,7 @@ def test_shapes_and_gradients_with_every_option(options: dict[str, Any]) -> None
     config = tiny(**options)
     model = filled(config)
     images = torch.randn(8, config.channels, 8, 8)
-    tokens = model.layers()["stem"](images)
+    tokens = model.layers()["embed"](images)
     assert tokens.shape == (8, config.tokens, 24)
     assert config.tokens == 4 + config.prefix_tokens
     logits = model(images, KEYS)
@@ -106,15 +106,15 @@ def test_options_change_the_parameters_they_name(options: dict[str, Any]) -> Non
         plain = dict(ViT(tiny()).named_parameters())
         ours = dict(ViT(tiny(**options)).named_parameters())
     added = {
-        "num_reg_tokens": {"stem.reg_token"},
-        "distillation": {"stem.dist_token", "head.fc_dist.weight", "head.fc_dist.bias"},
+        "num_reg_tokens": {"embed.reg_token"},
+        "distillation": {"embed.dist_token", "head.fc_dist.weight", "head.fc_dist.bias"},
         "representation_size": {"head.representation.weight", "head.representation.bias"},
         "qk_norm": {f"blocks.{i}.attn.{n}_norm.{p}" for i in range(4) for n in "qk" for p in ("weight", "bias")},
-        "layer_scale": {f"blocks.{i}.gamma{n}" for i in range(4) for n in (1, 2)},
+        "layer_scale": {f"blocks.{i}.ls{n}.gamma" for i in range(4) for n in (1, 2)},
     }
     expected = set(plain).union(*(added.get(name, set()) for name in options))
-    expected -= {"stem.cls_token"} if options.get("pool") == "avg" else set()
-    expected -= {"stem.pos_embed"} if options.get("position") == "sincos2d" else set()
+    expected -= {"embed.cls_token"} if options.get("pool") == "avg" else set()
+    expected -= {"embed.pos_embed"} if options.get("position") == "sincos2d" else set()
     assert set(ours) == expected
 
 
@@ -142,12 +142,12 @@ def test_every_norm_has_the_models_eps() -> None:
 
 
 def test_stem_is_a_convolution_by_patches() -> None:
-    stem = filled(tiny(pool="avg", position="sincos2d")).stem
-    assert stem is not None
+    embed = filled(tiny(pool="avg", position="sincos2d")).embed
+    assert embed is not None
     images = torch.randn(2, 3, 8, 8)
-    weight = stem.proj.weight.view(24, 3, 4, 4)
-    patches = nn.functional.conv2d(images, weight, stem.proj.bias, stride=4).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(stem(images), patches + sincos_2d(2, 2, 24), atol=1e-5, rtol=1e-5)
+    weight = embed.patch_embed.proj.weight.view(24, 3, 4, 4)
+    patches = nn.functional.conv2d(images, weight, embed.patch_embed.proj.bias, stride=4).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(embed(images), patches + sincos_2d(2, 2, 24), atol=1e-5, rtol=1e-5)
 
 
 def test_sincos_positions_are_unlike_and_bounded() -> None:
@@ -219,7 +219,7 @@ def test_drop_path_rises_linearly_to_the_last_block() -> None:
 
 
 def test_places_of_randomness_are_never_shared() -> None:
-    """Stem 0; each block four of its own: dropout and drop-path of attention and MLP."""
+    """Embed 0; each block four of its own: dropout and drop-path of attention and MLP."""
     model = ViT(tiny(drop_path=0.1, dropout=0.1))
     initialise(model, 0, model.config)
     places = [0, *(block.place.item() + i for block in model.blocks.values() for i in range(4))]
@@ -309,13 +309,13 @@ def test_any_patch_and_image_size_of_a_family_is_a_name() -> None:
 
 
 def test_order_of_tokens(images: Tensor = torch.zeros(1, 3, 8, 8)) -> None:
-    stem = filled(tiny(**EVERYTHING)).stem
+    embed = filled(tiny(**EVERYTHING)).embed
     with torch.no_grad():
-        for value, token in enumerate((stem.cls_token, stem.dist_token, stem.reg_token), start=1):
+        for value, token in enumerate((embed.cls_token, embed.dist_token, embed.reg_token), start=1):
             token.fill_(value)
-        stem.pos_embed.zero_()
-        stem.proj.bias.fill_(9)
-    assert stem(images)[0, :, 0].tolist() == [1, 2, 3, 3, 9, 9, 9, 9]
+        embed.pos_embed.zero_()
+        embed.patch_embed.proj.bias.fill_(9)
+    assert embed(images)[0, :, 0].tolist() == [1, 2, 3, 3, 9, 9, 9, 9]
 
 
 HUGE = 10**400

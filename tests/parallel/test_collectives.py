@@ -1,6 +1,6 @@
 """Communication of every plan in a step, counted and compared with a table that gives the reasons.
 
-The model has 4 wrapped layers: stem, two blocks, head. A step here is forward, backward, gradient norm, clipping and
+The model has 4 wrapped layers: embed, two blocks, head. A step here is forward, backward, gradient norm, clipping and
 optimizer; it is the second one of a run.
 """
 

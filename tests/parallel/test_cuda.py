@@ -59,7 +59,7 @@ def test_plan_equals_one_process(
     assert found["passed"], found["worst"]
 
 
-@pytest.mark.parametrize("mesh", ["dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1"])
+@pytest.mark.parametrize("mesh", ["dp1+offload", "pp1: embed=dp1+offload, 0=dp1+offload, *=dp1"])
 def test_offloaded_layers_equal_one_process(mesh: str, tmp_path: Path) -> None:
     found = json.loads(vitpar("check", "--mesh", mesh, "--device", "cuda", "--json", cwd=tmp_path))
     assert found["passed"], found["worst"]
@@ -72,7 +72,7 @@ def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path)
     settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "4", "--batch-size", "8")
     runs = []
-    for number, mesh in enumerate(("dp1", "dp1+offload", "pp1: stem=dp1+offload, 0=dp1+offload, *=dp1")):
+    for number, mesh in enumerate(("dp1", "dp1+offload", "pp1: embed=dp1+offload, 0=dp1+offload, *=dp1")):
         words = ("--mesh", mesh, "--set", f"optimizer.name={optimizer}", "--precision", "fp64", "--device", "cuda")
         vitpar(*common, *words, "--run-dir", f"run{number}", cwd=tmp_path)
         rows = map(json.loads, (tmp_path / f"run{number}" / "metrics.jsonl").read_text().splitlines())
@@ -166,7 +166,7 @@ def test_memory_is_counted_as_on_a_cpu() -> None:
             pytest.MonkeyPatch.context() as m,
         ):
             m.setattr(model_profile, "live_bytes", lambda device, count=count: count())
-            counted[name] = [LayerBench(model, kind).memory(4) for kind in ("stem", "block", "head")]
+            counted[name] = [LayerBench(model, kind).memory(4) for kind in ("embed", "block", "head")]
     for (saved, space), (also_saved, also_space) in zip(*counted.values(), strict=True):
         assert also_saved == pytest.approx(saved, rel=0.02) and also_space >= 0.9 * space
 

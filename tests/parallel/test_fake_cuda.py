@@ -25,7 +25,7 @@ OPTIONS = {
     **{"model.qk_norm": True, "model.layer_scale": 0.1, "model.num_reg_tokens": 2, "model.distillation": True},
     **{"model.position": "sincos2d", "model.representation_size": 48},
 }
-SOME_OFFLOADED = "pp1: stem=dp1+offload, *=dp1"
+SOME_OFFLOADED = "pp1: embed=dp1+offload, *=dp1"
 SCALED = {"train.precision": "fp16"}
 CASES = (
     *(Case("dp1", {"optimizer.name": name}) for name in OPTIMIZERS),

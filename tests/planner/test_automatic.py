@@ -90,7 +90,7 @@ def test_profiles_are_read_from_files(tmp_path: Path) -> None:
 PLANS = (
     parse("dp4"),
     replace(parse("pp2xtp2+sp"), microbatches=4, split=(7, 5)),
-    replace(parse("pp2: stem=fsdp2, 0-5=tp2, *=fsdp2+ckpt"), microbatches=2, schedule="gpipe"),
+    replace(parse("pp2: embed=fsdp2, 0-5=tp2, *=fsdp2+ckpt"), microbatches=2, schedule="gpipe"),
     replace(parse("pp2xdp2"), microbatches=8, schedule="interleaved1f1b", virtual_stages=2),
 )
 

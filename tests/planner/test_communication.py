@@ -141,7 +141,7 @@ def test_the_words_tell_what_is_sent(size: int, ranks: Callable[[int], RankPool]
 
 def test_layers_without_a_block_have_words_of_their_own() -> None:
     assert "classifier" in words_of("pp1: head=tp4, *=dp4", "tp", "head")
-    assert "send nothing" in words_of("pp1: stem=tp4, *=dp4", "tp", "stem")
+    assert "send nothing" in words_of("pp1: embed=tp4, *=dp4", "tp", "embed")
     assert "twice a block" in words_of("pp1: 3=tp4, head=tp4, *=dp4", "tp", "head")
 
 

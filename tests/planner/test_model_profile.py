@@ -62,7 +62,7 @@ def test_what_fits_the_model_is_measured(profile: ModelProfile) -> None:
     assert {p.wrapped for p in profile.layers if p.tensor == "tp4+2d"} == {True}
     assert len(profile.layers) == 3 * 3 * (5 * 2 + 1)
     assert [(w.layer, w.tensor) for w in profile.weights] == [
-        (kind, tensor) for tensor in fitting for kind in ("stem", "block", "head")
+        (kind, tensor) for tensor in fitting for kind in ("embed", "block", "head")
     ]
     assert "tp3" in tensors(tiny(num_heads=6, embed_dim=36), 6)
     assert tensors(tiny(num_heads=3, embed_dim=24), 4) == ("tp1",)
@@ -99,7 +99,7 @@ def test_shards_have_the_elements_that_a_rank_holds(profile: ModelProfile) -> No
     for mesh in ("dp1", "tp2", "tp4+sp"):
         held = layer_parameters(config, validate(parse(mesh), config, None))
         mine = {w.layer: w.elements for w in profile.weights if w.tensor == mesh.replace("dp", "tp")}
-        assert mine == {"stem": held["stem"], "block": held["blocks.0"], "head": held["head"]}
+        assert mine == {"embed": held["embed"], "block": held["blocks.0"], "head": held["head"]}
     whole = {w.layer: w.elements for w in profile.weights if w.tensor == "tp4+2d"}
     half = layer_parameters(config, validate(parse("tp4+2d"), config, None))
     assert whole["block"] == pytest.approx(2 * half["blocks.0"], rel=0.01)  # gathered over i
@@ -108,7 +108,7 @@ def test_shards_have_the_elements_that_a_rank_holds(profile: ModelProfile) -> No
 def test_a_profile_keeps_its_model_and_its_figures(profile: ModelProfile, tmp_path: Path) -> None:
     assert ViTConfig(**profile.model) == tiny() and profile.model == asdict(tiny())
     assert profile.optimizer.timings[0].size == sum(p.elements for p in profile.weights if p.tensor == "tp1")
-    assert 0 < of(profile, "block", "tp1").input_share <= 1 and of(profile, "stem", "tp1").input_share == 0
+    assert 0 < of(profile, "block", "tp1").input_share <= 1 and of(profile, "embed", "tp1").input_share == 0
     profile.save(tmp_path / "model.json")
     assert ModelProfile.read(tmp_path / "model.json") == profile
     (tmp_path / "other.json").write_text('{"format": "vitpar hardware 1"}')
@@ -143,7 +143,7 @@ def test_estimated_memory_is_what_is_counted(precision: str) -> None:
         for policy, flag in CHECKPOINTS.items():
             first_rank = built(Subject(config, precision, 8), tensor + flag, CPU)
             with first_rank as model, model.narrow.in_place():
-                for kind in ("stem", "block", "head"):
+                for kind in ("embed", "block", "head"):
                     bench = LayerBench(model, kind)
                     counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]
                     per_row = (counted[1] - counted[0]) / 2 / bench.unit

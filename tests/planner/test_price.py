@@ -52,7 +52,7 @@ def machine(ranks: int = 8, per_byte: float = 0.0, overlap: Overlap | None = Non
 
 def model(config: ViTConfig = CONFIG, ends: float = 0.0, cores: int = 1, device: str = "cuda") -> ModelProfile:
     """A block takes 1 s forward and 2 s backward for an image, of which half is for weights; keeps 10 MB, and 1 MB
-    under +ckpt, with 3 MB of workspace. Stem and head take `ends` of that."""
+    under +ckpt, with 3 MB of workspace. Embed and head take `ends` of that."""
     layers = [
         LayerProfile(
             layer=kind,
@@ -65,14 +65,14 @@ def model(config: ViTConfig = CONFIG, ends: float = 0.0, cores: int = 1, device:
             saved=Bytes(fixed=0, per_row=(1 if policy == "full" else 10) * MB if kind == "block" else 0),
             workspace=Bytes(fixed=3 * MB if kind == "block" else 0, per_row=0),
         )
-        for kind, times in (("stem", ends), ("block", 1.0), ("head", ends))
+        for kind, times in (("embed", ends), ("block", 1.0), ("head", ends))
         for tensor in tensors(config, 8)
         for policy in CHECKPOINTS
         for wrapped in (False, True)
     ]
     weights = [
         WeightProfile(layer=kind, tensor=tensor, elements=1, gather=line(1e-15)[0], reduce=0)
-        for kind in ("stem", "block", "head")
+        for kind in ("embed", "block", "head")
         for tensor in tensors(config, 8)
     ]
     from dataclasses import asdict

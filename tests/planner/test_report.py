@@ -141,7 +141,7 @@ def text_of(html: str) -> str:
 def test_the_layer_map_has_every_layer_once() -> None:
     plan = validate(parse("pp2: 0-3=dp4, *=tp2xdp2+ckpt"), CONFIG, 64)
     words = text_of(layer_map(CONFIG, plan))
-    assert "0 0-3 stem tp2xdp2+ckpt 0 0-3 blocks 0-3 dp4 0 0-3 blocks 4-5 tp2xdp2+ckpt" in words
+    assert "0 0-3 embed tp2xdp2+ckpt 0 0-3 blocks 0-3 dp4 0 0-3 blocks 4-5 tp2xdp2+ckpt" in words
     assert words.endswith("1 4-7 blocks 6-11, head tp2xdp2+ckpt")
 
 

@@ -18,7 +18,7 @@ from vitpar.sharded import to_local
 from vitpar.strategy import Plan, parse, place_of_rank, stages_of_rank, validate
 
 TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes
-STEM = (768 * 192 + 192) + 192 + 197 * 192
+EMBED = (768 * 192 + 192) + 192 + 197 * 192
 BLOCK = 2 * 2 * 192 + (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192)
 HEAD = 2 * 192 + (192 * 1000 + 1000)
 BASE = model_config("vit_base_patch16_224")
@@ -41,15 +41,15 @@ def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> dict[str, int]:
 
 
 def test_a_whole_model_has_the_published_number_of_parameters() -> None:
-    assert STEM + 12 * BLOCK + HEAD == 5_717_416  # timm's vit_tiny_patch16_224
-    assert layer_parameters(TINY, Plan()) == {"stem": STEM, **{f"blocks.{i}": BLOCK for i in range(12)}, "head": HEAD}
+    assert EMBED + 12 * BLOCK + HEAD == 5_717_416  # timm's vit_tiny_patch16_224
+    assert layer_parameters(TINY, Plan()) == {"embed": EMBED, **{f"blocks.{i}": BLOCK for i in range(12)}, "head": HEAD}
 
 
 def test_tp_splits_weights_and_column_biases_but_not_row_biases() -> None:
     block = 2 * 2 * 192 + (192 * 192 + 192) + (64 * 192 + 192) + (192 * 256 + 256) + (256 * 192 + 192)
     head = 2 * 192 + (64 * 1000 + 1000)
     made = layer_parameters(TINY, planned("tp3"))
-    assert (made["stem"], made["blocks.0"], made["head"]) == (STEM, block, head)
+    assert (made["embed"], made["blocks.0"], made["head"]) == (EMBED, block, head)
 
 
 def test_every_layer_is_split_by_its_own_strategy() -> None:
@@ -58,7 +58,7 @@ def test_every_layer_is_split_by_its_own_strategy() -> None:
     rows = 2 * 2 * 768 + 2 * 768  # norms, and biases of the matrices that give whole features
     assert made["blocks.5"] == rows + (whole["blocks.5"] - rows) // 4
     assert made["blocks.6"] == whole["blocks.6"] // 2
-    assert made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198  # token and positions have one row
+    assert made["embed"] == (whole["embed"] - 768 * 198) // 2 + 768 * 198  # token and positions have one row
 
 
 def test_zero_shards_what_plain_dp_keeps_whole() -> None:
@@ -69,7 +69,7 @@ def test_zero_shards_what_plain_dp_keeps_whole() -> None:
 
 def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
     plan = planned("fsdp5", batch_size=10)
-    first, last = (layer_parameters(TINY, plan, rank)["stem"] for rank in (0, 4))
+    first, last = (layer_parameters(TINY, plan, rank)["embed"] for rank in (0, 4))
     assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and token have one row, which rank 0 gets
     assert last == 36 * 768 + 36
     assert sum(sum(rank_parameters(TINY, plan, rank).values()) for rank in range(5)) == 5_717_416
@@ -87,12 +87,12 @@ def test_stages_and_their_state() -> None:
     summary = summary_of("dp2xpp2", TINY, split=(4, 8))
     first, second = summary.pipeline
     assert (first.stages, second.stages) == ((0,), (1,))
-    assert first.layers == (("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3"),)
+    assert first.layers == (("embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"),)
     assert second.layers[0][-2:] == ("blocks.11", "head")
-    assert (first.parameters, second.parameters) == (STEM + 4 * BLOCK, 8 * BLOCK + HEAD)
+    assert (first.parameters, second.parameters) == (EMBED + 4 * BLOCK, 8 * BLOCK + HEAD)
     assert (second.state_bytes, second.host_bytes) == (16 * second.parameters, 0)
     assert first.flops_share + second.flops_share == pytest.approx(1)
-    assert 1 / 3 < first.flops_share < 0.36  # a third of the blocks and the stem
+    assert 1 / 3 < first.flops_share < 0.36  # a third of the blocks and embed
     assert summary.parameters == 5_717_416
     assert summary.idle_share == pytest.approx(1 / 5)
     assert summary.pipeline_axis is not None and summary.pipeline_axis.degree == 2
@@ -103,17 +103,17 @@ def test_a_rank_of_an_interleaved_schedule_holds_several_stages() -> None:
     summary = summary_of("pp2", TINY, schedule="interleaved1f1b", virtual_stages=3)
     assert [part.stages for part in summary.pipeline] == [(0, 2, 4), (1, 3, 5)]
     assert summary.pipeline[0].layers[1] == ("blocks.4", "blocks.5")
-    assert summary.pipeline[0].parameters == STEM + 6 * BLOCK
+    assert summary.pipeline[0].parameters == EMBED + 6 * BLOCK
 
 
 def test_the_first_rank_of_a_v_holds_both_ends() -> None:
     summary = summary_of("pp2", TINY, schedule="zbvzerobubble", virtual_stages=2)
     assert [part.stages for part in summary.pipeline] == [(0, 3), (1, 2)]
-    assert summary.pipeline[0].parameters == STEM + 6 * BLOCK + HEAD
+    assert summary.pipeline[0].parameters == EMBED + 6 * BLOCK + HEAD
 
 
 def test_offloaded_layers_count_as_host_memory() -> None:
-    (part,) = summary_of("pp1: stem=dp4, *=dp4+offload", TINY).pipeline
+    (part,) = summary_of("pp1: embed=dp4, *=dp4+offload", TINY).pipeline
     assert part.host_bytes == 16 * (12 * BLOCK + HEAD)
     assert part.state_bytes == 16 * 5_717_416
 
@@ -121,7 +121,7 @@ def test_offloaded_layers_count_as_host_memory() -> None:
 def test_strategies_come_with_their_layers() -> None:
     found = summary_of("pp2: 4-7=tp4, *=dp4+ckpt").strategies
     assert [(part.strategy, part.layers[0], part.layers[-1], len(part.layers)) for part in found] == [
-        ("dp4+ckpt", "stem", "head", 10),
+        ("dp4+ckpt", "embed", "head", 10),
         ("tp4", "blocks.4", "blocks.7", 4),
     ]
     assert [flag.flag for flag in found[0].flags] == ["+ckpt"]
@@ -137,8 +137,8 @@ def test_strategies_come_with_their_layers() -> None:
         # From a quarter to all a rank needs three quarters more, the other way nothing.
         ("pp1: 0-3=dp4, 4-11=tp4", [("blocks.4", 0, 0.75, 0)]),
         # Rank 1 has the second quarter and needs the second half; the other way it has a half and needs a quarter.
-        ("pp1: stem=fsdp4, *=tp2xfsdp2", [("blocks.0", 0, 0.5, 0.25)]),
-        ("pp1: stem=fsdp4, *=fsdp2xtp2", [("blocks.0", 0, 0.25, 0)]),
+        ("pp1: embed=fsdp4, *=tp2xfsdp2", [("blocks.0", 0, 0.5, 0.25)]),
+        ("pp1: embed=fsdp4, *=fsdp2xtp2", [("blocks.0", 0, 0.25, 0)]),
         # Between stages the smaller parts travel, so the side of the larger ones redistributes.
         ("pp2: 0-5=dp4, 6-11=tp4", [("blocks.6", 1, 0.75, 0)]),
         ("pp2: 0-5=tp4, 6-11=dp4", [("blocks.6", 0, 0, 0.75)]),
@@ -158,8 +158,8 @@ INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
 V_SHAPED = {"schedule": "zbvzerobubble", "virtual_stages": 2}
 BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     4: [
-        ("pp1: stem=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", {}),
-        ("pp2: stem=dp2+zero1, 0-2=tp2+sp, *=fsdp2", V_SHAPED),
+        ("pp1: embed=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", {}),
+        ("pp2: embed=dp2+zero1, 0-2=tp2+sp, *=fsdp2", V_SHAPED),
         ("tp4+2d", {}),
         ("tp2xfsdp2+sp", {}),
         ("dp4+zero1", {}),

@@ -28,7 +28,7 @@ SPLIT = {"pipelined": True, "splits_backward": True}
         ("dp2+zero2", "blocks.0", PP, (True, False, False, False, False, EVERY)),
         ("fsdp2", "blocks.0", {"narrow": True}, (True, False, False, True, True, LAST)),
         ("fsdp2", "head", {}, (True, False, False, False, True, LAST)),
-        ("fsdp2", "stem", PP, (True, False, False, False, False, END)),
+        ("fsdp2", "embed", PP, (True, False, False, False, False, END)),
         ("tp4+2d", "blocks.0", {}, (True, False, False, True, True, LAST)),
         ("tp4+2d", "blocks.0", PP, (True, False, False, False, False, END)),
         ("tp2", "blocks.0", PP, (False, False, False, False, False, LAST)),

@@ -24,17 +24,17 @@ from vitpar.strategy.layout import place
         ("huge", "dp2xtp2+zero2", {"microbatches": 1}),
         (
             "old",
-            "pp2: stem=dp8, 0-5=fsdp8, 6-11=dp8, 12-17=fsdp8, 18-23=dp8, head=dp8",
+            "pp2: embed=dp8, 0-5=fsdp8, 6-11=dp8, 12-17=fsdp8, 18-23=dp8, head=dp8",
             {"microbatches": 2, "schedule": "gpipe"},
         ),
         (
             "layerwise",
-            "pp1: stem=fsdp2xtp4, 0-5=fsdp4xtp2+ckpt, 6-28=fsdp4xtp2, 29-31=dp4xtp2+zero2, head=fsdp2xtp4",
+            "pp1: embed=fsdp2xtp4, 0-5=fsdp4xtp2+ckpt, 6-28=fsdp4xtp2, 29-31=dp4xtp2+zero2, head=fsdp2xtp4",
             {"microbatches": 1},
         ),
         (
             "mixed",
-            "pp2: stem=fsdp12, 0=tp3xdp4+ckpt, 1=fsdp4xtp3, 2=dp12, 3=tp12+ckpt, 4=tp4xfsdp3+ckpt, 5=tp6xdp2, "
+            "pp2: embed=fsdp12, 0=tp3xdp4+ckpt, 1=fsdp4xtp3, 2=dp12, 3=tp12+ckpt, 4=tp4xfsdp3+ckpt, 5=tp6xdp2, "
             "6=tp2xfsdp6, head=fsdp12",
             {"microbatches": 3, "schedule": "gpipe", "split": (3, 4)},
         ),
@@ -88,7 +88,7 @@ def test_files_survive_import_and_export(file: str) -> None:
 
 
 def test_export_writes_every_key() -> None:
-    plan = replace(parse("pp2: stem=fsdp6, 0-2=tp2xdp3+zero2+ckpt, 3-4=tp6, head=fsdp6"), microbatches=4)
+    plan = replace(parse("pp2: embed=fsdp6, 0-2=tp2xdp3+zero2+ckpt, 3-4=tp6, head=fsdp6"), microbatches=4)
     assert to_galvatron(plan, 5, 48) == {
         "pp_deg": 2,
         "tp_sizes_enc": "2,2,2,6,6",
@@ -149,7 +149,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
 
     outside = strategy(outside=True)
     blocks = [outside if draw(st.booleans()) else strategy(outside=False) for _ in range(depth)]
-    named = (("stem", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
+    named = (("embed", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
     cuts = sorted(draw(st.sets(st.integers(1, depth - 1), min_size=pp - 1, max_size=pp - 1))) if pp > 1 else []
     sizes = tuple(end - start for start, end in zip([0, *cuts], [*cuts, depth], strict=True))
     even = tuple(depth // pp + (index < depth % pp) for index in range(pp))
@@ -175,11 +175,12 @@ def test_plans_survive_export_and_import(drawn: tuple[Plan, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["pp1: *=dp2xtp2", "pp2: 1=fsdp4+ckpt, *=dp4", "pp1: stem=fsdp4, 0=tp2xdp2, *=fsdp4", "pp1: 0=dp4, 1-4=dp4"]
+    "text",
+    ["pp1: *=dp2xtp2", "pp2: 1=fsdp4+ckpt, *=dp4", "pp1: embed=fsdp4, 0=tp2xdp2, *=fsdp4", "pp1: 0=dp4, 1-4=dp4"],
 )
 def test_plans_with_a_rest_keep_every_layer(text: str) -> None:
     plan = replace(parse(text), microbatches=2)
-    names = ["stem", *(f"blocks.{index}" for index in range(5)), "head"]
+    names = ["embed", *(f"blocks.{index}" for index in range(5)), "head"]
     imported = from_galvatron(to_galvatron(plan, 5, 16), plan.world_size)
     assert imported.plan.strategies(names) == plan.strategies(names)
 
@@ -209,7 +210,7 @@ def test_neighbouring_ranks(flag: int, groups: list[str]) -> None:
     """Galvatron's consecutive tp groups are runs of ranks, the others take every (S / t)th."""
     data = SMALL | {"tp_sizes_enc": column((3, 4)), "tp_consecutive_flags": column((flag, 4)), "vtp": 3}
     strategy = from_galvatron(data | {"global_bsz": 24}, 12).plan.strategies(
-        ["stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+        ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
     )["blocks.0"]
     found: dict[int, str] = {}
     for rank in range(6):
@@ -230,20 +231,20 @@ def test_split(changes: dict[str, Any], split: str | tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"embed_sdp": 1}, "pp2: stem=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
-        ({"vocab_sdp": 1}, "pp2: stem=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
-        ({"vocab_sdp": 1, "embed_sdp": 1}, "pp2: stem=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
+        ({"embed_sdp": 1}, "pp2: embed=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
+        ({"vocab_sdp": 1}, "pp2: embed=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
+        ({"vocab_sdp": 1, "embed_sdp": 1}, "pp2: embed=fsdp2xtp2, 0-3=dp2xtp2, head=fsdp2xtp2"),
         ({"default_dp_type": "zero3"}, "pp2xfsdp2xtp2"),
         ({"default_dp_type": "zero3", "dp_types_enc": "1,0,0,1", "embed_sdp": 1}, "pp2xfsdp2xtp2"),
         ({"default_dp_type": "zero2"}, "pp2xdp2xtp2+zero2"),
         ({"default_dp_type": "zero2", "dp_types_enc": "1,1,1,1", "embed_sdp": 1}, "pp2xfsdp2xtp2"),
         ({"default_dp_type": "zero2", "tp_sizes_enc": "4,4,4,4", "vtp": 4}, "pp2xtp4"),
-        ({"tp_consecutive_flags": "0,0,0,0"}, "pp2: stem=dp2xtp2, 0-3=tp2xdp2, head=dp2xtp2"),
+        ({"tp_consecutive_flags": "0,0,0,0"}, "pp2: embed=dp2xtp2, 0-3=tp2xdp2, head=dp2xtp2"),
         (
             {"tp_sizes_enc": "1,1,4,4", "tp_consecutive_flags": "0,1,0,1"},
-            "pp2: stem=dp2xtp2, 0-1=dp4, 2-3=tp4, head=dp2xtp2",
+            "pp2: embed=dp2xtp2, 0-1=dp4, 2-3=tp4, head=dp2xtp2",
         ),
-        ({"checkpoint": "1,1,1,1"}, "pp2: stem=dp2xtp2, 0-3=dp2xtp2+ckpt, head=dp2xtp2"),
+        ({"checkpoint": "1,1,1,1"}, "pp2: embed=dp2xtp2, 0-3=dp2xtp2+ckpt, head=dp2xtp2"),
         ({"vtp": 1, "vsp": 1, "tp_sizes_enc": "1,1,1,1", "use_sp": "1,1,0,0"}, "pp2xdp4"),
         ({"ep_sizes_enc": "1,1,1,1", "tp_of_ep_sizes_enc": "1,1,1,1", "vcp": 1}, "pp2xdp2xtp2"),
     ],
@@ -307,7 +308,7 @@ def test_file_reads_back(tmp_path: Path) -> None:
     )
     assert path.read_text().endswith('  "vcp": 1\n}\n')
     assert read_galvatron(path, 4, 2).plan == replace(
-        parse("pp1: stem=dp2xtp2, 0=fsdp4+ckpt, 1=dp2xtp2, head=dp2xtp2"), microbatches=1
+        parse("pp1: embed=dp2xtp2, 0=fsdp4+ckpt, 1=dp2xtp2, head=dp2xtp2"), microbatches=1
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 

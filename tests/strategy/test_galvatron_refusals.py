@@ -69,12 +69,12 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ),
         (
             {"vsp": 1},
-            r"stem and head \(vtp\): vitpar has no Ulysses .*, here over 2 ranks: set vsp to 0 for tp2",
+            r"embed and head \(vtp\): vitpar has no Ulysses .*, here over 2 ranks: set vsp to 0 for tp2",
         ),
         ({"tp_sizes_enc": "2,3,2,2"}, "block 1: tp 3 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         ({"tp_sizes_enc": "2,2,0,2"}, "block 2: tp 0 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         ({"tp_sizes_enc": "2,2,8,2"}, "block 2: tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
-        ({"vtp": 8}, r"stem and head \(vtp\): tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
+        ({"vtp": 8}, r"embed and head \(vtp\): tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         # the whole
         ({"pp_deg": 3}, "pp_deg 3 does not divide 8 ranks: use 1, 2 or 4"),
         (
@@ -168,23 +168,23 @@ CANNOT = "which Galvatron's file cannot say"
         (
             "dp4+ckpt",
             {},
-            f"stem (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for stem and head",
+            f"embed (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for embed and head",
         ),
         (
-            "pp1: stem=dp4, *=dp4+ckpt",
+            "pp1: embed=dp4, *=dp4+ckpt",
             {},
-            f"head (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for stem and head",
+            f"head (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for embed and head",
         ),
-        ("tp2xdp2", {}, f"stem (tp2xdp2) has tp as its outer axis, {CANNOT}: use dp2xtp2 for stem and head"),
+        ("tp2xdp2", {}, f"embed (tp2xdp2) has tp as its outer axis, {CANNOT}: use dp2xtp2 for embed and head"),
         (
-            "pp1: stem=dp4, *=fsdp4",
+            "pp1: embed=dp4, *=fsdp4",
             {},
-            "stem is dp4 but head is fsdp4, and Galvatron's file has one strategy for both: use either in both",
+            "embed is dp4 but head is fsdp4, and Galvatron's file has one strategy for both: use either in both",
         ),
         (
             "pp1: 1=dp4+zero2, 2=dp2xtp2+zero2, *=dp4",
             {},
-            "stem is dp4 but block 1 is dp4+zero2, and Galvatron's file has one default_dp_type for all: "
+            "embed is dp4 but block 1 is dp4+zero2, and Galvatron's file has one default_dp_type for all: "
             "use +zero2 in both or neither, or fsdp",
         ),
         (

@@ -36,7 +36,7 @@ def layered_texts(draw: st.DrawFn) -> str:
     strategy = st.sampled_from([c for c in choices if "tp8" not in c])
     bounds = sorted(draw(st.sets(st.integers(0, 30), max_size=5)))
     selectors = [f"{a}-{b - 1}" if draw(st.booleans()) else str(a) for a, b in pairwise(bounds)]
-    selectors = draw(st.permutations([*selectors, *draw(st.sets(st.sampled_from(["stem", "head"]))), "*"]))
+    selectors = draw(st.permutations([*selectors, *draw(st.sets(st.sampled_from(["embed", "head"]))), "*"]))
     blank = st.sampled_from(["", " "])
     groups = [f"{draw(blank)}{name}{draw(blank)}={draw(blank)}{draw(strategy)}{draw(blank)}" for name in selectors]
     return f"pp{draw(st.integers(1, 9))}{draw(blank)}:{','.join(groups)}"
@@ -92,7 +92,7 @@ def test_fields() -> None:
         ("tp8+2.5d@2", "tp8+2.5d@2"),
         ("tp8+2.5d", "tp8+2.5d"),
         ("tp2+sp+ckpt", "tp2+sp+ckpt"),
-        ("PP2 : STEM = fsdp4 ,0-11=tp2xfsdp2, * = fsdp4+ckpt", "pp2: stem=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt"),
+        ("PP2 : EMBED = fsdp4 ,0-11=tp2xfsdp2, * = fsdp4+ckpt", "pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt"),
         ("pp1: 20-31=fsdp8, 0-19=dp8", "pp1: 0-19=dp8, 20-31=fsdp8"),
         ("pp1: 2-3=dp2, 4=dp2, 0-1=dp2", "pp1: 0-4=dp2"),
         ("pp2: 0-3=dp4, *=dp4", "pp2xdp4"),
@@ -186,7 +186,7 @@ ALIKE = "give all layers strategies of as many ranks"
         ("pp2: dp2", "cannot read 'dp2' at position 6 of 'pp2: dp2': a group is layers=strategy, as in 0-11=dp2"),
         (
             "pp2: blk=dp2",
-            "'blk' names no layers: use stem, head, a block as in 3, blocks as in 0-11, or * "
+            "'blk' names no layers: use embed, head, a block as in 3, blocks as in 0-11, or * "
             "(at position 6 of 'pp2: blk=dp2')",
         ),
         ("pp2: 5-3=dp2", "blocks '5-3' run backwards: write 3-5 (at position 6 of 'pp2: 5-3=dp2')"),
@@ -196,8 +196,8 @@ ALIKE = "give all layers strategies of as many ranks"
             "'pp2' stands in a group at position 6 of 'pp2: *=pp2xdp2': pp is the same for all layers, before the ':'",
         ),
         ("pp1: 0-3=dp2, 3-5=fsdp2", "block 3 stands in two groups: give it one strategy"),
-        ("pp1: stem=dp2, stem=dp2, *=dp2", "'stem' stands in two groups: give it one strategy"),
-        ("pp1: stem=dp2", "no block has a strategy (layers named: stem): add a group such as *=dp2"),
+        ("pp1: embed=dp2, embed=dp2, *=dp2", "'embed' stands in two groups: give it one strategy"),
+        ("pp1: embed=dp2", "no block has a strategy (layers named: embed): add a group such as *=dp2"),
         ("pp2: 0-3=dp4, *=dp2", f"'0-3=dp4' takes 4 ranks of a stage but '*=dp2' takes 2: {ALIKE}"),
         ("pp: 0-3=dp, *=dp2", "both pp and a degree of a layer are open: give one of them a number"),
         ("pp0: *=dp2", "the degree of 'pp' at position 1 of 'pp0: *=dp2' is 0: use 1 to 65,536"),

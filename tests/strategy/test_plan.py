@@ -164,14 +164,14 @@ def test_places_and_ranks(text: str) -> None:
         assert [pp for pp, _ in places] == [coordinates(plan, rank)["pp"] for rank in range(plan.world_size)]
 
 
-NAMES = ("stem", *(f"blocks.{i}" for i in range(6)), "head")
+NAMES = ("embed", *(f"blocks.{i}" for i in range(6)), "head")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("pp1: stem=tp2, 0-2=dp2, *=fsdp2", ["tp2", *["dp2"] * 3, *["fsdp2"] * 4]),
-        ("pp1: 0-2=dp2, 3-5=fsdp2", [*["dp2"] * 4, *["fsdp2"] * 4]),  # stem and head as the blocks beside them
+        ("pp1: embed=tp2, 0-2=dp2, *=fsdp2", ["tp2", *["dp2"] * 3, *["fsdp2"] * 4]),
+        ("pp1: 0-2=dp2, 3-5=fsdp2", [*["dp2"] * 4, *["fsdp2"] * 4]),  # embed and head as the blocks beside them
         ("pp1: 0-2=dp2, 3-5=fsdp2, head=tp2", [*["dp2"] * 4, *["fsdp2"] * 3, "tp2"]),
         ("dp2+ckpt", ["dp2+ckpt"] * 8),
     ],

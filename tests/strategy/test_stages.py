@@ -16,7 +16,7 @@ def sizes(stages: tuple[range, ...]) -> list[int]:
 
 
 def stage_costs(cuts: list[int], costs: list[float]) -> list[float]:
-    """Cost of each stage when it begins and ends at neighbouring `cuts`; costs are stem, blocks, head."""
+    """Cost of each stage when it begins and ends at neighbouring `cuts`; costs are embed, blocks, head."""
     blocks = [sum(costs[1 + start : 1 + end]) for start, end in pairwise(cuts)]
     blocks[0] += costs[0]
     blocks[-1] += costs[-1]
@@ -95,7 +95,7 @@ def test_balanced_is_even_where_costs_are_equal_or_zero() -> None:
             2,
             "balanced",
             [1.0] * 4,
-            "split 'balanced' got 4 costs for 4 blocks: give 6, one each for the stem, the blocks and the head",
+            "split 'balanced' got 4 costs for 4 blocks: give 6, one each for embed, the blocks and the head",
         ),
         (
             1,

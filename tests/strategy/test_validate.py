@@ -24,7 +24,7 @@ class Shape:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        return ("stem", *(f"blocks.{i}" for i in range(self.depth)), "head")
+        return ("embed", *(f"blocks.{i}" for i in range(self.depth)), "head")
 
 
 SMALL = Shape("vit_small_patch16_224", depth=12, num_heads=6, mlp_hidden_dim=1536, features=384)

@@ -88,7 +88,7 @@ def test_only_matrices_decay() -> None:
     decaying = {name.removeprefix("blocks.0.") for name in names if decays(name) and not name.startswith("blocks.1.")}
     inside = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
     assert decaying == inside | {
-        "stem.proj.weight",
+        "embed.patch_embed.proj.weight",
         "head.representation.weight",
         "head.fc.weight",
         "head.fc_dist.weight",
@@ -283,7 +283,7 @@ def test_damaged_weights_get_a_sentence(saved: tuple[ParallelModel, Path]) -> No
         (folder / INDEX).write_text(wrong)
         refused("cannot be read|lacks the parameter|cannot be in its folder")
     weight_map = json.loads(index)
-    weight_map["weight_map"]["stem.cls_token"] = "gone.safetensors"
+    weight_map["weight_map"]["embed.cls_token"] = "gone.safetensors"
     (folder / INDEX).write_text(json.dumps(weight_map))
     refused("cannot be read")
     (folder / INDEX).unlink()

@@ -63,7 +63,7 @@ def begun(device: torch.device, recipe: Recipe, run_dir: Path) -> list[str]:
         if group == "optimizer":
             continue
         whole, mine = weights.read(name), tensor
-        if name == "stem.pos_embed" and trainer.config.image_size != weights.config.image_size:
+        if name == "embed.pos_embed" and trainer.config.image_size != weights.config.image_size:
             whole = resampled(whole, trainer.config.prefix_tokens, trainer.config.image_size // 4)
         if isinstance(tensor, DTensor):
             mine, place = tensor.to_local(), (tensor.device_mesh, tensor.placements)

@@ -101,7 +101,7 @@ def test_another_number_of_classes_and_another_image_size(tmp_path: Path) -> Non
     weights, state = open_weights(tmp_path / "here"), timm_state()
     fresh = initial_value("head.fc.weight", torch.Size((4, WIDTH)), 0, done.config)
     assert torch.equal(weights.read("head.fc.weight"), fresh)
-    assert torch.equal(weights.read("stem.pos_embed"), resampled(state["pos_embed"], 1, 5))
+    assert torch.equal(weights.read("embed.pos_embed"), resampled(state["pos_embed"], 1, 5))
     assert torch.equal(weights.read("blocks.0.norm1.bias"), state["blocks.0.norm1.bias"])
 
 

@@ -42,7 +42,7 @@ FLAGS = (
     "2.5d@0",
 )
 LAYERS = (
-    "stem",
+    "embed",
     "head",
     "*",
     "0",
@@ -54,7 +54,7 @@ LAYERS = (
     "*-1",
     "",
     "1-",
-    "stem-head",
+    "embed-head",
     "00",
     "-1",
     "1,2",
@@ -123,7 +123,7 @@ def _layered(draw: random.Random) -> str:
         size = draw.choice(("2", "4"))
         kinds = (f"dp{size}", f"tp{size}", f"fsdp{size}", f"fsdp{size}+ckpt", f"tp{size}+sp")
         cut = draw.randint(1, 10)
-        groups = [f"stem={draw.choice(kinds)}", f"0-{cut}={draw.choice(kinds)}", f"*={draw.choice(kinds)}"]
+        groups = [f"embed={draw.choice(kinds)}", f"0-{cut}={draw.choice(kinds)}", f"*={draw.choice(kinds)}"]
         return f"pp{draw.choice(('', '1', '2', '4'))}: " + ", ".join(
             draw.sample(groups[:2], draw.choice((0, 1, 2))) + groups[2:]
         )

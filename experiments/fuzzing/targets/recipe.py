@@ -32,7 +32,7 @@ label = "json:label"
 epochs = 3
 precision = "bf16"
 [parallel]
-mesh = "pp2: stem=fsdp4, *=tp2xfsdp2+ckpt"
+mesh = "pp2: embed=fsdp4, *=tp2xfsdp2+ckpt"
 fallback_meshes = ["dp2", "dp1"]
 """
 KEYS = tuple(

@@ -85,7 +85,7 @@ class StrategyText(TextTarget):
             "tp2xdp",
             "dp2xfsdp4+ckpt",
             "pp1: 0-7=dp8, 8-11=fsdp8",
-            "pp2: stem=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt",
+            "pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt",
         )
 
     def make(self, draw: random.Random, number: int, place: Path) -> Case:
@@ -180,7 +180,7 @@ class PlanFile(FileTarget):
             "dp1",
             "pp2xtp2xdp2+ckpt",
             "tp4+2.5d@1",
-            "pp2: stem=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt",
+            "pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt",
             "pp4xdp2+zero1",
         )
         plans = [parse(text) for text in texts]

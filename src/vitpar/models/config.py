@@ -158,8 +158,8 @@ class ViTConfig:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers in order: stem, blocks.0 …, head."""
-        return ("stem", *(f"blocks.{i}" for i in range(self.depth)), "head")
+        """The layers in order: embed, blocks.0 …, head."""
+        return ("embed", *(f"blocks.{i}" for i in range(self.depth)), "head")
 
     @property
     def layer_flops(self) -> dict[str, int]:
@@ -168,8 +168,8 @@ class ViTConfig:
         block = 6 * (s * (4 * d * d + 2 * d * self.mlp_hidden_dim) + 2 * s * s * d)
         features = self.representation_size or d
         head = 6 * (features * self.num_classes * (1 + self.distillation) + d * (self.representation_size or 0))
-        stem = 6 * self.patches * self.channels * self.patch_size**2 * d
-        return {"stem": stem, **{f"blocks.{i}": block for i in range(self.depth)}, "head": head}
+        embed = 6 * self.patches * self.channels * self.patch_size**2 * d
+        return {"embed": embed, **{f"blocks.{i}": block for i in range(self.depth)}, "head": head}
 
     @property
     def flops(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from vitpar.former_names import former_parameter
 from vitpar.models.config import ViTConfig
 from vitpar.models.vit import Layer
 
@@ -62,16 +63,16 @@ def _perturbed_layer_scale(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor
 _TIMM_FOR_ALL: tuple[tuple[str, Rule], ...] = (
     ("*norm*.weight", _constant(1.0)),
     ("*norm*.bias", _constant(0.0)),
-    ("*.gamma?", _layer_scale),
-    ("stem.pos_embed", _normal(0.02)),
-    ("stem.dist_token", _normal(0.02)),
+    ("*.gamma", _layer_scale),
+    ("embed.pos_embed", _normal(0.02)),
+    ("embed.dist_token", _normal(0.02)),
     ("*_token", _normal(1e-6)),
 )
 
 SCHEMES: dict[str, tuple[tuple[str, Rule], ...]] = {
     "jax": (
         *_TIMM_FOR_ALL,
-        ("stem.proj.weight", _lecun_normal),
+        ("embed.patch_embed.proj.weight", _lecun_normal),
         ("head.representation.weight", _lecun_normal),
         ("head.*.weight", _constant(0.0)),
         ("blocks.*.mlp.*.bias", _normal(1e-6)),
@@ -80,13 +81,13 @@ SCHEMES: dict[str, tuple[tuple[str, Rule], ...]] = {
     ),
     "timm": (
         *_TIMM_FOR_ALL,
-        ("stem.proj.*", _torch_convolution),
+        ("embed.patch_embed.proj.*", _torch_convolution),
         ("*.bias", _constant(0.0)),
         ("*.weight", _normal(0.02)),
     ),
     "moco": (
         *_TIMM_FOR_ALL,
-        ("stem.proj.*", _torch_convolution),
+        ("embed.patch_embed.proj.*", _torch_convolution),
         ("*.bias", _constant(0.0)),
         ("*.qkv.weight", _xavier_uniform(parts=3)),
         ("*.weight", _xavier_uniform()),
@@ -94,8 +95,8 @@ SCHEMES: dict[str, tuple[tuple[str, Rule], ...]] = {
     # A classifier of zeros stops all other gradients: what compares plans starts where every parameter has one.
     "perturbed": (
         ("*norm*.weight", _normal(0.1, mean=1.0)),
-        ("*.gamma?", _perturbed_layer_scale),
-        ("stem.pos_embed", _normal(0.02)),
+        ("*.gamma", _perturbed_layer_scale),
+        ("embed.pos_embed", _normal(0.02)),
         ("*_token", _normal(0.05)),
         ("*.bias", _normal(0.05)),
         ("blocks.*.weight", _xavier_uniform()),
@@ -108,7 +109,8 @@ SCHEMES: dict[str, tuple[tuple[str, Rule], ...]] = {
 def initial_value(name: str, shape: torch.Size, seed: int, config: ViTConfig) -> Tensor:
     """Return the whole initial value of parameter `name`, float32 on the CPU."""
     rule = next(rule for pattern, rule in SCHEMES[config.init] if fnmatch(name, pattern))
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    # Keyed by the former name: a renamed parameter keeps its initial value.
+    digest = hashlib.blake2b(f"{seed}/{former_parameter(name)}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     value = torch.empty(shape, dtype=torch.float32)
     for part in value.view(-1).split(CHUNK):

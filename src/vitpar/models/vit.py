@@ -1,4 +1,4 @@
-"""The Vision Transformer as an ordered mapping of named layers: stem, blocks.0 … blocks.L-1, head.
+"""The Vision Transformer as an ordered mapping of named layers: embed, blocks.0 … blocks.L-1, head.
 
 Each layer takes and returns one tensor. A model may hold any consecutive part of the layers (a pipeline stage): a part
 it lacks is absent, and the names of the parameters it holds do not change. Beside each layer class stands, as data, how
@@ -63,13 +63,29 @@ class Layer(nn.Module):
         """Fill what is neither learned nor saved."""
 
 
-class Stem(Layer):
-    """Images [batch, channels, height, width] -> tokens [batch, tokens, width]: patches through one Linear, tokens,
-    positions."""
+class PatchEmbed(nn.Module):
+    """Patch embedding by one linear: images [batch, channels, height, width] -> [batch, patches, width]."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.patch_size = config.patch_size
+        self.proj = nn.Linear(config.channels * config.patch_size**2, config.embed_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: [batch, channels, size, size], normalised."""
+        p = self.patch_size
+        return self.proj(rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p))
+
+
+class Embed(Layer):
+    """Embedding layer: images [batch, channels, height, width] -> tokens [batch, tokens, width].
+
+    Embeds the patches, prepends the class, distillation and register tokens, adds positions, applies dropout.
+    """
 
     positions: Tensor
     TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
-        "proj": "embedding",
+        "patch_embed.proj": "embedding",
         "cls_token": "token",
         "dist_token": "token",
         "reg_token": "token",
@@ -79,9 +95,9 @@ class Stem(Layer):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c, d = config, config.embed_dim
-        self.patch_size, self.dropout = c.patch_size, c.dropout
+        self.dropout = c.dropout
         self.grid = c.image_size // c.patch_size
-        self.proj = nn.Linear(c.channels * c.patch_size**2, d)
+        self.patch_embed = PatchEmbed(c)
         self.cls_token = nn.Parameter(torch.empty(1, 1, d)) if c.pool == "cls" else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, d)) if c.distillation else None
         self.reg_token = nn.Parameter(torch.empty(1, c.num_reg_tokens, d)) if c.num_reg_tokens else None
@@ -102,8 +118,7 @@ class Stem(Layer):
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout)."""
-        p = self.patch_size
-        x = self.proj(rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p))
+        x = self.patch_embed(images)
         if self.pos_embed is None:
             x = x + self.positions.to(x.dtype)
         prefix = [
@@ -154,6 +169,18 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class LayerScale(nn.Module):
+    """Learned factor for each feature of a residual branch; does nothing where the config has none."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(config.embed_dim)) if config.layer_scale is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> the same shape."""
+        return x if self.gamma is None else x * to_local(self.gamma)
+
+
 class Block(Layer):
     """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
 
@@ -165,11 +192,11 @@ class Block(Layer):
         "attn.q_norm": "heads",
         "attn.k_norm": "heads",
         "attn.proj": "row",
-        "gamma1": "scale",
+        "ls1.gamma": "scale",
         "norm2": "norm",
         "mlp.fc1": "column",
         "mlp.fc2": "row",
-        "gamma2": "scale",
+        "ls2.gamma": "scale",
     }
 
     def __init__(self, config: ViTConfig, index: int) -> None:
@@ -177,10 +204,10 @@ class Block(Layer):
         c = config
         self.norm1 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.attn = Attention(c)
+        self.ls1 = LayerScale(c)
         self.norm2 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim)
-        self.gamma1 = nn.Parameter(torch.empty(c.embed_dim)) if c.layer_scale is not None else None
-        self.gamma2 = nn.Parameter(torch.empty(c.embed_dim)) if c.layer_scale is not None else None
+        self.ls2 = LayerScale(c)
         self.index, self.dropout, self.drops_paths = index, c.dropout, c.drop_path > 0
         self.width, self.first_feature = c.embed_dim, 0
         self.drop_path_rate = c.drop_path * index / max(1, c.depth - 1)
@@ -192,14 +219,14 @@ class Block(Layer):
         self.first_feature = index * self.width // parts
 
     def reset_buffers(self) -> None:
-        self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; the stem's is 0
+        self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; embed's is 0
         self.rate.fill_(self.drop_path_rate)
 
-    def _branch(self, x: Tensor, gamma: Tensor | None, keys: Tensor | None, branch: int) -> Tensor:
+    def _branch(self, x: Tensor, scale: LayerScale, keys: Tensor | None, branch: int) -> Tensor:
         if keys is not None and self.dropout:
             here = at_place(keys, self.place + 2 * branch)
             x = drop(x, here, self.dropout, whole_sample=False, first_feature=self.first_feature)
-        x = x if gamma is None else x * to_local(gamma)
+        x = scale(x)
         if keys is not None and self.drops_paths:
             x = drop(x, at_place(keys, self.place + 2 * branch + 1), self.rate, whole_sample=True)
         return x
@@ -207,8 +234,8 @@ class Block(Layer):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
         keys = keys if self.training else None
-        x = x + self._branch(self.attn(self.norm1(x)), self.gamma1, keys, 0)
-        return x + self._branch(self.mlp(self.norm2(x)), self.gamma2, keys, 1)
+        x = x + self._branch(self.attn(self.norm1(x)), self.ls1, keys, 0)
+        return x + self._branch(self.mlp(self.norm2(x)), self.ls2, keys, 1)
 
 
 class Head(Layer):
@@ -261,23 +288,23 @@ class ViT(nn.Module):
         held = set(config.layer_names if layers is None else layers)
         assert held <= set(config.layer_names), f"unknown layers {held - set(config.layer_names)}"
         self.config = config
-        self.stem = Stem(config) if "stem" in held else None
+        self.embed = Embed(config) if "embed" in held else None
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.depth) if f"blocks.{i}" in held})
         self.head = Head(config) if "head" in held else None
 
     def layers(self) -> dict[str, Layer]:
         """The layers held here, by name, in order."""
         blocks = {f"blocks.{i}": cast(Block, block) for i, block in self.blocks.items()}  # nn.ModuleDict has modules
-        named: dict[str, Layer | None] = {"stem": self.stem, **blocks, "head": self.head}
+        named: dict[str, Layer | None] = {"embed": self.embed, **blocks, "head": self.head}
         return {name: layer for name, layer in named.items() if layer is not None}
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """x: images, or tokens where the stem is elsewhere. Returns logits, or tokens where the head is elsewhere.
+        """x: images, or tokens where embed is elsewhere. Returns logits, or tokens where head is elsewhere.
 
         keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
         """
-        if self.stem is not None:
-            x = self.stem(x, keys)
+        if self.embed is not None:
+            x = self.embed(x, keys)
         for block in self.blocks.values():
             x = block(x, keys)
         return x if self.head is None else self.head(x)

@@ -71,7 +71,7 @@ class ParallelModel:
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
         strategies = plan.strategies(config.layer_names)
-        self._images, self._logits = image_layout(strategies["stem"]), logit_layout(strategies["head"])
+        self._images, self._logits = image_layout(strategies["embed"]), logit_layout(strategies["head"])
         self._stage_rank = pipe.get_local_rank("stage")
         self._sample_replicas = len(copies(self._logits, self._stage_rank))  # ranks that compute the same logits
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
@@ -238,7 +238,7 @@ class ParallelModel:
                     x = receive_tokens(index, self.plan, self.pipe["pp"], shape, self.precision.compute, self.device)
             else:
                 part = self._images[self._stage_rank]
-            assert x is not None, "a rank that holds the stem needs images"
+            assert x is not None, "a rank that holds embed needs images"
             x = torch.cat([stage(piece) for piece in x.split([len(part.row_range(n)) for n in self._pieces(batch)])])
             if index < last and index + 1 not in self.stages:
                 self._sent.append(send_tokens(x, index, self.plan, self.pipe["pp"]))

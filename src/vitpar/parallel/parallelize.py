@@ -114,11 +114,11 @@ def _connect(
 ) -> None:
     """Step 7."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
-    layout = travel[index - 1] if index > 0 else image_layout(strategies["stem"])
+    layout = travel[index - 1] if index > 0 else image_layout(strategies["embed"])
     for name in stage.layers():
         wanted = token_layout(strategies[name])
         stage.rows[name] = wanted[me]
-        if name != "stem" and layout != wanted:
+        if name != "embed" and layout != wanted:
             stage.before[name] = Redistribute(layout, wanted, config.embed_dim, group)
         layout = wanted
     if index < plan.num_stages - 1 and layout != travel[index]:

@@ -36,13 +36,13 @@ CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] =
 
 
 def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The names of each stage's layers: blocks as the plan splits them, the stem before the first, the head after the
+    """The names of each stage's layers: blocks as the plan splits them, embed before the first, the head after the
     last."""
     costs = [float(flops) for flops in config.layer_flops.values()]
     stages = [
         [f"blocks.{i}" for i in blocks] for blocks in split_blocks(config.depth, plan.num_stages, plan.split, costs)
     ]
-    stages[0].insert(0, "stem")
+    stages[0].insert(0, "embed")
     stages[-1].append("head")
     return tuple(tuple(names) for names in stages)
 

@@ -252,10 +252,10 @@ def _gathers(execution: LayerExecution, plan: Plan) -> str:
 
 
 def _tensor_words(axis: str, strategy: Strategy, layers: Collection[str]) -> str:
-    """An axis that splits arithmetic. Stem and head do little of it; their words are for layers without a block."""
+    """An axis that splits arithmetic. Embed and head do little of it; their words are for layers without a block."""
     mode = "sp" if strategy.sequence_parallel else strategy.tensor_mode
     words = _TENSOR_WORDS[mode, axis]
-    for part in ("blocks.", "head", "stem"):
+    for part in ("blocks.", "head", "embed"):
         if any(layer.startswith(part) for layer in layers):
             return words[part]
     raise AssertionError("a strategy has layers")
@@ -270,30 +270,30 @@ _FEATURES = {
     "blocks.": "gather features before every matrix product (4 a block in forward, 4 in backward) and reduce-scatter "
     "their gradients (4 in backward), all-reduce the norms' statistics" + _EVERY,
     "head": _STATISTICS,
-    "stem": "split features; send nothing",
+    "embed": "split features; send nothing",
 }
 _TENSOR_WORDS = {
     ("1d", "j"): {
         "blocks.": "all-reduce activations, twice a block in forward and twice in backward" + _EVERY,
         "head": "all-reduce the classifier's sums" + _EVERY,
-        "stem": "compute the same; send nothing",
+        "embed": "compute the same; send nothing",
     },
     ("sp", "j"): {
         "blocks.": "split the batch; " + _PARTS + _EVERY + _SUMS,
         "head": "gather the pooled batch and all-reduce the classifier's sums" + _EVERY + _SUMS,
-        "stem": "split the batch" + _SUMS,
+        "embed": "split the batch" + _SUMS,
     },
     ("2d", "j"): _FEATURES,
     ("2.5d", "j"): _FEATURES,
     ("3d", "j"): {
         "blocks.": "split the batch; " + _PARTS + _EVERY + _SUMS,
         "head": "split the batch" + _SUMS,
-        "stem": "split the batch" + _SUMS,
+        "embed": "split the batch" + _SUMS,
     },
     ("3d", "k"): {
         "blocks.": "split features; " + _PARTS + ", all-reduce the norms' statistics" + _EVERY + _SUMS,
         "head": _STATISTICS,
-        "stem": "split features; send nothing",
+        "embed": "split features; send nothing",
     },
 }
-"""By mode, axis, and the first of these that the layers hold: a block, the head, the stem."""
+"""By mode, axis, and the first of these that the layers hold: a block, the head, embed."""

@@ -121,7 +121,7 @@ class Rules:
         return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication)
 
     def of(self, strategy: Strategy, layer: str) -> LayerExecution:
-        """The execution of the layer called `layer` ("stem", "blocks.0" …, "head") under `strategy`."""
+        """The execution of the layer called `layer` ("embed", "blocks.0" …, "head") under `strategy`."""
         as_fsdp, wrapped = shards_as_fsdp(strategy), self.wraps(strategy)
         reshard = self.communication.reshard_after_forward
         if reshard is None:

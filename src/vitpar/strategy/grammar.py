@@ -7,8 +7,8 @@
              | zero1 | zero2                       what dp shards
              | ckpt[.full] | ckpt.selective | offload
     layered := "pp" [ N ] ":" group { "," group }  pp1: 0-19=dp8, 20-31=fsdp8
-    group   := layers "=" uniform without pp       pp2: stem=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt
-    layers  := "stem" | "head" | N | N "-" M | "*" "*" stands for the layers that no group names
+    group   := layers "=" uniform without pp       pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt
+    layers  := "embed" | "head" | N | N "-" M | "*" "*" stands for the layers that no group names
 
 The leftmost axis is the outermost: its rank varies slowest, as in DeviceMesh. Upper case is read too. White space may
 stand around the signs of a layered plan, nowhere else.

@@ -4,7 +4,7 @@ An activation [batch, tokens, features] between layers is cut into equal parts o
 and 3d of its features as well. Axes that cut nothing hold copies. The batch's parts follow the rank order: of the axes
 that cut it, the leftmost is the outermost, but j is the innermost.
 
-| axis          | stem to head: rows | features | logits: rows |
+| axis          | embed to head: rows | features | logits: rows |
 |---------------|--------------------|----------|--------------|
 | dp, fsdp      | yes                |          | yes          |
 | tp 1d         |                    |          |              |
@@ -98,13 +98,13 @@ def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
 
 @cache
 def token_layout(strategy: Strategy) -> Layout:
-    """Return the layout of the tokens between layers: stem output, block input and output, head input."""
+    """Return the layout of the tokens between layers: embed output, block input and output, head input."""
     return _layout(strategy, _token_rows(strategy), _features(strategy))
 
 
 @cache
 def image_layout(strategy: Strategy) -> Layout:
-    """Return the layout of the images that enter the stem: the rows of its tokens."""
+    """Return the layout of the images that enter embed: the rows of its tokens."""
     return _layout(strategy, _token_rows(strategy), ())
 
 

@@ -5,7 +5,7 @@
       "pp": 2,                            pipeline degree, null = open
       "pp_index": 0,                      axes that are outer to pp in the rank order
       "layers": [
-        {"layers": "*",                 or "stem", "head", "3", "0-11"
+        {"layers": "*",                 or "embed", "head", "3", "0-11"
          "axes": [["tp", 2], ["dp", 2]], outermost first
          "tensor_mode": "1d",           or "2d", "2.5d", "3d"
          "depth": null,                 of 2.5d, null = the least
@@ -40,7 +40,7 @@ from vitpar.strategy.plan import Plan
 from vitpar.text import nearest, shown
 
 FORMAT = 1
-_GROUPS = MAX_BLOCKS + len(("stem", "head", "*"))
+_GROUPS = MAX_BLOCKS + len(("embed", "head", "*"))
 
 # Descriptions are parts of messages: what to give.
 _Whole = Annotated[int, Field(strict=True, description="a whole number")]

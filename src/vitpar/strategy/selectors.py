@@ -1,4 +1,4 @@
-"""Which layers a group of a plan is for: `stem`, `head`, `3`, `0-11`, or `*` for those that no other group names."""
+"""Which layers a group of a plan is for: `embed`, `head`, `3`, `0-11`, or `*` for those that no other group names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from vitpar.errors import StrategyError
+from vitpar.former_names import FORMER_LAYERS
 from vitpar.limits import MAX_BLOCKS
 from vitpar.strategy.layer import Strategy
 from vitpar.text import count, shown
@@ -16,12 +17,14 @@ _BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 def blocks_of(selector: str) -> range | None:
     """The blocks that `selector` names, None for a word. Raises StrategyError for what is no selector."""
-    if selector in ("stem", "head", "*"):
+    if selector in ("embed", "head", "*"):
         return None
     match = _BLOCKS.fullmatch(selector)
+    if present := FORMER_LAYERS.get(selector):
+        raise StrategyError(f"the layer '{selector}' is now called '{present}': write {present}=…")
     if not match:
         raise StrategyError(
-            f"'{shown(selector)}' names no layers: use stem, head, a block as in 3, blocks as in 0-11, or *"
+            f"'{shown(selector)}' names no layers: use embed, head, a block as in 3, blocks as in 0-11, or *"
         )
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
@@ -32,7 +35,7 @@ def blocks_of(selector: str) -> range | None:
 
 
 def canonical(groups: Groups) -> Groups:
-    """Return the groups in canonical order (stem, blocks, head, *), with equal neighbours joined and repeated `*`
+    """Return the groups in canonical order (embed, blocks, head, *), with equal neighbours joined and repeated `*`
     dropped.
 
     Raises StrategyError if a layer is named twice.
@@ -56,7 +59,7 @@ def canonical(groups: Groups) -> Groups:
             span = range(joined.pop()[0].start, span.stop)
         joined.append((span, strategy))
     rest = words.get("*")
-    named = [("stem", words.get("stem")), *((_name(span), s) for span, s in joined), ("head", words.get("head"))]
+    named = [("embed", words.get("embed")), *((_name(span), s) for span, s in joined), ("head", words.get("head"))]
     kept = [(selector, strategy) for selector, strategy in named if strategy is not None and strategy != rest]
     return (*kept, ("*", rest)) if rest is not None else tuple(kept)
 
@@ -64,7 +67,7 @@ def canonical(groups: Groups) -> Groups:
 def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy]:
     """The strategy of every layer, by name, in order (names as ``ViTConfig.layer_names`` gives them).
 
-    Without `*`, a stem or head that is not named takes the strategy of the block beside it. Raises StrategyError for a
+    Without `*`, embed or head that is not named takes the strategy of the block beside it. Raises StrategyError for a
     block without a strategy, or a group for blocks that the model lacks.
     """
     words = {selector: strategy for selector, strategy in groups if blocks_of(selector) is None}
@@ -84,14 +87,14 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
     if missing and "*" not in words:
         raise StrategyError(f"block {missing[0]} has no strategy: add a group such as *=dp2 for all that are not named")
     blocks = [found.get(f"blocks.{index}", words.get("*")) for index in range(depth)]
-    stem = words.get("stem", words.get("*", blocks[0]))
+    embed = words.get("embed", words.get("*", blocks[0]))
     head = words.get("head", words.get("*", blocks[-1]))
-    chosen = [stem, *blocks, head]
+    chosen = [embed, *blocks, head]
     return {name: strategy for name, strategy in zip(layer_names, chosen, strict=True) if strategy is not None}
 
 
 def example(groups: Iterable[tuple[str, Strategy]]) -> str:
-    """`stem=fsdp4, 0-11=tp2xfsdp2`."""
+    """`embed=fsdp4, 0-11=tp2xfsdp2`."""
     return ", ".join(f"{selector}={strategy}" for selector, strategy in groups)
 
 

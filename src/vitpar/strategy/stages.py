@@ -1,7 +1,7 @@
 """Which blocks a pipeline stage holds, which stages a rank holds, and where a rank stands: its place on the pp axis,
 its number within its stage, its index along a layer's axes.
 
-Stages are contiguous runs of blocks, at least one each; the stem belongs to the first stage and the head to the last.
+Stages are contiguous runs of blocks, at least one each; embed belongs to the first stage and the head to the last.
 The leftmost axis varies slowest, as in DeviceMesh. In a layerwise plan pp is the outermost axis.
 """
 
@@ -25,7 +25,7 @@ def split_blocks(
 
     how: "even" (sizes differ by one at most, the larger stages first), "balanced" (the costliest stage as cheap as can
     be, and among those splits the one with the smallest sum of squared stage costs), or the blocks of each stage.
-    costs: for "balanced", one cost per layer in any unit, in the order stem, blocks, head (num_blocks + 2 values).
+    costs: for "balanced", one cost per layer in any unit, in the order embed, blocks, head (num_blocks + 2 values).
 
     Raises StrategyError when there are more stages than blocks, when a split by hand does not fit, and when the costs
     are missing or wrong.
@@ -81,7 +81,7 @@ def _checked_costs(costs: Sequence[float] | None, num_blocks: int) -> Sequence[f
     if len(costs) != num_blocks + 2:
         raise StrategyError(
             f"split 'balanced' got {count(len(costs), 'cost')} for {count(num_blocks, 'block')}: "
-            f"give {num_blocks + 2}, one each for the stem, the blocks and the head"
+            f"give {num_blocks + 2}, one each for embed, the blocks and the head"
         )
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
@@ -93,7 +93,7 @@ def _balanced_sizes(num_blocks: int, num_stages: int, costs: Sequence[float]) ->
     upto = list(accumulate(costs[1:-1], initial=0.0))
 
     def stage_cost(start: int, end: int) -> float:
-        """Cost of the stage with blocks start..end-1, with the stem or head where it holds them."""
+        """Cost of the stage with blocks start..end-1, with embed or head where it holds them."""
         return upto[end] - upto[start] + (start == 0) * costs[0] + (end == num_blocks) * costs[-1]
 
     worst, _ = _best_split(num_blocks, num_stages, stage_cost, max)

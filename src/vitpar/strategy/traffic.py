@@ -74,7 +74,7 @@ def _again(strategy: Strategy, forward: Traffic, last: Collective | None) -> Tra
 
 
 def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
-    """Return the communication of the head, as (forward, backward). The stem has none."""
+    """Return the communication of the head, as (forward, backward). Embed has none."""
     shape = dict(strategy.tensor_shape)
     side, forward, backward = shape["j"], Counter[Collective](), Counter[Collective]()
     if side == 1:

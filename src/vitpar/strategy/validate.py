@@ -60,7 +60,7 @@ class ModelShape(Protocol):
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers in order: stem, blocks.0 …, head."""
+        """The layers in order: embed, blocks.0 …, head."""
 
 
 def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:

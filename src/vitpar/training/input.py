@@ -126,7 +126,7 @@ def order_of(recipe: Recipe, samples: int) -> SampleOrder:
 class Input:
     """Input of one rank of `model`. All ranks make it together.
 
-    Only ranks that hold the stem decode images; those that take the same images share the work. All ranks read the
+    Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
     """
 

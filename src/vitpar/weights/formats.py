@@ -23,6 +23,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vitpar.errors import DataError
+from vitpar.former_names import present_parameter
 from vitpar.models.config import ViTConfig
 from vitpar.weights.shards import listed
 
@@ -31,11 +32,11 @@ _BLOCK = r"(?:vit\.|deit\.)?(?:encoder\.layer|layers)\.(\d+)\."
 _EMBEDDINGS = r"(?:vit\.|deit\.)?embeddings\."
 # For each format: pairs of a pattern of its names and the template of vitpar's name.
 _FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
-    "vitpar": (("((?:stem|blocks|head)\\..+)", r"\1"),),
+    "vitpar": (("((?:embed|blocks|head)\\..+)", r"\1"),),
     "timm": (
-        (rf"patch_embed\.proj{_END}", r"stem.proj\1"),
-        (r"(cls_token|dist_token|reg_token|pos_embed)", r"stem.\1"),
-        (r"blocks\.(\d+)\.(?:ls([12])\.gamma|gamma_([12]))", r"blocks.\1.gamma\2\3"),
+        (rf"patch_embed\.proj{_END}", r"embed.patch_embed.proj\1"),
+        (r"(cls_token|dist_token|reg_token|pos_embed)", r"embed.\1"),
+        (r"blocks\.(\d+)\.(?:ls([12])\.gamma|gamma_([12]))", r"blocks.\1.ls\2\3.gamma"),
         (rf"(blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|proj|q_norm|k_norm)|mlp\.fc[12])){_END}", r"\1\2"),
         (rf"norm{_END}", r"head.norm\1"),
         (rf"pre_logits\.fc{_END}", r"head.representation\1"),
@@ -43,10 +44,10 @@ _FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
         (rf"head_dist{_END}", r"head.fc_dist\1"),
     ),
     "transformers": (
-        (rf"{_EMBEDDINGS}patch_embeddings\.projection{_END}", r"stem.proj\1"),
-        (rf"{_EMBEDDINGS}cls_token", "stem.cls_token"),
-        (rf"{_EMBEDDINGS}distillation_token", "stem.dist_token"),
-        (rf"{_EMBEDDINGS}position_embeddings", "stem.pos_embed"),
+        (rf"{_EMBEDDINGS}patch_embeddings\.projection{_END}", r"embed.patch_embed.proj\1"),
+        (rf"{_EMBEDDINGS}cls_token", "embed.cls_token"),
+        (rf"{_EMBEDDINGS}distillation_token", "embed.dist_token"),
+        (rf"{_EMBEDDINGS}position_embeddings", "embed.pos_embed"),
         (rf"{_BLOCK}layernorm_before{_END}", r"blocks.\1.norm1\2"),
         (rf"{_BLOCK}layernorm_after{_END}", r"blocks.\1.norm2\2"),
         (rf"{_BLOCK}attention\.(?:attention\.)?([qkv])(?:uery|ey|alue|_proj){_END}", r"blocks.\1.attn.\2\3"),
@@ -60,7 +61,7 @@ _FORMATS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 # Name of the patch projection, which identifies a format.
 _MARKS = {
-    "vitpar": r"stem\.proj\.weight",
+    "vitpar": r"embed\.patch_embed\.proj\.weight",
     "timm": r"patch_embed\.proj\.weight",
     "transformers": rf"{_EMBEDDINGS}patch_embeddings\.projection\.weight",
 }
@@ -104,6 +105,11 @@ def renamed(place: object, shapes: Shapes) -> Renamed:
     """
     format = next((f for f, mark in _MARKS.items() if any(re.fullmatch(mark, name) for name in shapes)), None)
     if format is None:
+        if former := next((name for name in shapes if present_parameter(name) != name), None):
+            raise DataError(
+                f"'{place}' was written by an earlier version of vitpar: its tensor '{former}' is now called "
+                f"'{present_parameter(former)}'; rename its tensors"
+            )
         raise DataError(
             f"'{place}' names its tensors neither as timm nor as transformers' ViT nor as vitpar does: it has "
             f"{listed(sorted(shapes))}"
@@ -140,10 +146,10 @@ def parts(found: Renamed, config: ViTConfig) -> dict[str, MappedParameter]:
 
 
 def _unfold_patches(made: dict[str, MappedParameter]) -> None:
-    part = made.get("stem.proj.weight")
+    part = made.get("embed.patch_embed.proj.weight")
     if part and len(part.shape) == 4:
         shape = (part.shape[0], part.shape[1] * part.shape[2] * part.shape[3])
-        made["stem.proj.weight"] = MappedParameter(part.names, shape, lambda kernel: kernel.flatten(1))
+        made["embed.patch_embed.proj.weight"] = MappedParameter(part.names, shape, lambda kernel: kernel.flatten(1))
 
 
 def _fuse_queries(made: dict[str, MappedParameter], heads: int) -> None:
@@ -169,25 +175,25 @@ def _fuse_queries(made: dict[str, MappedParameter], heads: int) -> None:
 def _make_registers(made: dict[str, MappedParameter], config: ViTConfig) -> None:
     """Turn tokens that the head does not read into registers, in the order of the tokens."""
     unread = [
-        *(["stem.cls_token"] if config.pool == "avg" else []),
-        *(["stem.dist_token"] if not config.distillation else []),
+        *(["embed.cls_token"] if config.pool == "avg" else []),
+        *(["embed.dist_token"] if not config.distillation else []),
     ]
     tokens = [made.pop(name) for name in unread if name in made]
     if not tokens:
         return
-    if "stem.reg_token" in made:
-        tokens.append(made.pop("stem.reg_token"))
+    if "embed.reg_token" in made:
+        tokens.append(made.pop("embed.reg_token"))
     count = sum(part.shape[1] for part in tokens if len(part.shape) == 3)
     names = tuple(name for part in tokens for name in part.names)
-    made["stem.reg_token"] = MappedParameter(names, (1, count, config.embed_dim), lambda *each: torch.cat(each, dim=1))
+    made["embed.reg_token"] = MappedParameter(names, (1, count, config.embed_dim), lambda *each: torch.cat(each, dim=1))
 
 
 def _complete_positions(made: dict[str, MappedParameter], config: ViTConfig) -> None:
     """Add zero position embeddings for the tokens before the patches if there are none for them."""
-    part = made.get("stem.pos_embed")
+    part = made.get("embed.pos_embed")
     if part and part.shape == (1, config.patches, config.embed_dim) and config.prefix_tokens:
         zeros = torch.zeros(1, config.prefix_tokens, config.embed_dim)
         shape = (1, config.tokens, config.embed_dim)
-        made["stem.pos_embed"] = MappedParameter(
+        made["embed.pos_embed"] = MappedParameter(
             part.names, shape, lambda table: torch.cat([zeros.to(table.dtype), table], dim=1)
         )

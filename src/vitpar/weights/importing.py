@@ -27,7 +27,7 @@ SHARD_BYTES = 5 * 10**9
 """Default maximum of bytes of tensors in a file."""
 CLASSIFIERS = tuple(f"head.{name}.{end}" for name in ("fc", "fc_dist") for end in ("weight", "bias"))
 """Names of the parameters of classifiers."""
-POSITIONS = "stem.pos_embed"
+POSITIONS = "embed.pos_embed"
 """Name of the position embedding."""
 
 

@@ -148,7 +148,7 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
     """
     named = model_config(model) if model is not None else None
     shapes, size = found.shapes, _Sizes(place, found.shapes)
-    width = size("stem.proj.weight", 0)
+    width = size("embed.patch_embed.proj.weight", 0)
     patch, channels = _patch(size, shapes, hints.patch_size or (named.patch_size if named else None))
     if channels != 3:
         raise DataError(f"'{place}' takes images of {channels} channels, where vitpar's have 3: it cannot be imported")
@@ -159,16 +159,16 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
             f"the tensors in '{place}' do not tell how many heads there are: name the model with --model"
             f"{_likely(width, patch)}, or the folder that has its config.json"
         )
-    read = "stem.cls_token" in shapes and hints.pool != "avg"
-    distilled = "stem.dist_token" in shapes and ("head.fc_dist.weight" in shapes or "head.fc.weight" not in shapes)
-    registers = size("stem.reg_token", 1) if "stem.reg_token" in shapes else 0
+    read = "embed.cls_token" in shapes and hints.pool != "avg"
+    distilled = "embed.dist_token" in shapes and ("head.fc_dist.weight" in shapes or "head.fc.weight" not in shapes)
+    registers = size("embed.reg_token", 1) if "embed.reg_token" in shapes else 0
     if found.format != "vitpar":
-        registers += ("stem.dist_token" in shapes and not distilled) + ("stem.cls_token" in shapes and not read)
+        registers += ("embed.dist_token" in shapes and not distilled) + ("embed.cls_token" in shapes and not read)
     prefix = read + distilled + registers
     wanted = hints.image_size or (named.image_size if named else None)
-    table = size("stem.pos_embed", 1) if "stem.pos_embed" in shapes else None
+    table = size("embed.pos_embed", 1) if "embed.pos_embed" in shapes else None
     grid = _grid(place, table, prefix, wanted and wanted // patch) if table is not None else (wanted or 224) // patch
-    scaled = "blocks.0.gamma1" in shapes
+    scaled = "blocks.0.ls1.gamma" in shapes
     usual = TRANSFORMERS_EPS if found.format == "transformers" else ViTConfig.norm_eps
     try:
         config = ViTConfig(
@@ -226,9 +226,9 @@ def _patch(size: _Sizes, shapes: Shapes, wanted: int | None) -> tuple[int, int]:
 
     wanted: height according to hints or the named model; None if unknown.
     """
-    if len(shapes["stem.proj.weight"]) == 4:
-        return size("stem.proj.weight", 3) or 1, size("stem.proj.weight", 1)
-    numbers = size("stem.proj.weight", 1)
+    if len(shapes["embed.patch_embed.proj.weight"]) == 4:
+        return size("embed.patch_embed.proj.weight", 3) or 1, size("embed.patch_embed.proj.weight", 1)
+    numbers = size("embed.patch_embed.proj.weight", 1)
     if wanted and numbers % wanted**2 == 0:
         return wanted, numbers // wanted**2
     return max(1, math.isqrt(numbers // 3)), 3  # later checks of shapes refuse a wrong guess

@@ -120,7 +120,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
         pytest.param("tp2+sp", {"parallel__microbatches": 2}, marks=pytest.mark.slow),
         pytest.param("tp4+2d", {"faults__non_finite": "skip"}, marks=pytest.mark.slow),
         pytest.param("pp2xtp2", ZBV, marks=pytest.mark.slow),
-        pytest.param("pp2: stem=fsdp2, 0=tp2, *=dp2+ckpt", {}, marks=pytest.mark.slow),
+        pytest.param("pp2: embed=fsdp2, 0=tp2, *=dp2+ckpt", {}, marks=pytest.mark.slow),
         pytest.param("fsdp4+ckpt", {"model__distillation": True, "model__layer_scale": 0.1}, marks=pytest.mark.slow),
         pytest.param("tp2xfsdp2+offload", {}, marks=pytest.mark.slow),
         pytest.param("dp2xtp2+zero2", {"train__precision": "bf16", "data__bad_sample": "skip"}, marks=pytest.mark.slow),

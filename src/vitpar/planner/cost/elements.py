@@ -56,7 +56,7 @@ def layer_elements(config: ViTConfig, name: str, strategy: Strategy, stage_rank:
 @lru_cache(maxsize=8)
 def _layers(config: ViTConfig) -> dict[str, Layer]:
     with torch.device("meta"):
-        return ViT(config, ("stem", "blocks.0", "head")).layers()
+        return ViT(config, ("embed", "blocks.0", "head")).layers()
 
 
 def chunk_length(length: int, parts: int, index: int) -> int:

@@ -15,7 +15,7 @@ from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules
 from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
 
-LAYERS: Mapping[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
+LAYERS: Mapping[LayerKind, str] = {"embed": "embed", "block": "blocks.0", "head": "head"}
 """Name of a layer of each kind."""
 
 

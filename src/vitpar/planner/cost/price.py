@@ -143,7 +143,7 @@ def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
 
 def kind_of(name: str) -> LayerKind:
     """The kind of the layer called `name`."""
-    return "block" if name.startswith("blocks.") else "stem" if name == "stem" else "head"
+    return "block" if name.startswith("blocks.") else "embed" if name == "embed" else "head"
 
 
 def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> _Times:

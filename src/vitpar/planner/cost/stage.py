@@ -230,7 +230,7 @@ def least_load(
     gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
     waits = work.forward_sent + work.backward_sent
     once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
-    if kind == "stem" and not pipelined:
+    if kind == "embed" and not pipelined:
         edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
     if not execution.wrapped:
         sent_once = sent_late = weights.reduce

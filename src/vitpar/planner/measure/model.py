@@ -43,7 +43,7 @@ from vitpar.training.optim.norms import global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 
-NAMES: dict[LayerKind, str] = {"stem": "stem", "block": "blocks.0", "head": "head"}
+NAMES: dict[LayerKind, str] = {"embed": "embed", "block": "blocks.0", "head": "head"}
 CHOSEN_FOR = 64
 """Images of the micro-batch for which the kernel of attention is chosen."""
 LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of a layer's step at most
@@ -123,7 +123,7 @@ class LayerBench:
     def prepare(self, rows: int) -> None:
         """Make the input of a micro-batch with `rows` rows of a tensor group."""
         config, total = self._model.config, rows * self.groups
-        if self.kind == "stem":
+        if self.kind == "embed":
             here = len(image_layout(self._strategy)[0].row_range(total))
             shape: tuple[int, ...] = here, config.channels, config.image_size, config.image_size
         else:
@@ -137,7 +137,7 @@ class LayerBench:
 
     def forward(self) -> None:
         """Once more; `backward` must follow for each."""
-        x = self._x.detach().requires_grad_(self.kind != "stem")
+        x = self._x.detach().requires_grad_(self.kind != "embed")
         if self.kind == "head":
             y = self._model.loss(self.layer(x), self._labels)
         else:
@@ -234,7 +234,7 @@ def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrappe
             break
         rows *= more
     share = 0.0
-    if bench.kind != "stem" and checkpoint == "none":
+    if bench.kind != "embed" and checkpoint == "none":
         bench.prepare(forward[0].size)
         alone = clock.timings(1, bench.forward, bench.backward_to_input)[1].seconds
         share = min(1.0, alone / backward[0].seconds)

@@ -39,7 +39,7 @@ LAUNCH = 5e-6
 """Seconds of the host to start an eager operation: a layer takes no less than to start its operations."""
 GAP = 2e-6
 """Seconds of the device between two kernels, the last tiles of a product included."""
-LAUNCHES: dict[LayerKind, int] = {"stem": 8, "block": 24, "head": 10}
+LAUNCHES: dict[LayerKind, int] = {"embed": 8, "block": 24, "head": 10}
 """Eager operations of a forward; backward has twice as many. Compiled blocks have half."""
 ATTENTION = 0.55
 """Rate of attention where tokens fill its tiles, over that of a large product: 220 TFLOP/s with 197 tokens and 170 with
@@ -145,7 +145,7 @@ def estimate_model(
                             wrapped=wrapped,
                             forward=forward,
                             backward=backward,
-                            input_share=0.5 if kind != "stem" else 0.0,
+                            input_share=0.5 if kind != "embed" else 0.0,
                             saved=Bytes(fixed=0, per_row=counts.saved * time.itemsize),
                             workspace=Bytes(
                                 fixed=elements / 3 * time.itemsize, per_row=counts.workspace * time.itemsize
@@ -225,7 +225,7 @@ def _counts(config: ViTConfig, kind: LayerKind, strategy: Strategy, policy: str)
     parts = 1 if strategy.tensor_mode == "1d" and not strategy.sequence_parallel else t  # of what is between products
     side = dict(strategy.tensor_shape)["j"]  # a rank's part of input and output, where a product splits features
     sides = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
-    if kind == "stem":
+    if kind == "embed":
         pixels = config.patches * config.channels * config.patch_size**2
         saved = (s * d + (0 if policy == "full" else pixels)) / parts
         product = _Product(2 * pixels * d / parts, pixels / parts, config.patches * d / parts)

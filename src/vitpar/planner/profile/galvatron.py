@@ -124,7 +124,7 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
     block, others = (_forwards(computed, name, config.tokens, folder) for name in ("0", "other"))
-    ends = tuple((images, seconds / 2) for images, seconds in others)  # of stem and head each
+    ends = tuple((images, seconds / 2) for images, seconds in others)  # of embed and head each
     block_memory = _section(memory, "layertype_0", config.tokens, folder)
     saved = _activations(block_memory.get("tp_activation_per_bsz_dict"), folder)
     recomputed = _numbers(block_memory["tp_activation_per_bsz_dict"], folder).get("checkpoint")
@@ -140,7 +140,7 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
             if size is None:
                 continue
             kinds: dict[LayerKind, tuple[Forwards, float]] = {
-                "stem": (ends, first.get(tp, first.get(1, 0.0) / tp)),
+                "embed": (ends, first.get(tp, first.get(1, 0.0) / tp)),
                 "block": (block, size),
                 "head": (ends, last.get(tp, last.get(1, 0.0) / tp)),
             }
@@ -153,7 +153,7 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
                     wrapped=False,
                     forward=Curve(timings=exact(split)),
                     backward=Curve(timings=exact((images, times * seconds) for images, seconds in split)),
-                    input_share=0.0 if kind == "stem" else 0.5,
+                    input_share=0.0 if kind == "embed" else 0.5,
                     saved=Bytes(fixed=0, per_row=megabytes * MB),
                     workspace=Bytes(fixed=0, per_row=0),
                 )

@@ -32,7 +32,7 @@ HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
 """Default files of `vitpar profile` and of the commands that read profiles."""
 OPTIMIZER_BYTES = 28
 """Read and written by AdamW for a float32 parameter."""
-LayerKind = Literal["stem", "block", "head"]
+LayerKind = Literal["embed", "block", "head"]
 CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
 """Policies, and how a strategy names them."""
 

@@ -83,10 +83,10 @@ def _listed(members: Sequence[int]) -> str:
 
 
 def _layers(names: Sequence[str]) -> str:
-    """`stem, blocks 0-9`."""
+    """`embed, blocks 0-9`."""
     blocks = [name.removeprefix("blocks.") for name in names if name.startswith("blocks.")]
     middle = [] if not blocks else [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
-    return ", ".join([*(["stem"] if "stem" in names else []), *middle, *(["head"] if "head" in names else [])])
+    return ", ".join([*(["embed"] if "embed" in names else []), *middle, *(["head"] if "head" in names else [])])
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -25,7 +25,7 @@ TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
 LIMITED = [0, 1, 2, 3, 4, 6, 7]
 """Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes; and those that a limit is set to."""
 BLOCK = 1
-"""Row of blocks in arrays by kind of layer; stem and head are around it."""
+"""Row of blocks in arrays by kind of layer; embed and head are around it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Machine:
 
 
 class Costs:
-    """Arrays of a kind's strategies, by row of layers (stem, block, head): seconds of a micro-batch and of a step."""
+    """Arrays of a kind's strategies, by row of layers (embed, block, head): seconds of a micro-batch and of a step."""
 
     def __init__(self, choices: Choices, machine: Machine) -> None:
         a, slow = choices.loads, machine.sending / machine.speed
@@ -129,16 +129,16 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
     busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
     layers = np.stack([*times, costs.work, a["kept"] + a["reduced"], busy])
     last = pipeline.num_stages - 1
-    stem, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
+    embed, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
     hops = (number > 0) + (number < last)
     bytes_besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
         choices.image_share.min()
     )
-    stem[BYTES] += bytes_besides
+    embed[BYTES] += bytes_besides
     # When the last block's backward begins, the head's is done.
     working = a["working_once"][BLOCK] if m == 1 else a["working"][BLOCK] + a["fresh"][BLOCK] * (not waiting)
     head[-1] += np.maximum(0.0, working - a["saved"][2] * (number == last))
-    return block, stem, head
+    return block, embed, head
 
 
 def uniform_bounds(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:

@@ -175,10 +175,10 @@ class Expansion:
         stages, limits = self._kind.pipeline.num_stages, self._limits
         least = np.full((depth + 1, len(options)), math.inf)
         least[0] = 0.0
-        stem, chosen = np.zeros(len(options)), list[Array]()
+        embed, chosen = np.zeros(len(options)), list[Array]()
         for number in range(stages):
             block, start, end = stage_sums(self._kind, self._choices, self._machine, number)
-            stem = start[EACH] if number == 0 else stem
+            embed = start[EACH] if number == 0 else embed
             dealt = np.full_like(least, math.inf)
             sizes = np.zeros(least.shape, int)
             for blocks in range(1, depth - stages + 2):
@@ -187,7 +187,7 @@ class Expansion:
                 # Blocks in the stages before: one each at least, and one is left for each behind.
                 used = slice(number, depth - blocks - (stages - 1 - number) + 1)
                 after = slice(used.start + blocks, used.stop + blocks)
-                before = np.arange(used.start, used.stop)[:, None] * block[EACH] + (stem + number * self._hop) * (
+                before = np.arange(used.start, used.stop)[:, None] * block[EACH] + (embed + number * self._hop) * (
                     number > 0
                 )
                 through = sums[0] + before * (not self._kind.pipeline.splits_backward)

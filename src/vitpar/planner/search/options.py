@@ -23,7 +23,7 @@ from vitpar.strategy.layout import row_parts, token_layout_key, token_parts
 T = TypeVar("T")
 N = TypeVar("N")
 Array = NDArray[np.float64]
-KINDS: tuple[LayerKind, ...] = ("stem", "block", "head")
+KINDS: tuple[LayerKind, ...] = ("embed", "block", "head")
 
 
 @dataclass(frozen=True)

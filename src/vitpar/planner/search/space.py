@@ -6,7 +6,7 @@
 | stages        | any number of blocks each; several a rank: even                                                      |
 | micro-batches | every number that divides the batch                                                                  |
 | blocks        | in each stage at most two strategies, one after the other; several stages a rank: one for all        |
-| stem, head    | the strategy of the block beside it                                                                  |
+| embed, head   | the strategy of the block beside it                                                                  |
 | a strategy    | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint     |
 |               | policy; +offload where fsdp shards and there is no dp                                                |
 

@@ -15,8 +15,8 @@ does not say the number of ranks N. With S = N / pp_deg ranks in a stage, t of a
 | pp_division (equal, the rest to the last stage) | blocks of each stage | split |
 | pipeline_type (gpipe) | gpipe, pipedream_flush; no matter where pp_deg is 1 | schedule gpipe, 1f1b |
 | default_dp_type (ddp) | ddp; zero2; zero3 | dp d; dp d and +zero2; fsdp d |
-| vtp (1) | t of all that is outside blocks; tp ranks are neighbours | tp of stem and head |
-| embed_sdp (0), or vocab_sdp | dp_types_enc of all that is outside blocks | role of d in stem and head |
+| vtp (1) | t of all that is outside blocks; tp ranks are neighbours | tp of embed and head |
+| embed_sdp (0), or vocab_sdp | dp_types_enc of all that is outside blocks | role of d in embed and head |
 | use_sp (zeros), vsp (0) | 1: t is Ulysses, of blocks and outside them | refused where t is above 1 |
 | cp_sizes_enc (ones), vcp (1) | context parallel | refused above 1 |
 | ep_sizes_enc, tp_of_ep_sizes_enc (ones) | expert parallel | refused above 1 |
@@ -135,7 +135,7 @@ def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = Non
 def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None = None) -> ImportedPlan:
     """The plan that `data` says for `world_size` ranks.
 
-    num_blocks: of the model, None where the file's own number will do. Stem and head always get one strategy, and
+    num_blocks: of the model, None where the file's own number will do. Embed and head always get one strategy, and
     where the blocks have it too the plan is uniform. Raises StrategyError naming the block or key that vitpar cannot
     run or read.
     """
@@ -154,11 +154,11 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
         raise StrategyError(
             f"tp_sizes_enc has {count(depth, 'block')} but the model {num_blocks}: use a file made for it"
         )
-    # Of stem and head, by the keys of blocks.
+    # Of embed and head, by the keys of blocks.
     sharded = file.embed_sdp if _says(file, "embed_sdp") else file.vocab_sdp
     ends = {key: absent for key, (absent, _, _) in _BLOCKS.items()}
     ends |= {"tp_sizes_enc": file.vtp, "dp_types_enc": sharded, "use_sp": file.vsp}
-    outside = _strategy("stem and head (vtp)", ends, stage, file.default_dp_type)
+    outside = _strategy("embed and head (vtp)", ends, stage, file.default_dp_type)
     blocks = [
         _strategy(
             f"block {index}", {key: column[index] for key, column in columns.items()}, stage, file.default_dp_type
@@ -167,7 +167,7 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
     ]
     layers: Groups = (("*", outside),)
     if set(blocks) != {outside}:
-        layers = (("stem", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
+        layers = (("embed", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
     schedule = SCHEDULE_NAMES[file.pipeline_type] if pp > 1 else Plan().schedule
     plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(file, stage), split=_split(file, depth))
     check_batch(plan, file.global_bsz)

@@ -30,7 +30,7 @@ def to_galvatron(
         raise StrategyError(
             f"the plan ({shown(plan)}) has no number of micro-batches, which Galvatron's file needs: give one"
         )
-    names = ("stem", *(f"blocks.{index}" for index in range(num_blocks)), "head")
+    names = ("embed", *(f"blocks.{index}" for index in range(num_blocks)), "head")
     layers = {name.replace("blocks.", "block "): layer for name, layer in plan.strategies(names).items()}
     _check_layers(layers)
     check_batch(plan, batch_size)
@@ -98,11 +98,11 @@ def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
         yield "+offload", f"use {replace(layer, offload=False)}"
     if layer.checkpoint == "selective":
         yield "+ckpt.selective", f"use {replace(layer, checkpoint='full')} or {replace(layer, checkpoint=None)}"
-    if name in ("stem", "head"):
+    if name in ("embed", "head"):
         if layer.checkpoint:
-            yield "+ckpt outside the blocks", f"use {replace(layer, checkpoint=None)} for stem and head"
+            yield "+ckpt outside the blocks", f"use {replace(layer, checkpoint=None)} for embed and head"
         if _is_strided(layer):
-            yield "tp as its outer axis", f"use {replace(layer, axes=layer.axes[::-1])} for stem and head"
+            yield "tp as its outer axis", f"use {replace(layer, axes=layer.axes[::-1])} for embed and head"
 
 
 def _check_layers(layers: dict[str, Strategy]) -> None:
@@ -110,10 +110,10 @@ def _check_layers(layers: dict[str, Strategy]) -> None:
     for name, layer in layers.items():
         for what, fix in _beyond_layer(name, layer):
             raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot say: {fix}")
-    stem, head = layers["stem"], layers["head"]
-    if stem != head:
+    embed, head = layers["embed"], layers["head"]
+    if embed != head:
         raise StrategyError(
-            f"stem is {stem} but head is {head}, and Galvatron's file has one strategy for both: use either in both"
+            f"embed is {embed} but head is {head}, and Galvatron's file has one strategy for both: use either in both"
         )
     replicated = {layer.zero: f"{name} is {layer}" for name, layer in reversed(layers.items()) if layer.has("dp")}
     if len(replicated) > 1:

@@ -140,7 +140,7 @@ def _torch_optimizer(
 
 
 def _matrices(pairs: _Pairs, heads: int | None) -> dict[Tensor, Matrix]:
-    """Return the matrices of the blocks, by shard, for Muon. Stem and head are not hidden layers."""
+    """Return the matrices of the blocks, by shard, for Muon. Embed and head are not hidden layers."""
     matrices: dict[Tensor, Matrix] = {}
     for name, (parameter, shard) in pairs.items():
         if name.startswith("blocks.") and parameter.dim() == 2:

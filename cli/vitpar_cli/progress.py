@@ -65,18 +65,44 @@ class ConsoleReporter(Reporter):
         """Show a step: always on a terminal, otherwise the first, the last, and one per CADENCE seconds."""
         step, now = row["step"], self._clock()
         self._first = self._first or (step, now)
-        loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # the step was skipped
-        scale = f"  scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
-        scale += " skipped" if row.get("skipped") else ""
-        line = (
-            f"{step:,}/{self._header.steps:,}  loss {loss}{scale}  {_rate(row['images_per_second'])}"
-            f"  step {_ms(row['step_ms'])}  data {_ms(row['data_ms'])}  ETA {self._eta(step, now)}"
-        )
+        parts = self._parts(row, now)
         if self._live:
-            self._live.show(step, line)
-        elif now - self._printed >= CADENCE or step == self._header.steps:
-            self._printed = now
-            self._print(f"step {line}")
+            self._live.show(step, _fitting(parts, self._console.width))
+        elif self._due(now) or step == self._header.steps:
+            self._print(f"step {_fitting(parts)}")
+
+    def _parts(self, row: dict[str, Any], now: float) -> list[tuple[int, str]]:
+        """Return the parts of a line about a step, each with its rank: those of the highest are left out first."""
+        loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # the step was skipped
+        scale = f"scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
+        scale += " skipped" if row.get("skipped") else ""
+        parts = [
+            (0, f"{row['step']:,}/{self._header.steps:,}"),
+            (3, f"epoch {row['epoch']:,.2f}"),
+            (0, f"loss {loss}"),
+            (1, scale),
+            (4, f"lr {row['lr']:.3g}"),
+            (2, _rate(row["images_per_second"])),
+            (7, f"step {_ms(row['step_ms'])}"),
+            (6, f"data {_ms(row['data_ms'])}"),
+            (5, f"elapsed {_duration(now - self._begun)}"),
+            (0, f"ETA {self._eta(row['step'], now)}"),
+        ]
+        return [part for part in parts if part[1]]
+
+    def _due(self, now: float) -> bool:
+        """Return whether a plain line is due, and if so note that it is printed."""
+        due = now - self._printed >= CADENCE
+        self._printed = now if due else self._printed
+        return due
+
+    def evaluating(self, images: int, total: int) -> None:
+        """Show the progress of an evaluation: always on a terminal, otherwise one line per CADENCE seconds."""
+        line = f"evaluating {images:,}/{total:,} images"
+        if self._live:
+            self._live.show(None, line)
+        elif 0 < images < total and self._due(self._clock()):
+            self._print(line)
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Print the result of an evaluation."""
@@ -134,8 +160,11 @@ class _LiveLine:
         console.show_cursor()  # rich hides it, and a killed process could not restore it
         self.show(0, f"0/{steps:,}  waiting for the first step")
 
-    def show(self, step: int, line: str) -> None:
-        """Redraw the line; the bar takes the width that the text leaves free."""
+    def show(self, step: int | None, line: str) -> None:
+        """Redraw the line; the bar takes the width that the text leaves free.
+
+        step: that the bar shows; None to leave it as it is.
+        """
         self._bar.bar_width = max(0, min(BAR, self._progress.console.width - len(line) - 1))
         self._progress.update(self._task, completed=step, description=line, refresh=True)
 
@@ -190,6 +219,21 @@ def _table(rows: Iterator[tuple[str, str | Text]]) -> Table:
 
 def _result(row: dict[str, Any]) -> str:
     return f"val loss {row['loss']:.4f}  top-1 {percent(row['top1'])}  top-5 {percent(row['top5'])}"
+
+
+def _fitting(parts: list[tuple[int, str]], width: int | None = None) -> str:
+    """Join the parts of a line, without those of the highest ranks if it would be longer than the terminal.
+
+    parts: rank and text of each; rank 0 always stays.
+    width: columns of the terminal; None for no limit.
+    """
+    kept = list(parts)
+    while width is not None and len("  ".join(text for _, text in kept)) >= width:
+        least = max(rank for rank, _ in kept)
+        if least == 0:
+            break
+        kept = [part for part in kept if part[0] != least]
+    return "  ".join(text for _, text in kept)
 
 
 def _rate(images_per_second: float) -> str:

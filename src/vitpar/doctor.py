@@ -160,9 +160,9 @@ def _limits() -> dict[str, int | None]:
 def _local_world() -> dict[str, Any]:
     start = time.monotonic()
     try:
-        probe, told = "from vitpar.launch.process_group import probe; probe()", list[str]()
-        code = spawn(2, ["-c", probe], device="cpu", tell=told.append)
-        error = "".join(told) or (f"the ranks ended with exit code {code}" if code else None)
+        probe, messages = "from vitpar.launch.process_group import probe; probe()", list[str]()
+        code = spawn(2, ["-c", probe], device="cpu", tell=messages.append)
+        error = "".join(messages) or (f"the ranks ended with exit code {code}" if code else None)
     except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
         error = str(failure)
     return {"ok": error is None, "seconds": round(time.monotonic() - start, 2), "error": error}

@@ -63,8 +63,8 @@ class Shown:
     def step(self, number: int, seconds: float = 0.0) -> str:
         """Return the output of step `number`, `seconds` after the last event."""
         self.clock.now += seconds
-        row = {"kind": "train", "step": number, "loss": 2.25, "images_per_second": 1234.5, "step_ms": 103.7}
-        self.reporter.stepped({**row, "data_ms": 0.31})
+        row = {"kind": "train", "step": number, "epoch": 0.89, "loss": 2.25, "lr": 0.00012}
+        self.reporter.stepped({**row, "images_per_second": 1234.5, "step_ms": 103.7, "data_ms": 0.31})
         return self.new()
 
     def evaluation(self, number: int) -> str:
@@ -144,7 +144,10 @@ def test_the_header_fits_a_terminal(live: Shown) -> None:
 
 def test_plain_lines_come_at_a_steady_cadence_with_the_first_and_the_last(plain: Shown) -> None:
     plain.start()
-    assert plain.step(1) == "step 1/100  loss 2.2500  1,234 images/s  step 104 ms  data 0.3 ms  ETA ?\n"
+    assert plain.step(1) == (
+        "step 1/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  step 104 ms  data 0.3 ms  "
+        "elapsed 0:00  ETA ?\n"
+    )
     assert plain.step(10, 4) == ""
     assert plain.step(20, 5.9) == ""
     assert plain.step(21, 0.2).endswith("ETA 0:40\n")  # 20 steps in 10.1 s, 79 to go
@@ -196,12 +199,45 @@ def test_a_terminal_has_one_line_that_fits_and_permanent_ones_above(live: Shown)
     drawn = live.step(10, 1)
     assert "\n" not in drawn
     line = drawn.rsplit("\x1b[2K", 1)[-1]
-    assert line.rstrip().endswith("10/100  loss 2.2500  1,234 images/s  step 104 ms  data 0.3 ms  ETA ?")
+    assert line.rstrip().endswith("10/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  ETA ?")
     assert line.startswith("━")
     assert len(line) <= 80
     permanent, redrawn = live.evaluation(10).rsplit("\n", 1)
     assert permanent.endswith("step 10  val loss 0.4100  top-1 91.2 %  top-5 99.7 %")
     assert "loss 2.2500" in redrawn
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (60, "10/100  epoch 0.89  loss 2.2500  1,234 images/s  ETA 0:18"),
+        (80, "10/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  ETA 0:18"),
+        (
+            120,
+            "10/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  step 104 ms  data 0.3 ms  "
+            "elapsed 0:02  ETA 0:18",
+        ),
+    ],
+)
+def test_the_live_line_fits_the_terminal_and_keeps_the_remaining_time(width: int, words: str) -> None:
+    shown = Shown(terminal=True, width=width)
+    shown.start()
+    shown.step(1)
+    line = shown.step(10, 1.8).rsplit("\x1b[2K", 1)[-1].rstrip()
+    shown.reporter.finished(SUMMARY)
+    assert line.endswith(words) and len(line) <= width
+
+
+def test_evaluation_shows_its_progress(live: Shown, plain: Shown) -> None:
+    live.start()
+    live.reporter.evaluating(128, 360)
+    assert "evaluating 128/360 images" in live.new()
+    plain.start()
+    plain.step(1)
+    plain.reporter.evaluating(128, 360)
+    plain.clock.now += 10
+    plain.reporter.evaluating(256, 360)
+    assert plain.new() == "evaluating 256/360 images\n"
 
 
 def test_the_cursor_is_there_while_and_after_it_runs(live: Shown) -> None:

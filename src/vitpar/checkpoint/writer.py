@@ -167,10 +167,10 @@ class Writer:
         if flight.stage == "writing":
             self._collect()
         self._flight = None
-        wrong, told = broadcast_json(_outcome(flight.work))
+        wrong, result = broadcast_json(_outcome(flight.work))
         _raise_first(flight.folder, [wrong])
-        assert told is not None, "rank 0 has published it"
-        seconds, size = told
+        assert result is not None, "rank 0 has published it"
+        seconds, size = result
         return Saved(flight.folder, seconds, size)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:

@@ -46,9 +46,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether `error`, or one that led to it, says that CUDA is out of memory: pipelining wraps errors."""
     if error is None:
         return False
-    told = isinstance(error, torch.cuda.OutOfMemoryError)
-    told = told or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
-    return told or is_out_of_memory(error.__cause__)
+    found = isinstance(error, torch.cuda.OutOfMemoryError)
+    found = found or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
+    return found or is_out_of_memory(error.__cause__)
 
 
 def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: str, moments: int) -> tuple[Memory, ...]:

@@ -47,16 +47,16 @@ def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
             f"the weights in '{folder}' are of another model: {'; '.join(other)}: use their model, as with --recipe "
             f"{folder / RECIPE}"
         )
-    told = []
+    notes = []
     if config.num_classes != there.num_classes:
-        told.append(f"the classifier of {config.num_classes:,} classes begins anew ({there.num_classes:,} were there)")
+        notes.append(f"the classifier of {config.num_classes:,} classes begins anew ({there.num_classes:,} were there)")
     if config.image_size != there.image_size:
-        told.append(interpolated(there, config))
+        notes.append(interpolated(there, config))
     known = read_data_section(folder / RECIPE)
     for name in ("mean", "std"):
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
-            told.append(f"images are normalised with {name} {mine}, for the weights it was {theirs}")
-    return told
+            notes.append(f"images are normalised with {name} {mine}, for the weights it was {theirs}")
+    return notes
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
 
     Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
     """
-    told, config = beginning(recipe, model.config), model.config
+    notes, config = beginning(recipe, model.config), model.config
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     weights = open_weights(folder)
@@ -82,4 +82,4 @@ def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
     model.parameters_changed()
     if ema:
         ema.restart()
-    return "; ".join((f"parameters are those in {folder}", *told))
+    return "; ".join((f"parameters are those in {folder}", *notes))

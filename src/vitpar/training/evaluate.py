@@ -44,19 +44,19 @@ class Evaluation:
         """Warning about images that were skipped, or that a stream lacked or had in excess; None if there is none."""
         times, shards = self.skipped.times, self.skipped.shards
         words = [count(times, "image")] * bool(times) + [count(shards, "shard")] * bool(shards)
-        told = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)
+        warnings = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)
         if self.promised is not None and self.promised != self.samples + times:
-            told.append(f"the stream gave {self.samples + times} images, but the recipe says {self.promised}")
-        return "; ".join(told) or None
+            warnings.append(f"the stream gave {self.samples + times} images, but the recipe says {self.promised}")
+        return "; ".join(warnings) or None
 
 
 @torch.no_grad()
 def evaluate(
-    model: ParallelModel, source: Input, images: ImageSet, beat: Callable[[], None] = lambda: None
+    model: ParallelModel, source: Input, images: ImageSet, progress: Callable[[int], None] = lambda images: None
 ) -> Evaluation:
     """Evaluate `model` on all of `images`. Collective; equal results on every rank.
 
-    beat: called before every batch and after the last.
+    progress: called before every batch and after the last, with the number of images evaluated so far.
 
     Raises DataError if bad samples are skipped and all of them are bad.
     """
@@ -64,15 +64,15 @@ def evaluate(
     rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
     loader = source.eval_batches(images)
     with closing(iter(loader)) as batches:
-        beat()
-        for batch in batches:
+        progress(0)
+        for number, batch in enumerate(batches, start=1):
             if (labels := source.evaluated(batch)) is None:
                 break
             logits = model.predict(source.images(batch), len(labels))
             if model.first_of_logits:
                 assert logits is not None
                 sums += _count(logits, labels[rows])
-            beat()
+            progress(min(number * model.batch_size, len(images)))
     model.parameters_changed()
     all_reduce_(sums)
     samples, loss, top1, top5 = sums.tolist()

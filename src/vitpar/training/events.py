@@ -62,6 +62,9 @@ class Reporter:
     def stepped(self, row: Row) -> None:
         """Report the newest row of metrics.jsonl, after every log interval."""
 
+    def evaluating(self, images: int, total: int) -> None:
+        """Report the progress of an evaluation: images evaluated so far, and all of them."""
+
     def evaluated(self, row: Row) -> None:
         """Report the row of an evaluation in metrics.jsonl."""
 
@@ -97,6 +100,9 @@ class Logged(Reporter):
             f"{row['images_per_second']:,.1f} images/s  step {row['step_ms']:,.1f} ms  data {row['data_ms']:,.1f} ms"
         )
         self._shown.stepped(row)
+
+    def evaluating(self, images: int, total: int) -> None:
+        self._shown.evaluating(images, total)
 
     def evaluated(self, row: Row) -> None:
         self._log(f"eval {row['step']:,}  {_result(row)}")

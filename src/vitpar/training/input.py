@@ -227,8 +227,8 @@ class Input:
         if batch.whole:
             return self.labels(batch)
         goes_on = torch.tensor([0 if batch.ended else 1])
-        told = self._together(self.to_device(torch.cat([batch.labels, goes_on])))
-        return told[:-1] if told[-1].item() else None
+        combined = self._together(self.to_device(torch.cat([batch.labels, goes_on])))
+        return combined[:-1] if combined[-1].item() else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return `tensor` on the device. On a GPU the copy overlaps with computation that was queued before."""

@@ -46,7 +46,7 @@ class _Step(NamedTuple):
     """Learning rate."""
     data_seconds: float
     """Seconds that this rank waited for the batch."""
-    told: dict[str, Any]
+    extra: dict[str, Any]
     """Further metrics of the step."""
 
 
@@ -97,7 +97,7 @@ class StepLog:
     def add(self, number: int, batch: Batch, lr: float, stepped: Stepped) -> None:
         """Record that update `number` is done, or queued on the device."""
         self._pending.append(
-            _Step(number, batch.epoch, batch.samples, *stepped[:2], lr, self._data_seconds, stepped.told)
+            _Step(number, batch.epoch, batch.samples, *stepped[:2], lr, self._data_seconds, stepped.extra)
         )
         if self._model.device.type == "cuda":
             self._step_done = torch.cuda.Event()
@@ -139,7 +139,7 @@ class StepLog:
                 "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
                 "mfu": self._mfu(seconds),
                 "memory_bytes": memory_bytes(self._model.device),
-                **step.told,
+                **step.extra,
             }
             for step, loss, norm, wait in zip(self._pending, totals, norms, waited, strict=True)
         ]
@@ -160,7 +160,7 @@ class StepLog:
 
 
 def _shown(number: float, step: _Step) -> float | None:
-    return None if step.told.get("skipped") and not math.isfinite(number) else number
+    return None if step.extra.get("skipped") and not math.isfinite(number) else number
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ class RunFolder:
             shutil.rmtree(self.path)
 
     def metric(self, row: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl."""
-        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
+        """Append one object to metrics.jsonl, with the time."""
+        time_of_row = datetime.now(UTC).isoformat(timespec="seconds")
+        self._metrics.write(json.dumps({**row, "time": time_of_row}, allow_nan=False) + "\n")
         self._metrics.flush()
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
@@ -115,8 +117,8 @@ class RunFolder:
                 self.log(skip_words(row))
 
     def log(self, text: str) -> None:
-        """Append a line to log.txt, with the time of day."""
-        self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        """Append a line to log.txt, with date and local time."""
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         self._log.flush()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Stepped(NamedTuple):
     """This rank's part of the loss."""
     norm: Tensor
     """Norm of the gradients before clipping, equal on all ranks."""
-    told: dict[str, Any]
+    extra: dict[str, Any]
     """Further metrics of the step, such as whether it was skipped."""
 
 
@@ -86,18 +86,18 @@ class TrainStep:
             waits = self._non_finite is not None and self._non_finite.waits
             norm = total_norm(parts, model, loss if waits else None)
             norm = norm / scale if self._scaler else norm
-            told = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
+            extra = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
             self._before_update()
-            if not told.get("skipped") and (self._limit or self._scaler):
+            if not extra.get("skipped") and (self._limit or self._scaler):
                 clip_(gradients, norm, self._limit, scale)
         with phase("update"):
-            if told.get("skipped"):
+            if extra.get("skipped"):
                 self.optimizer.skip()
             else:
                 self.optimizer.step(lr)
                 if self.ema:
                     self.ema.update(number)
-        return Stepped(loss, norm, told)
+        return Stepped(loss, norm, extra)
 
 
 class Garbage:

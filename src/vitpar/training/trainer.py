@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from signal import Signals
@@ -208,8 +207,11 @@ class Trainer:
 
     def _evaluated(self) -> Evaluation:
         with self.ema.averaged() if self.ema else nullcontext():
-            beat = partial(self.watchdog.beat, EVALUATING, self.done)
-            return evaluate(self.model, self.input, self.val_set, beat)
+            return evaluate(self.model, self.input, self.val_set, self._evaluating)
+
+    def _evaluating(self, images: int) -> None:
+        self.watchdog.beat(EVALUATING, self.done)
+        self.reporter.evaluating(images, len(self.val_set))
 
     def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint

@@ -153,8 +153,8 @@ def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -
         "optimizer": {"lr": 1e-4},
         "train": {"epochs": 10},
     }
-    told = f"# Imported from {str(path)!r}. To fine-tune: vitpar train --recipe FOLDER/recipe.toml --weights FOLDER"
-    return f"{told} --data DIR\n{tomli_w.dumps(values)}"
+    comment = f"# Imported from {str(path)!r}. To fine-tune: vitpar train --recipe FOLDER/recipe.toml --weights FOLDER"
+    return f"{comment} --data DIR\n{tomli_w.dumps(values)}"
 
 
 def _section(config: ViTConfig) -> dict[str, Any]:

@@ -187,8 +187,8 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     try:
         with open_regular(path) as file:
             offset, size = _header_bytes(file, entry.samples), os.fstat(file.fileno()).st_size
-            told = sum(shard.samples for shard in entry.shards)
-            if offset is None or size != offset + entry.samples * ROW.itemsize or told != entry.samples:
+            total = sum(shard.samples for shard in entry.shards)
+            if offset is None or size != offset + entry.samples * ROW.itemsize or total != entry.samples:
                 raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
             file.seek(0)
             digest.update(file.read(offset))

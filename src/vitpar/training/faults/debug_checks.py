@@ -197,7 +197,7 @@ class CollectiveOrder(TorchDispatchMode):
         key = f"{name}/{self._step}/{number}"
         self._store.set(f"{key}/{rank}", mine)
         try:
-            told = [answer.decode() for answer in self._store.multi_get([f"{key}/{member}" for member in members])]
+            answers = [answer.decode() for answer in self._store.multi_get([f"{key}/{member}" for member in members])]
         except dist.DistError:
             missing = [member for member in members if not self._store.check([f"{key}/{member}"])]
             raise FaultError(
@@ -207,9 +207,9 @@ class CollectiveOrder(TorchDispatchMode):
         if name in self._said:
             self._store.delete_key(f"{self._said[name]}/{rank}")
         self._said[name] = key
-        if len(set(told)) > 1:
+        if len(set(answers)) > 1:
             callers: dict[str, list[int]] = {}
-            for member, call in zip(members, told, strict=True):
+            for member, call in zip(members, answers, strict=True):
                 callers.setdefault(call, []).append(member)
             words = ", but ".join(f"{ranks(who)} called {call}" for call, who in callers.items())
             raise FaultError(f"step {self._step}: as {what}, {words}")

@@ -148,8 +148,8 @@ class Watchdog:
         if folder:
             _within(ANSWER_S / 2, lambda: leave(folder, self._rank, dump(answer, seconds)))
         patience = 2 * self._listen_every + ANSWER_S
-        told = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes))
-        author, text = told or (self._rank, sentence({self._rank: answer}, self._world, minutes))
+        agreed = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes))
+        author, text = agreed or (self._rank, sentence({self._rank: answer}, self._world, minutes))
 
         def tell() -> None:
             reported = report_failure(FaultError(text))

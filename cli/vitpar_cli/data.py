@@ -20,7 +20,7 @@ from vitpar.io import read_text
 from vitpar.launch.resources import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
 from vitpar.text import count, printable, shown
-from vitpar_cli.outputs import refuse_unwritable
+from vitpar_cli.outputs import refuse_unwritable, warn
 from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
 
 if TYPE_CHECKING:
@@ -77,7 +77,11 @@ def pack_command(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     val_fraction: Annotated[
         float | None,
-        typer.Option(help="Part of every class that becomes `val` when SRC has no such split.", show_default="0.2"),
+        typer.Option(
+            help="Fraction of every class that becomes `val` if SRC has no such split; 0 for none: runs then do not "
+            "evaluate.",
+            show_default="0.2",
+        ),
     ] = None,
     shard_samples: Annotated[int, typer.Option(help="Images in a shard.")] = 5000,
     short_side: Annotated[
@@ -90,6 +94,10 @@ def pack_command(
     ] = 0,
     workers: Workers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
+    skip_damaged: Annotated[
+        bool,
+        typer.Option("--skip-damaged", help="Leave out files that are no images, and list them in DST/skipped.txt."),
+    ] = False,
 ) -> None:
     """Pack images into WebDataset shards and write an index of them.
 
@@ -99,10 +107,11 @@ def pack_command(
     Example: vitpar data pack digits data_shards/digits
     """
     from vitpar.data import Reencode, pack
+    from vitpar.data.shards.pack import SKIPPED
     from vitpar.data.survey import survey
 
     if quality is not None and short_side is None:
-        raise DataError(f"--quality {quality} is of images that --short-side makes smaller: give it too, or neither")
+        raise DataError(f"--quality {quality} requires --short-side: add it, or leave --quality out")
     with _progress() as progress:
         pack(
             source,
@@ -114,8 +123,13 @@ def pack_command(
             overwrite=overwrite,
             workers=workers or cpu_cores(),
             progress=progress,
+            skip_damaged=skip_damaged,
         )
     _print_survey(survey(destination))
+    listing = destination / SKIPPED
+    if listing.exists():
+        skipped = listing.read_text().splitlines()
+        warn(f"{count(len(skipped), 'image')} left out, listed in '{listing}'; the first: {printable(skipped[0])}")
 
 
 @app.command("index")

@@ -126,9 +126,11 @@ class ConsoleReporter(Reporter):
         arguments += [] if recipe.data.path is None else ["--data", recipe.data.path]
         arguments += ["--set", "stream.allow_pipe=true"] if recipe.stream.allow_pipe else []
         self._print(f"done       {_duration(self._clock() - self._begun)}{average}", style="bold green")
-        self._print(f"result     {_result(summary)}", style="bold green")
+        result = _result(summary) if "loss" in summary else "not evaluated: the data set has no val split"
+        self._print(f"result     {result}", style="bold green")
         self._print(f"weights    {summary['weights']}")
-        self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
+        if "loss" in summary:
+            self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
 
     def close(self) -> None:
         """Stop the live line."""

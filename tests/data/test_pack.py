@@ -16,7 +16,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from helpers.tiny_images import CLASSES, encoded, write_classes, write_tree, write_zips
-from vitpar.data import Reencode, ShardSet, pack
+from vitpar.data import Reencode, ShardSet, pack, verify
+from vitpar.data.shards.pack import SKIPPED
 from vitpar.data.sources import open_source
 from vitpar.data.survey import survey
 from vitpar.errors import DataError
@@ -193,6 +194,55 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
     write_tree(tmp_path / "source")
     with pytest.raises(DataError, match=message):
         pack(tmp_path / "source", tmp_path / "packed", **settings)
+
+
+def test_damaged_images_are_left_out_on_request(tmp_path):
+    """The packed data set is that of a source without them, and a second run reuses its shards."""
+    sound = write_tree(tmp_path / "source")
+    for name, content in (("train/ant/3.JPEG", b"hello"), ("val/bee/0.png", encoded(1)[:20])):
+        (tmp_path / "source" / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"leave such files out with --skip-damaged"):
+        pack(tmp_path / "source", tmp_path / "packed", shard_samples=4)
+    manifest = pack(tmp_path / "source", tmp_path / "packed", shard_samples=4, skip_damaged=True)
+    assert (manifest.splits["train"].samples, manifest.splits["val"].samples) == (20, 8)
+    lines = (tmp_path / "packed" / SKIPPED).read_text().splitlines()
+    assert "train/ant/3.JPEG' is not an image of a known type" in lines[0]
+    assert "val/bee/0.png' is damaged" in lines[1] and len(lines) == 2
+    assert not list((tmp_path / "packed").glob("*.skipped"))
+    assert list(verify(tmp_path / "packed")) == []
+    labels = packed_labels(tmp_path / "packed")
+    assert len(labels) == 28 and labels.items() <= sound.items()
+
+
+def test_a_shard_that_lacks_images_is_written_again_if_they_must_not_be_left_out(tmp_path):
+    write_classes(tmp_path / "source", 6)
+    (tmp_path / "source/ant/0.png").write_bytes(b"hello")
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val" and done == total:
+            raise KeyboardInterrupt
+
+    options = {"val_fraction": 0.2, "shard_samples": 4}
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, progress=interrupt, **options)
+    with pytest.raises(DataError, match="is not an image of a known type"):
+        pack(tmp_path / "source", tmp_path / "packed", **options)
+    pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, **options)
+    assert (tmp_path / "packed" / SKIPPED).exists()
+
+
+def test_a_source_without_any_image_is_refused(tmp_path):
+    write_classes(tmp_path / "source", 2)
+    for path in (tmp_path / "source").rglob("*.*"):
+        path.write_bytes(b"hello")
+    with pytest.raises(DataError, match=r"none of the . images of the split 'train' can be read"):
+        pack(tmp_path / "source", tmp_path / "packed", val_fraction=0, skip_damaged=True)
+
+
+def test_a_data_set_may_have_no_val_split(tmp_path):
+    write_classes(tmp_path / "source", 6)
+    manifest = pack(tmp_path / "source", tmp_path / "packed", val_fraction=0)
+    assert list(manifest.splits) == ["train"] and manifest.splits["train"].samples == 18
 
 
 def test_a_missing_source_is_refused(tmp_path):

@@ -14,10 +14,10 @@ TRAIN, VAL = 5, 17
 """Training images of a class, validation images in all."""
 
 
-def pack_small(folder: Path) -> Path:
+def pack_small(folder: Path, *, val: bool = True) -> Path:
     """Make the data set under `folder`; returns where it is. Its images are 10x10 pixels of noise."""
     draw = np.random.default_rng(0)
-    labels = {"train": np.repeat(np.arange(CLASSES), TRAIN), "val": np.arange(VAL) % CLASSES}
+    labels = {"train": np.repeat(np.arange(CLASSES), TRAIN)} | ({"val": np.arange(VAL) % CLASSES} if val else {})
     for split, numbers in labels.items():
         for i, label in enumerate(numbers):
             file = io.BytesIO()
@@ -25,7 +25,7 @@ def pack_small(folder: Path) -> Path:
             path = folder / "source" / split / f"class{label}" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(file.getvalue())
-    pack(folder / "source", folder / "packed", shard_samples=12)
+    pack(folder / "source", folder / "packed", shard_samples=12, val_fraction=None if val else 0)
     return folder / "packed"
 
 

@@ -44,7 +44,7 @@ class RunHeader:
     train_samples: int
     """Images of the training set."""
     val_samples: int
-    """Images of the validation set."""
+    """Images of the validation set; 0 without one."""
     steps: int
     """Steps of the complete run."""
     folder: str
@@ -117,7 +117,7 @@ class Logged(Reporter):
         self._shown.info(text)
 
     def finished(self, summary: Row) -> None:
-        self._log(f"done  {_result(summary)}  weights {summary['weights']}")
+        self._log(f"done  {_result(summary) if 'loss' in summary else 'not evaluated'}  weights {summary['weights']}")
         self._shown.finished(summary)
 
 

@@ -30,6 +30,7 @@ from vitpar.data import (
     TrainTransform,
     parse_policy,
 )
+from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_share
@@ -62,12 +63,14 @@ def decoding_threads(recipe: Recipe, device_type: str) -> int:
     return max(1, min(MOST_THREADS[device_type], cores - 1 if device_type == "cuda" else cores))
 
 
-def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet]:
-    """Return the training and validation sets of a recipe.
+def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet | None]:
+    """Return the training and validation sets of a recipe; None for a data set without a `val` split.
 
     Raises DataError.
     """
-    return open_split(recipe, "train"), open_split(recipe, "val")
+    path = recipe.data.path
+    has_val = path is None or "val" in read_manifest(path).splits
+    return open_split(recipe, "train"), open_split(recipe, "val") if has_val else None
 
 
 def open_split(recipe: Recipe, split: str) -> ImageSet:

@@ -23,7 +23,7 @@ from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader, SettingsOrigin
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.input import Input, InputWatch, decoding_threads, open_data
+from vitpar.training.input import ImageSet, Input, InputWatch, decoding_threads, open_data
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
 from vitpar.training.recipe import Recipe
@@ -72,6 +72,11 @@ class Trainer:
         refuse_disagreement(recipe)
         self.recipe, self.plan, self.device, self.origin = recipe, plan, device, origin
         self.train_set, self.val_set = open_data(recipe)
+        if self.val_set is None and recipe.checkpoint.keep_best:
+            raise RecipeError(
+                f"checkpoint.keep_best needs evaluations, but '{self.train_set.place}' has no val split: set it to "
+                "false, or pack the data with one"
+            )
         self.config = recipe.config(self.train_set.num_classes)
         trained = build(recipe, self.config, plan, device)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
@@ -155,11 +160,12 @@ class Trainer:
                 log.data_ready()
                 with self.checks.around(number) if self.checks else nullcontext():
                     log.add(number, batch, self.lr(number), self.step(number, batch))
-                due = number == self.total_steps or number % eval_every == 0
+                final = number == self.total_steps
+                due = self.val_set is not None and (final or number % eval_every == 0)
                 stuck = self.non_finite.stuck(number)
                 self.done, self.samples = number, batch.samples
                 save, stopped = self.saver.due(number), False
-                logged = bool(due or stuck or save or number % train.log_every == 0 or number == first)
+                logged = bool(due or final or stuck or save or number % train.log_every == 0 or number == first)
                 if logged or number >= look_at:
                     mine = Worst(stop.asked is not None, pace, self.saver.minutes, self.saver.writer.progress)
                     rows, worst = log.flush(mine)
@@ -173,19 +179,20 @@ class Trainer:
                 self._refuse(stuck)
                 if due or save or stopped:  # state that is not finite must not be evaluated or saved
                     self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
-                if due:
-                    last = self.evaluate(number)
+                if due and self.val_set is not None:
+                    last = self.evaluate(number, self.val_set)
                     save = self.saver.best(number, last.top1) or save
                     garbage.collect()
                 if save or stopped:
                     self.saver.save(self.done, self.samples)
-                if stopped and number < self.total_steps:
+                if stopped and not final:
                     return self._stopped(stop.asked)
                 if due or save:
                     log.resume_clock()
                 self.watchdog.beat(WAITING, number + 1)
             self.saver.finish()
-        last = last or self._evaluated()  # a resumed run may have no step left
+        if last is None and self.val_set is not None:  # a resumed run may have no step left
+            last = self._evaluated(self.val_set)
         if warning := self.input.warning(loader):
             self.reporter.note(f"training: {warning}")
         return self._finish(last, log)
@@ -194,9 +201,9 @@ class Trainer:
         """Run update `number`, counted from 1."""
         return self._step(number, self.lr(number), *self.input.train_step(batch))
 
-    def evaluate(self, step: int) -> Evaluation:
-        """Evaluate on the complete validation set, with the averaged parameters if there are any, and report."""
-        result = self._evaluated()
+    def evaluate(self, step: int, images: ImageSet) -> Evaluation:
+        """Evaluate on all of `images`, with the averaged parameters if there are any, and report."""
+        result = self._evaluated(images)
         row = {"kind": "eval", "step": step, **result.figures}
         if self.folder:
             self.folder.metric(row)
@@ -205,13 +212,13 @@ class Trainer:
             self.reporter.note(f"validation: {result.warning}")
         return result
 
-    def _evaluated(self) -> Evaluation:
-        with self.ema.averaged() if self.ema else nullcontext():
-            return evaluate(self.model, self.input, self.val_set, self._evaluating)
+    def _evaluated(self, images: ImageSet) -> Evaluation:
+        def progress(done: int) -> None:
+            self.watchdog.beat(EVALUATING, self.done)
+            self.reporter.evaluating(done, len(images))
 
-    def _evaluating(self, images: int) -> None:
-        self.watchdog.beat(EVALUATING, self.done)
-        self.reporter.evaluating(images, len(self.val_set))
+        with self.ema.averaged() if self.ema else nullcontext():
+            return evaluate(self.model, self.input, images, progress)
 
     def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
@@ -244,7 +251,8 @@ class Trainer:
         self.reporter.info(f"resuming from {found.path}: {count(self.done, 'step')} done")
 
     def _start(self) -> None:
-        sizes = *state_size(self.model, self.recipe), len(self.train_set), len(self.val_set), self.total_steps
+        images = len(self.train_set), len(self.val_set) if self.val_set is not None else 0
+        sizes = *state_size(self.model, self.recipe), *images, self.total_steps
         header = (self.recipe, self.config, self.plan, str(self.device), *sizes, str(self.path), self.origin)
         self.reporter.started(RunHeader(*header))
         self._note(self.lr.warning, large_batch_warning(self.recipe, len(self.train_set)))
@@ -286,12 +294,17 @@ class Trainer:
             self.folder.close()
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 
-    def _finish(self, last: Evaluation, log: StepLog) -> dict[str, Any]:
+    def _finish(self, last: Evaluation | None, log: StepLog) -> dict[str, Any]:
         self.watchdog.beat(FINISHING, 0)
         weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
             save_weights(self.model, weights, self.recipe.to_toml())
-        summary = {**last.figures, "steps": self.done, "images_per_second": log.mean_rate, "weights": str(weights)}
+        summary = {
+            **(last.figures if last else {}),
+            "steps": self.done,
+            "images_per_second": log.mean_rate,
+            "weights": str(weights),
+        }
         self.reporter.finished(summary)
         if self.folder:
             self.folder.close()

@@ -31,10 +31,15 @@ from vitpar.data.shards.manifest import (
 )
 from vitpar.data.sources import Progress, Source, SourceSplit, open_source
 from vitpar.errors import DataError
+from vitpar.io import write_text
 from vitpar.text import shown
 
 SHARD_SAMPLES = 5000
 """Default number of images in a shard; half a gigabyte of ImageNet."""
+
+
+SKIPPED = "skipped.txt"
+"""File in a data set that lists the images that `skip_damaged` left out, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ def pack(
     overwrite: bool = False,
     workers: int = 2,
     progress: Progress | None = None,
+    skip_damaged: bool = False,
 ) -> Manifest:
     """Pack `source` into the folder `destination` and return the manifest. The same input gives the same bytes.
 
@@ -97,6 +103,7 @@ def pack(
     overwrite: whether to replace an existing data set.
     workers: number of shards that are written at a time.
     progress: called as samples are packed.
+    skip_damaged: whether to leave out files that are no images, and list them in SKIPPED, instead of raising DataError.
 
     Raises DataError for a source that cannot be read, bytes that are no image, a destination that is not empty or
     cannot be written, and if another process is packing into the same destination.
@@ -112,7 +119,7 @@ def pack(
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
     try:
         with _workplace(target, opened, settings) as partial:
-            manifest = _Packing(opened, partial, shard_samples, reencode, seed, progress).run(workers)
+            manifest = _Packing(opened, partial, shard_samples, reencode, seed, progress, skip_damaged).run(workers)
             _check_destination(target, overwrite)  # again, since packing may have taken hours
             _put_in_place(partial, target)
     except OSError as error:
@@ -191,7 +198,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
         old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
         target.rename(old)
     partial.replace(target)
-    for path in (target / "lock", *target.glob("*.rows.npy")):
+    for path in (target / "lock", *target.glob("*.rows.npy"), *target.glob("*.skipped")):
         path.unlink()
     if old is not None:
         shutil.rmtree(old)
@@ -217,6 +224,8 @@ class _Packing:
     """Same argument as in `pack`."""
     progress: Progress | None
     """Same argument as in `pack`."""
+    skip_damaged: bool = False
+    """Same argument as in `pack`."""
 
     def run(self, workers: int) -> Manifest:
         self._lock, self._stopped = threading.Lock(), False
@@ -227,6 +236,12 @@ class _Packing:
             if name == "train":
                 order = SampleOrder(self.seed, len(order), block=split.block, window=split.window).samples(0, order)
             splits[name] = self._split(name, split.subset(order), workers)
+            if not splits[name].samples:
+                raise DataError(
+                    f"none of the {len(order):,} images of the split '{name}' can be read: check the source"
+                )
+        if skipped := sorted(self.folder.glob("*.skipped")):
+            write_text(self.folder / SKIPPED, "".join(path.read_text() for path in skipped))
         manifest = Manifest(
             classes=list(self.source.classes),
             class_names=None if self.source.class_names is None else list(self.source.class_names),
@@ -259,23 +274,28 @@ class _Packing:
 
         samples: numbers of its samples in the split.
         """
-        table_path = path.with_suffix(".rows.npy")
-        if path.exists():  # then it is complete, since it is renamed last
+        table_path, skipped_path = path.with_suffix(".rows.npy"), path.with_suffix(".skipped")
+        # A shard that exists is complete, since it is renamed last. It may lack images only if that is allowed now.
+        if path.exists() and (self.skip_damaged or not skipped_path.exists()):
             self._report(name, len(samples), len(split.labels))
             return np.load(table_path)
         partial = path.with_suffix(".partial")
-        self._write(partial, name, split, samples)
+        skipped = self._write(partial, name, split, samples)
         table = scan(partial).rows
-        assert np.array_equal(table["label"], split.labels[samples.start : samples.stop]), (
-            f"{path} holds something else"
-        )
+        kept = np.setdiff1d(samples, list(skipped))
+        assert np.array_equal(table["label"], split.labels[kept]), f"{path} holds something else"
         np.save(table_path, table)
+        skipped_path.unlink(missing_ok=True)
+        if skipped:
+            write_text(skipped_path, "".join(f"{why}\n" for why in skipped.values()))
         partial.replace(path)
         return table
 
-    def _write(self, path: Path, name: str, split: SourceSplit, samples: range) -> None:
+    def _write(self, path: Path, name: str, split: SourceSplit, samples: range) -> dict[int, str]:
+        """Write a shard. Return the samples that are left out, and why."""
         from webdataset import TarWriter  # slow: imports torch and more
 
+        skipped = dict[int, str]()
         # The writer sets a fixed user, group and mode, and mtime=0 fixes the time, so the bytes depend only on the
         # samples.
         with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
@@ -283,18 +303,31 @@ class _Packing:
                 if self._stopped:
                     raise _Stopped
                 data = split.read(i)
-                if image_type(data) is None:
-                    raise DataError(
-                        f"'{shown(split.names[i])}' is not an image of a known type: remove it, or convert it to JPEG "
-                        "or PNG"
-                    )
                 try:
-                    data = self.reencode(data) if self.reencode else data
-                    image_size(data)
+                    data = self._checked(data, split.names[i])
                 except BadImage as error:
-                    raise DataError(f"'{shown(split.names[i])}' is damaged ({error}): replace or remove it") from None
+                    if not self.skip_damaged:
+                        raise DataError(f"{error}, or leave such files out with --skip-damaged") from None
+                    skipped[i] = str(error)
+                    self._report(name, 1, len(split.labels))
+                    continue
                 writer.write({"__key__": f"{i:08d}", "cls": b"%d" % split.labels[i], str(image_type(data)): data})
                 self._report(name, 1, len(split.labels))
+        return skipped
+
+    def _checked(self, data: bytes, name: str) -> bytes:
+        """Return an encoded image, re-encoded if that is asked for.
+
+        Raises BadImage for bytes that are no image.
+        """
+        if image_type(data) is None:
+            raise BadImage(f"'{shown(name)}' is not an image of a known type: remove it, or convert it to JPEG or PNG")
+        try:
+            data = self.reencode(data) if self.reencode else data
+            image_size(data)
+        except BadImage as error:
+            raise BadImage(f"'{shown(name)}' is damaged ({error}): replace or remove it") from None
+        return data
 
     def _report(self, name: str, more: int, samples: int) -> None:
         with self._lock:

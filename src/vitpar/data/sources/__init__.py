@@ -37,21 +37,26 @@ def open_source(
 ) -> Source:
     """Open the source at `location`, of one of the kinds above.
 
-    val_fraction: fraction of every class that becomes `val` if the source has no such split; VAL_FRACTION if None.
+    val_fraction: fraction of every class that becomes `val` if the source has no such split; 0 for no `val` split;
+        VAL_FRACTION if None.
     seed: seed of the choice of images for `val`.
     progress: called while finding the images, where that takes long.
 
     Raises DataError if there is no such source, if it is damaged, or if it already has the `val` split that
     `val_fraction` requests.
     """
-    if val_fraction is not None and not 0 < val_fraction < 1:
-        raise DataError(f"val fraction {val_fraction} is out of range: choose a number between 0 and 1, such as 0.2")
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise DataError(
+            f"val fraction {val_fraction} is out of range: choose a number from 0 (no val) to below 1, such as 0.2"
+        )
     try:
         source = _source(location, progress)
     except OSError as error:
         raise DataError(f"cannot read '{shown(error.filename or location)}': {error.strerror}") from None
     if "train" not in source.splits:
         raise DataError(f"'{location}' has {', '.join(source.splits)} but nothing to train on: add files named train")
+    if "val" not in source.splits and val_fraction == 0:
+        return source
     if "val" not in source.splits:
         return carve_val(source, VAL_FRACTION if val_fraction is None else val_fraction, seed)
     if val_fraction is not None:

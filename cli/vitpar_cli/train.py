@@ -117,6 +117,10 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the merged recipe, the plan and the predicted memory; start nothing."),
+    ] = False,
     debug_checks: Annotated[
         bool,
         o.setting(
@@ -183,6 +187,11 @@ def train(
         beginning(merged, config)
     goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)
     check_run_folder(run_dir, goes_on)
+    if dry_run:
+        from vitpar_cli.dry_run import show_dry_run
+
+        show_dry_run(merged, config, plan, kind, as_json)
+        return
 
     def work(device: "torch.device") -> int:
         import torch.distributed as dist

@@ -1,6 +1,7 @@
 """`vitpar train`, `eval` and `check` as a person starts them: what they write, and how they refuse."""
 
 import json
+from datetime import datetime
 import re
 import shutil
 import sys
@@ -96,9 +97,21 @@ def test_metrics_hold_every_key(alone_run: Path) -> None:
 
 def test_log_says_what_happened(alone_run: Path) -> None:
     lines = (alone_run / "log.txt").read_text().splitlines()
-    events = [line.split()[1] for line in lines]
+    events = [line.split()[2] for line in lines]
+    assert all(datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S") for line in lines)
     assert events == ["start", "step", "step", "step", "eval", "step", "eval", "saving", "step_4", "done"]
     assert "vit_custom" in lines[0] and "dp1" in lines[0] and f"loss {losses_of(alone_run)[0]:.4f}" in lines[1]
+
+
+def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, vitpar: Command) -> None:
+    words = ("train", "--recipe", "recipe.toml", "--mesh", "fsdp2xtp2", "--run-dir", "dry", "--dry-run")
+    done = vitpar(*words)
+    assert done.returncode == 0, done.stderr
+    assert 'mesh = "fsdp2xtp2"' in done.stdout and "batch_size = 8" in done.stdout
+    assert "a step is predicted to need" in done.stdout and "rank" in done.stdout
+    found = json.loads(vitpar(*words, "--json").stdout)
+    assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["groups"]
+    assert not (place / "dry").exists()
 
 
 def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Command) -> None:
@@ -110,8 +123,8 @@ def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Comm
     (line,) = done.stdout.splitlines()
     summary = json.loads(line)
     assert summary["weights"] == "mesh/weights" and summary["steps"] == STEPS
-    assert {key: summary[key] for key in EVAL_KEYS[2:]} == {
-        key: rows_of(place / "mesh", "eval")[-1][key] for key in EVAL_KEYS[2:]
+    assert {key: summary[key] for key in EVAL_KEYS[2:-1]} == {
+        key: rows_of(place / "mesh", "eval")[-1][key] for key in EVAL_KEYS[2:-1]
     }
     parts = {path.name for path in (place / "mesh" / "weights").glob("*.safetensors")}
     assert len(parts) == 2
@@ -133,7 +146,7 @@ def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> N
     done = vitpar("eval", "--checkpoint", "alone", "--json")
     assert done.returncode == 0, done.stderr
     expected = rows_of(alone_run, "eval")[-1]
-    assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:]})
+    assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:-1]})
 
 
 def test_eval_does_without_what_only_the_trainings_plan_used(place: Path, alone_run: Path, vitpar: Command) -> None:

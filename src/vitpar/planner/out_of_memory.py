@@ -74,7 +74,7 @@ def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.
     if ranks * need.total <= there:
         return None
     where = "the GPU has" if device.type == "cuda" else f"{count(ranks, 'rank')} of this machine share"
-    return f"{_needed(need)} a rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
+    return f"{memory_words(need)} a rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
 
 
 def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> str:
@@ -83,17 +83,15 @@ def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.devic
     with suppress(PlannerError):
         memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe))
         need = memory[place_of_rank(plan, rank)[0]]
-    facts = [words for words in (_needed(need), _available(device)) if words]
+    facts = [words for words in (memory_words(need) if need else None, _available(device)) if words]
     return (
         f"CUDA is out of memory on rank {rank}{': ' * bool(facts)}{' and '.join(facts)}: "
         f"use {either(_ways(need, recipe, config, plan))}"
     )
 
 
-def _needed(need: Memory | None) -> str | None:
+def memory_words(need: Memory) -> str:
     """Return `a step is predicted to need 91.3 GB (activations 70 GB, parameters 12 GB)`."""
-    if need is None:
-        return None
     parts = sorted(((getattr(need, part), part) for part in PARTS), reverse=True)
     named = ", ".join(f"{part} {size(number)}" for number, part in parts if number >= _SHOWN * need.total)
     return f"a step is predicted to need {size(need.total)} ({named})"

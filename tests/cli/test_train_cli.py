@@ -1,10 +1,10 @@
 """`vitpar train`, `eval` and `check` as a person starts them: what they write, and how they refuse."""
 
 import json
-from datetime import datetime
 import re
 import shutil
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -110,7 +110,7 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     assert 'mesh = "fsdp2xtp2"' in done.stdout and "batch_size = 8" in done.stdout
     assert "a step is predicted to need" in done.stdout and "rank" in done.stdout
     found = json.loads(vitpar(*words, "--json").stdout)
-    assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["groups"]
+    assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["layers"]
     assert not (place / "dry").exists()
 
 

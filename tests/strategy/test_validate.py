@@ -161,6 +161,11 @@ def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
             "split 4,4 is for 2 stages but the plan has 1: give 1 number with sum 8",
         ),
         (
+            plan_of("dp4", schedule="gpipe"),
+            Shape(),
+            "schedule gpipe needs pp, which 'dp4' lacks: add an axis such as pp2, or use schedule 1f1b",
+        ),
+        (
             interleaved("dp4"),
             Shape(),
             "schedule interleaved1f1b needs pp, which 'dp4' lacks: add an axis such as pp2, or use schedule 1f1b",

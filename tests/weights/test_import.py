@@ -166,6 +166,14 @@ def test_what_does_not_fit_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
 
 
+def test_a_text_file_is_no_weights_file(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Weights\nGLOBAL facts about them\n")
+    with pytest.raises(
+        DataError, match=r"README.md' is no weights file: name one that ends in .safetensors, .pth, .pt"
+    ):
+        import_weights(tmp_path / "README.md", tmp_path / "here")
+
+
 def test_heads_are_not_guessed(tmp_path: Path) -> None:
     source = saved(tmp_path / "there", timm_state())
     with pytest.raises(DataError, match="do not tell how many heads there are: name the model with --model"):

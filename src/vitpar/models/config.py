@@ -215,6 +215,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vit_gigantic": _sizes(1664, 48, 16, 8192),
     # Sequential blocks with biases; the paper's run attention and MLP side by side.
     "vit_22b": _sizes(6144, 48, 48, qk_norm=True),
+    "deit_tiny": _sizes(192, 12, 3),
+    "deit_small": _sizes(384, 12, 6),
+    "deit_base": _sizes(768, 12, 12),
     "deit_tiny_distilled": _sizes(192, 12, 3, distillation=True),
     "deit_small_distilled": _sizes(384, 12, 6, distillation=True),
     "deit_base_distilled": _sizes(768, 12, 12, distillation=True),
@@ -228,7 +231,7 @@ SHIPPED = (
     "vit_base_patch8_224",
     "vit_large_patch14_224",
     *(f"{family}_patch14_224" for family in ("vit_huge", "vit_giant", "vit_gigantic", "vit_22b")),
-    *(f"deit_{size}_distilled_patch16_224" for size in ("tiny", "small", "base")),
+    *(f"deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")),
 )
 """Names that stand for a published model; any other patch and image size of a family is a name too."""
 

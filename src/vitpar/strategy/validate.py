@@ -111,7 +111,7 @@ def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
 
 def _check_schedule(plan: Plan) -> None:
     schedule = SCHEDULES[plan.schedule]
-    if schedule.stages != "one" and plan.pp == 1:
+    if plan.schedule != Plan().schedule and plan.pp == 1:
         raise StrategyError(
             f"schedule {plan.schedule} needs pp, which '{shown(plan)}' lacks: add an axis such as pp2, or use "
             "schedule 1f1b"

@@ -170,6 +170,10 @@ def unpickled(file: Path, trust: bool) -> Any:
     except Exception as error:  # a malicious file can cause any error
         said = " ".join(str(error).split())
         other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
+        if not zipped and not _is_pickle(file):
+            raise DataError(
+                f"'{file}' is no weights file: name one that ends in .safetensors, .pth, .pt or .bin"
+            ) from None
         if isinstance(error, pickle.UnpicklingError) and not trust and other:
             what = shown(other[1] or f"the instruction {other[2]}")
             raise DataError(
@@ -178,6 +182,12 @@ def unpickled(file: Path, trust: bool) -> Any:
             ) from None
         sentence = shown(said.partition("Trying to load")[0])
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
+
+
+def _is_pickle(file: Path) -> bool:
+    """Return whether a file begins as torch.save and pickle begin theirs, with the protocol's opcode."""
+    with open_regular(file) as opened:
+        return opened.read(1) == b"\x80"
 
 
 class _Listed(io.FileIO):

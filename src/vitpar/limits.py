@@ -93,8 +93,8 @@ def markdown() -> str:
     """Return the page docs/limits.md."""
     rows = [f"| {what} | {most:,}{f' {unit}' if unit else ''} |" for what, most, unit in TABLE]
     about = [
-        "Largest input that vitpar accepts. Larger input is refused with an error of one sentence. The limits keep small",
-        "files from using much memory or time ([security.md](security.md)). To read one from Python:",
+        "Largest input that vitpar accepts. Larger input is refused with an error of one sentence. The limits keep",
+        "small files from using much memory or time ([security.md](security.md)). To read one from Python:",
         *("", "```", "python -c 'import vitpar.limits; print(vitpar.limits.MAX_RANKS)'", "```", ""),
         "Written by `make docs` from `src/vitpar/limits.py`.",
     ]

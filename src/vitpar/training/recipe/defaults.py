@@ -19,7 +19,7 @@ from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
 
 MAX_WARMUP = 0.1
-"""Largest fraction of a run that is warm-up: that of 2112.13492, as a limit for short runs of the other recipes."""
+"""Largest fraction of a run that is warm-up. It is that of 2112.13492 and limits short runs of the other recipes."""
 MAX_LR = 2e-3
 """Largest learning rate after scaling by the batch: above the published ones at 4,096 images."""
 LAMB_LR, LAMB_BATCH = 3e-3, 2048
@@ -27,7 +27,7 @@ LAMB_LR, LAMB_BATCH = 3e-3, 2048
 SMALL_IMAGE = 64
 """Largest image size, in pixels a side, that is cropped like CIFAR."""
 SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
-"""Settings for these images."""
+"""Settings for images of up to `SMALL_IMAGE` pixels a side."""
 BASE_WIDTH, BASE_DEPTH = 768, 12
 """Width and depth of ViT-B. Wider or deeper models use `DefaultsRow.larger`."""
 
@@ -39,9 +39,9 @@ class DefaultsRow:
     most: int | None
     """Largest training set; None for any."""
     example: str
-    """A data set of this size."""
+    """Name of a data set of this size."""
     lr: float
-    """Learning rate of AdamW at `batch` images a step."""
+    """Learning rate of AdamW at a batch size of `batch`."""
     batch: int
     """Batch size of the published recipe."""
     epochs: int
@@ -51,9 +51,9 @@ class DefaultsRow:
     settings: Mapping[str, Any]
     """Other settings by dotted key."""
     sources: str
-    """Where the figures are published."""
+    """Publications of the figures, with arXiv numbers."""
     larger: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that differ for models larger than ViT-B; `lr` among them stands for the row's."""
+    """Settings that differ for models larger than ViT-B, by dotted key; the key `lr` replaces the field `lr`."""
 
 
 _MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0}
@@ -93,8 +93,8 @@ ROWS = (
         warmup_epochs=10,
         settings={**_DEIT, "augment.mixup": 1.0, "augment.mixup_prob": 0.5},
         sources="Vision Transformer for Small-Size Datasets (2112.13492), 93.6 % on CIFAR-10 with a plain ViT of 2.8 M "
-        "parameters; RandAugment in place of its CIFAR policy, and crops of 0.8 to 1 of small images in place of "
-        "padding, are those of Compact Transformers (2104.05704)",
+        "parameters. Two settings are from Compact Transformers (2104.05704): RandAugment replaces the CIFAR policy, "
+        "and crops of 0.8 to 1 of small images replace padding",
     ),
     DefaultsRow(
         500_000,
@@ -103,8 +103,8 @@ ROWS = (
         epochs=300,
         warmup_epochs=10,
         settings=_DEIT,
-        sources="DeiT (2012.12877), as for ImageNet-1k; the warm-up is as long as in the rows above, since epochs are "
-        "shorter",
+        sources="DeiT (2012.12877), as for ImageNet-1k. Epochs are shorter, so the warm-up has as many as in the rows "
+        "above",
         larger={"model.drop_path": 0.2},
     ),
     DefaultsRow(
@@ -114,8 +114,8 @@ ROWS = (
         epochs=300,
         warmup_epochs=5,
         settings=_DEIT,
-        sources="DeiT (2012.12877), 79.8 % with ViT-S and 81.8 % with ViT-B; drop-path of larger models: Masked "
-        "Autoencoders (2111.06377, A.2), training from scratch",
+        sources="DeiT (2012.12877), 79.8 % with ViT-S and 81.8 % with ViT-B. Drop-path of larger models: training from "
+        "scratch in Masked Autoencoders (2111.06377, A.2)",
         larger={"model.drop_path": 0.2},
     ),
     DefaultsRow(
@@ -125,8 +125,8 @@ ROWS = (
         epochs=30,
         warmup_epochs=3,
         settings={"augment.policy": "rand-m10-n2-p1", "augment.mixup": 0.2, "optimizer.weight_decay": 0.1},
-        sources="How to train your ViT (2106.10270): its light2 for ViT-B/16 and medium2 for ViT-L/16, of 30 and 300 "
-        "epochs the fewer; warm-up of 10,000 steps",
+        sources="How to train your ViT (2106.10270): light2 for ViT-B/16, medium2 for ViT-L/16, the shorter of its "
+        "runs of 30 and 300 epochs, warm-up of 10,000 steps",
         larger={"augment.mixup": 0.5, "model.drop_path": 0.1},
     ),
     DefaultsRow(
@@ -136,24 +136,26 @@ ROWS = (
         epochs=7,
         warmup_epochs=0.14,
         settings={"optimizer.weight_decay": 0.1},
-        sources="An Image is Worth 16x16 Words (2010.11929), tables 3 and 4; warm-up of 10,000 steps",
+        sources="An Image is Worth 16x16 Words (2010.11929), tables 3 and 4, warm-up of 10,000 steps",
         larger={"lr": 4e-4},
     ),
 )
 """Table of defaults, by increasing size of the training set."""
 
 NOTES = (
-    "Clipping of gradients at norm 1 is the fixed default, as in 2106.10270, 2204.07118 and 2205.01580. Weights are "
-    "not averaged: in DeiT that adds 0.1 points, gone after fine-tuning, and it takes a copy of all parameters.",
-    f"The learning rate is the row's times the square root of `train.batch_size` over the row's batch (2205.10287 for "
-    f"Adam), and at most {MAX_LR:g}. DeiT's own rule is linear; the two agree at the row's batch. LAMB begins with "
-    f"{LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and follows the same rule (1904.00962); Muon has AdamW's rate, "
-    "if it is scaled to match AdamW's updates (2502.16982). SGD and LARS keep the fixed defaults: give them a rate.",
-    f"The warm-up is at most {MAX_WARMUP:.0%} of the run, so shorter runs have a shorter one.",
-    f"Models for images of up to {SMALL_IMAGE} pixels crop 0.8 to 1 of an image's area, and nothing in evaluation "
-    "(2104.05704).",
-    "Streams leave out repeats, mixup and CutMix, which they cannot do.",
-    "Larger than ViT-B is a model with more than 12 blocks or a width above 768.",
+    f"**Learning rate.** The row's rate times the square root of `train.batch_size` over the row's batch (2205.10287 "
+    f"for Adam), at most {MAX_LR:g}. DeiT's own rule is linear; both agree at the row's batch.",
+    f"**Other optimizers.** LAMB has {LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and the same rule (1904.00962), "
+    f"at most {2 * LAMB_LR:g}. Muon has AdamW's rate if it is scaled to match AdamW's updates (2502.16982). SGD and "
+    "LARS keep the fixed defaults: set their rate.",
+    f"**Warm-up.** At most {MAX_WARMUP:.0%} of the run, which shortens it in short runs.",
+    "**Clipping.** Gradients are clipped at norm 1, the fixed default, as in 2106.10270, 2204.07118 and 2205.01580.",
+    "**Averaging.** Weights are not averaged. In DeiT that adds 0.1 points, which are gone after fine-tuning, and it "
+    "needs a copy of all parameters.",
+    f"**Small images.** Models for images of up to {SMALL_IMAGE} pixels crop 0.8 to 1 of an image's area in training, "
+    "and nothing in evaluation (2104.05704).",
+    "**Streams.** Repeats, mixup and CutMix are left out, since streams do not support them.",
+    "**Larger than ViT-B** is a model with more than 12 blocks or with `embed_dim` above 768.",
 )
 
 
@@ -188,7 +190,7 @@ def recipe_for(samples: int, options: Mapping[str, object] | None = None, assign
 
 
 def _found(recipe: Recipe, config: ViTConfig, samples: int) -> dict[str, Any]:
-    """Return the table's values by dotted key."""
+    """Return the table's values for `recipe`, by dotted key."""
     row = row_for(samples)
     larger = row.larger if config.embed_dim > BASE_WIDTH or config.depth > BASE_DEPTH else {}
     found = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
@@ -217,7 +219,7 @@ def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
 
 
 def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
-    """Return epochs and warm-up if the recipe has none."""
+    """Return the settings of epochs and warm-up that the recipe leaves out."""
     train, schedule = recipe.train, recipe.lr_schedule
     found: dict[str, Any] = {}
     epochs = train.epochs or row.epochs
@@ -237,42 +239,59 @@ def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
 _LINES = (
     ("epochs", "train.epochs"),
     ("warm-up, epochs", "lr_schedule.warmup_epochs"),
-    ("learning rate, at images a step", "optimizer.lr"),
+    ("learning rate, at batch size", "optimizer.lr"),
     ("weight decay", "optimizer.weight_decay"),
     ("drop-path", "model.drop_path"),
     ("label smoothing", "train.label_smoothing"),
-    ("crop, part of the area", "data.crop_scale"),
+    ("area of a crop", "data.crop_scale"),
     ("policy", "augment.policy"),
     ("random erasing", "augment.random_erasing"),
     ("mixup", "augment.mixup"),
     ("CutMix", "augment.cutmix"),
-    ("probability of either", "augment.mixup_prob"),
-    ("repeats", "augment.repeats"),
+    ("probability of mixup or CutMix", "augment.mixup_prob"),
+    ("repeated augmentation", "augment.repeats"),
 )
+
+
+_ABOUT = """\
+`vitpar train --data DIR` without `--recipe` trains with published settings for that number of images.
+
+```
+vitpar train --data data_shards/mine                                 # with the settings of the table
+vitpar train --data data_shards/mine --set augment.mixup=0           # options and --set replace single settings
+vitpar train --recipe runs/<run>/recipe.toml                         # repeat a run: its recipe.toml has all values
+```
+
+From Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …})`.
+
+| command | settings that are not given |
+|---|---|
+| `vitpar train --data` | those of the table below |
+| `vitpar train --recipe` | fixed defaults ([settings.md](settings.md)), whatever the data |
+| `vitpar train --data --weights` | fixed defaults, since the table is for training from initial values |
+| `vitpar train --resume` | those of the resumed run |
+| `vitpar data info --preview` | augmentation of the table below |
+| other commands | fixed defaults |
+
+Written by `make docs` from `src/vitpar/training/recipe/defaults.py`. Numbers in parentheses are arXiv's.
+
+## Settings by number of training images
+
+A value after a slash is for models larger than ViT-B. An empty cell is the fixed default.
+"""
 
 
 def markdown() -> str:
     """Return the page docs/defaults.md."""
     sizes = [f"up to {row.most:,}" if row.most else "more" for row in ROWS]
-    lines = [f"| images to train on | {' | '.join(sizes)} |", "|---" * (len(ROWS) + 1) + "|"]
-    lines.append(f"| such as | {' | '.join(row.example for row in ROWS)} |")
+    lines = [f"| training images | {' | '.join(sizes)} |", "|---" * (len(ROWS) + 1) + "|"]
+    lines.append(f"| example | {' | '.join(row.example for row in ROWS)} |")
     for words, key in _LINES:
         lines.append(f"| {words} (`{key}`) | {' | '.join(_cell(row, key) for row in ROWS)} |")
-    about = (
-        "`vitpar train --data DIR` without `--recipe` trains with these settings, by the number of training images. "
-        "They lie under the options: what you give by an option or `--set` wins, one setting at a time. With "
-        "`--recipe FILE`, what the file leaves out has the fixed default of its section, whatever the data; so it is "
-        "with `--weights`, since the table is for training from initial values. `recipe.toml` in the run's folder has "
-        "all values, so `--recipe runs/<run>/recipe.toml` and `--resume` repeat them. Other commands do not use the "
-        'table.\n\nFrom Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …})`.\n\n'
-        "Written by `make docs` from `src/vitpar/training/recipe/defaults.py`. Numbers in parentheses are arXiv's; "
-        "after a slash, models larger than ViT-B."
-    )
     sources = [_wrapped(f"- **{size}**: {row.sources}.") for size, row in zip(sizes, ROWS, strict=True)]
     notes = [_wrapped(f"- {note}") for note in NOTES]
-    about = "\n\n".join(map(_wrapped, about.split("\n\n")))
     return "\n".join(
-        ["# Default settings", "", about, "", *lines, "", "## Rules", "", *notes, "", "## Sources", "", *sources, ""]
+        ["# Default settings", "", _ABOUT, *lines, "", "## Rules", "", *notes, "", "## Sources", "", *sources, ""]
     )
 
 

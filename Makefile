@@ -34,10 +34,10 @@ data_shards/digits/dataset.json: | $(READY)
 demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8 processes, pipeline x tensor x data parallel
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
-test: $(READY)   ## The tests of every concept, PARALLEL=2 at once
+test: $(READY)   ## Test every feature once, PARALLEL=2 at a time
 	$(PYTEST) -m 'not slow and not soak'
 
-test-slow: $(READY)  ## The other tests: half of the other plans of the tables, kills and hangs, compiled blocks
+test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
 	$(PYTEST) -m slow
 
 test-full: test test-slow  ## All tests
@@ -46,21 +46,21 @@ test-torch:      ## All tests on another version of torch: make test-torch VERSI
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
 	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
-soak: $(READY)   ## Hours of tests: 200 faults, all plans of the tables, every combination of the support matrix, hundreds of random layerwise plans
+soak: $(READY)   ## Hours of tests: 200 faults, all plans, the complete support matrix, random layerwise plans
 	$(BIN)/python experiments/fault_soak.py --cycles 200
 	$(BIN)/python -m pytest -m soak tests/parallel/test_matrix.py tests/parallel/test_parity.py
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 
-fuzz: $(READY)   ## Attack every reader of files, URLs and ports with hostile input, ten minutes
+fuzz: $(READY)   ## Hostile input for every reader of files, URLs and ports, ten minutes
 	$(BIN)/python experiments/fuzz.py $(FUZZ)
 
-mutations: $(READY)  ## Put known faults into copies of the source: the check or a test must notice each
+mutations: $(READY)  ## Known faults in copies of the source: the check or a test must notice each
 	$(BIN)/python experiments/mutations.py $(MUTATIONS)
 
 lint: $(READY)   ## Style, spelling, language and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/python experiments/lint_language.py && $(BIN)/mypy
 
-docs: $(READY)   ## Write what docs/ has of the source: support matrix, limits, settings and their defaults, architecture, the README's picture
+docs: $(READY)   ## Generate pages of docs/ from the source: support matrix, limits, settings, defaults, architecture, picture
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
 	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
@@ -68,32 +68,32 @@ docs: $(READY)   ## Write what docs/ has of the source: support matrix, limits, 
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 	$(BIN)/python experiments/readme_picture.py > docs/images/pp2xtp2xdp2.svg
 
-bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
+bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and plans with theory
 	$(BIN)/python experiments/bench_cpu.py
 	$(BIN)/python experiments/bench_plans.py
 
-bench-data: $(READY)  ## Loaders side by side: decoding, reading, start, memory, indices of many samples
+bench-data: $(READY)  ## Compare data loaders: decoding, reading, start, memory, large indices
 	$(BIN)/python experiments/bench_data.py
 
-bench-checkpoint: $(READY)  ## Ways to save side by side, restarts beside cold starts, a run that is killed once a minute
+bench-checkpoint: $(READY)  ## Compare ways to save, restarts with cold starts; a run that is killed every minute
 	$(BIN)/python experiments/bench_checkpoint.py
 
-bench-planner: $(READY)  ## How long searches take, how far predictions are off on 2, 4 and 8 CPU ranks
+bench-planner: $(READY)  ## Duration of searches, errors of predictions on 2, 4 and 8 CPU ranks
 	$(BIN)/python experiments/bench_planner.py
 
-bench-search: $(READY)   ## Whether searches keep what they promise, on 200 drawn clusters
+bench-search: $(READY)   ## Guarantees of the search on 200 drawn clusters
 	$(BIN)/python experiments/search_guarantees.py
 
-bench-peers: $(READY)  ## Beside timm, transformers, Lightning and PyTorch by hand, as far as they are installed
+bench-peers: $(READY)  ## Compare with timm, transformers, Lightning and plain PyTorch, if they are installed
 	$(BIN)/python experiments/bench_peers.py
 
-bench-steady: $(READY)  ## Step time and memory over 2,000 steps, and what logging every step costs
+bench-steady: $(READY)  ## Step time and memory over 2,000 steps; the cost of logging every step
 	$(BIN)/python experiments/bench_steady.py
 
 gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", RESULTS=folder; needs no installation of vitpar
 	$(PYTHON) experiments/gpu_first_run.py $(if $(PARTS),--parts $(PARTS)) --out $(RESULTS) $(FIRST_RUN)
 
-bench-gpu: $(READY)  ## On one CUDA GPU: rates beside the chip's limits, JPEG input, a plain compiled loop
+bench-gpu: $(READY)  ## One CUDA GPU: rates against the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py
 
 clean:           ## Remove the virtual environment and caches, no data and no runs

@@ -253,17 +253,17 @@ def import_command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME", help="timm's name, where no config.json tells how many heads there are."
+            "--model", metavar="NAME", help="timm's name, if no config.json has the number of heads."
         ),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option("--classes", min=1, help="Begin the classifier anew if it has not so many.")
+        int | None, typer.Option("--classes", min=1, help="Number of classes; with another number the classifier is new.")
     ] = None,
     image_size: Annotated[
-        int | None, typer.Option("--image-size", min=1, help="Interpolate positions for images of so many pixels.")
+        int | None, typer.Option("--image-size", min=1, help="Interpolate positions for images of this size in pixels.")
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Read a .pth or .bin that holds more than tensors, and runs what it holds.")
+        bool, typer.Option("--trust", help="Load a .pth or .bin that holds more than tensors, which runs code from it.")
     ] = False,
     shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
@@ -278,7 +278,7 @@ def import_command(
     from vitpar.weights.importing import import_weights
 
     if trust:
-        typer.echo(f"warning: '{source}' is trusted: what it holds runs where it is a pickle", err=True)
+        typer.echo(f"warning: '{source}' is trusted: if it is a pickle, code from it runs now", err=True)
     with _progress("importing") as moved:
         done = import_weights(
             source,

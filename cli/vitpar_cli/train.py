@@ -41,7 +41,7 @@ def train(
             "--weights",
             to=str,
             metavar="DIR",
-            help="Begin with these parameters: what `vitpar checkpoint import` or a run wrote, or a checkpoint.",
+            help="Start from these parameters: weights of `vitpar checkpoint import` or of a run, or a checkpoint.",
         ),
     ] = None,
     epochs: Annotated[float | None, o.setting("train.epochs", "--epochs", help="Passes over the training set.")] = None,
@@ -63,8 +63,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="auto|PATH|never",
-            help="Go on from the newest whole checkpoint of the run in PATH, or from the checkpoint PATH, with its "
-            "recipe unless another is named; auto: of the run in --run-dir, or begin it.",
+            help="Resume from the newest complete checkpoint of the run in PATH, or from the checkpoint PATH, with its "
+            "recipe unless --recipe names another; auto: resume the run in --run-dir, or start it.",
         ),
     ] = None,
     allow_change: Annotated[

@@ -1,8 +1,8 @@
 """Random numbers keyed by sample, not by rank: a counter-based hash in plain tensor arithmetic.
 
-Every sample has a 63-bit key made from (seed, epoch, sample index). Drop-path and dropout hash the key with their place in
-the model. So a sample drops the same elements under any plan, on any device, and when a checkpointed block is recomputed.
-The hash is the finaliser of splitmix64 (Steele, Lea, Flood 2014) in wrapping int64 arithmetic.
+Every sample has a 63-bit key made from (seed, epoch, sample index). Drop-path and dropout hash the key with their place
+in the model. So a sample drops the same elements under any plan, on any device, and when a checkpointed block is
+recomputed. The hash is the finaliser of splitmix64 (Steele, Lea, Flood 2014) in wrapping int64 arithmetic.
 """
 
 from collections.abc import Sequence

@@ -198,7 +198,8 @@ def _sizes(whole: Tensor) -> Tensor:
 def _sums(difference: Tensor, expected: Tensor, replicas: int, trimmed: bool) -> Tensor:
     """Return the parts of the metrics, float64 [3]: maximum, sum of squares, and dot product with `expected`.
 
-    They are those of `difference`. The last two are divided by `replicas`, the number of ranks that add the same values in the all-reduce.
+    They are those of `difference`. The last two are divided by `replicas`, the number of ranks that add the same values
+    in the all-reduce.
     """
     difference, expected = difference.flatten(), expected.flatten()
     if not len(difference):

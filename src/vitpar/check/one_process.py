@@ -252,10 +252,10 @@ class Samples:
     """Input of all steps of a check, for all ranks."""
 
     plain: list[tuple[Tensor, Tensor, Tensor]]
-    """For each SGD step: images, float32 [batch, channels, size, size], labels and keys, int64 [batch]. All samples
-    differ, so that a micro-batch or slice that is used twice is found."""
+    """Images, float32 [batch, channels, size, size], labels and keys, int64 [batch], of each SGD step. All samples
+    differ, so that the check finds a micro-batch or slice that is used twice."""
     pixels: list[tuple[Tensor, Tensor, Tensor]]
-    """For each step of the recipe: images as uint8, labels and keys. Repeats of a sample follow each other, as many as
+    """Images as uint8, labels and keys of each step of the recipe. Repeats of a sample follow each other, as many as
     the recipe sets."""
     mixed: list[Mixed | None]
     """Mixing of the images in `pixels`, by step; None for no mixing."""

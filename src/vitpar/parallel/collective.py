@@ -149,7 +149,7 @@ class _GatheredLinear(torch.autograd.Function):
         for_x = for_weight = None
         if ctx.needs_input_grad[1]:
             whole = all_gather(x, ctx.dim, ctx.group)
-            # In bf16 also under fp8: the sum over all tokens loses the most precision (vitpar.parallel.float8).
+            # Not in float8 either way: the sum over all tokens loses the most precision (vitpar.parallel.float8).
             for_weight = gradient.flatten(0, -2).mT @ whole.flatten(0, -2)
         if ctx.needs_input_grad[0]:
             partial = float8.product(gradient, weight.t(), fast=False) if ctx.in_float8 else gradient @ weight

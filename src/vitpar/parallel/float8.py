@@ -2,8 +2,8 @@
 
 | product            | operands                | data type                                                |
 |--------------------|-------------------------|----------------------------------------------------------|
-| output             | input, weight           | float8_e4m3, one scale per token and per row of weight   |
-| gradient of input  | output gradient, weight | float8_e4m3, one scale per token and per column of it    |
+| output             | input, weight           | float8_e4m3, one scale per token and per weight row      |
+| gradient of input  | output gradient, weight | float8_e4m3, one scale per token and per weight column   |
 | gradient of weight | output gradient, input  | bfloat16: the sum over all tokens loses the most         |
 
 Scales are powers of two, so scaling itself does not round; the largest value of a row comes close to the largest float8
@@ -30,7 +30,10 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest value of `E4M3`."""
 SMALLEST = 2.0**-100
-"""Lower bound on the largest value of a row when its scale is computed, so that a row of zeros has a finite scale."""
+"""Lower bound of a row's largest value when its scale is computed.
+
+A row of zeros would otherwise get scale 0, and 0 / 0 is NaN.
+"""
 MULTIPLE = 16
 """Both sizes of a weight must be multiples of this on GPUs."""
 PROBE = 256
@@ -51,7 +54,7 @@ def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtyp
 
     a, b: float8 [rows, in] and [columns, in].
     of_a, of_b: their scales, float32 [rows, 1] and [columns, 1].
-    fast: whether GPUs may accumulate in less than float32.
+    fast: whether GPUs may accumulate in lower precision than float32.
     """
     columns = b.contiguous().t()
     return torch._scaled_mm(a, columns, scale_a=of_a, scale_b=of_b.t(), out_dtype=dtype, use_fast_accum=fast)

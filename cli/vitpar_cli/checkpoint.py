@@ -252,12 +252,10 @@ def import_command(
     out: Out,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", metavar="NAME", help="timm's name, if no config.json has the number of heads."
-        ),
+        typer.Option("--model", metavar="NAME", help="timm's name, if no config.json has the number of heads."),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option("--classes", min=1, help="Number of classes; with another number the classifier is new.")
+        int | None, typer.Option("--classes", min=1, help="Classes; if the number differs, the classifier is new.")
     ] = None,
     image_size: Annotated[
         int | None, typer.Option("--image-size", min=1, help="Interpolate positions for images of this size in pixels.")

@@ -86,9 +86,11 @@ def pack_command(
     shard_samples: Annotated[int, typer.Option(help="Images in a shard.")] = 5000,
     short_side: Annotated[
         int | None,
-        typer.Option(help="Resize larger images to this shorter side, as JPEG.", show_default="as they are"),
+        typer.Option(help="Resize larger images to this, as JPEG.", show_default="as they are"),
     ] = None,
-    quality: Annotated[int | None, typer.Option(help="JPEG quality with --short-side, 1 to 100.", show_default="90")] = None,
+    quality: Annotated[
+        int | None, typer.Option(help="JPEG quality with --short-side, 1 to 100.", show_default="90")
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the split and of the order of images in shards.")
     ] = 0,

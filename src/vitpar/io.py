@@ -42,7 +42,8 @@ def open_regular(path: PathLike) -> BinaryIO:
     Raises OSError, also for anything but a regular file: a FIFO would block forever, and a device may be endless.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait for a FIFO
+        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:
         raise OSError(errno.EINVAL, "it is no name of a file") from None
     try:

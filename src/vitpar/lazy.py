@@ -19,7 +19,7 @@ def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable
         if name not in places:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         found = getattr(importlib.import_module(places[name]), name)
-        setattr(sys.modules[package], name, found)  # the next use does not come here
+        setattr(sys.modules[package], name, found)  # the next use finds it without this function
         return found
 
     return load

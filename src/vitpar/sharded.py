@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor as a plain tensor, differentiably; a plain tensor unchanged."""
+    # upstream: without grad_placements the gradient gets the parameter's placements and is never reduced over ranks
+    # (torchtitan#1805, #2416, #2532). vitpar.parallel.tensor.TensorSums reduces what is partial.
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -23,7 +25,7 @@ def sharded_as(parameter: Tensor, shard: Tensor) -> Tensor:
     """Return the tensor in the layout of `parameter` whose local shard is `shard`, sharing its memory."""
     if not isinstance(parameter, DTensor):
         return shard
-    # Not DTensor.from_local: that copies an offloaded shard to the mesh's device.
+    # Not DTensor.from_local, which copies an offloaded shard to the mesh's device.
     return DTensor(shard, parameter._spec, requires_grad=False)
 
 

@@ -1,5 +1,5 @@
-"""Measures steps of training as the trainer runs them: speed, memory, what input costs, phases beside their limits, and
-the kernels they are made of."""
+"""Benchmark of training steps as the trainer runs them: speed, memory, cost of input, phases with their lower limits,
+kernels."""
 
 from vitpar.bench.kernels import Kernel
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Repeated

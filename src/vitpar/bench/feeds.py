@@ -12,17 +12,18 @@ from vitpar.training.input import Given, ImageSet, Input, synthetic_batch
 from vitpar.training.recipe import Recipe
 
 Take = Callable[[Phase], Given]
-"""Gives the next batch. What it does is done in phases."""
+"""Function that returns the next batch; it runs its work in phases."""
 
 
 class Feed(Protocol):
-    """Batches without end, while it is open. settling: how many are taken from it before it goes on evenly."""
+    """Endless source of batches, while it is open."""
 
     settling: int
+    """Number of batches to take before the source delivers at its steady rate."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Collective, as what it yields is."""
+        """Yield the function that returns batches. Both are collective."""
 
 
 class Synthetic:
@@ -39,12 +40,13 @@ class Synthetic:
 
 
 class Loaded:
-    """Input as the trainer gets it: read, decoded and augmented by threads, copied to the device, normalised and mixed.
+    """Input as in a training: read, decoded and augmented by threads, copied to the device, normalised and mixed.
 
-    Each time it is opened it continues where it stopped, with empty queues. Collective.
+    Each time it is opened, it continues where it stopped, with empty queues. Collective.
     """
 
-    settling = 4  # a loader's queues hold two batches, a stream's two more
+    # Prefetched batches would make the first steps look fast. A loader's queues hold two, a stream's two more.
+    settling = 4
 
     def __init__(self, recipe: Recipe, model: ParallelModel, images: ImageSet) -> None:
         self._images, self._input, self._samples = images, Input(recipe, model), 0

@@ -15,34 +15,39 @@ import torch.distributed as dist
 
 from vitpar.launch.world_group import all_gather_json
 
-STEPS = 3  # recorded, after one that is not
-MOST = 100  # of a rank that are compared with those of others
+STEPS = 3
+"""Steps that are recorded, after one that is not."""
+MOST = 100
+"""Number of kernels of a rank, longest first, that enter the mean over ranks."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Time of all kernels (or operators) with one name in a step, without those that they call; the mean over ranks."""
+    """All kernels (or operators) of one name in a step, averaged over ranks."""
 
     name: str
     seconds: float
+    """Seconds per step, without the operators that they call."""
     calls: float
     """Calls per step."""
     share: float
     """Share of the recorded step time."""
     flops: float | None
-    """FLOPs per step; None where the profiler does not know them."""
+    """FLOPs per step; None if the profiler does not know them."""
     limit_share: float | None
-    """Rate relative to that of measured matrix products; 1 is the limit."""
+    """FLOP/s relative to the measured rate of matrix products, 1 at the limit; None without `flops`."""
 
 
 def record(step: Callable[[], object], device: torch.device, path: Path, matmul_rate: float) -> tuple[Kernel, ...]:
-    """Record some steps: a trace for chrome://tracing or Perfetto in `path`, and what takes longest. Collective; equal
-    for all ranks.
+    """Record some steps, write a trace for chrome://tracing or Perfetto, and return the kernels, longest first.
 
-    matmul_rate: FLOP/s of products that a rank reaches (`Limits.matmul_rate`). The profiler itself takes time, most for
-    what is small.
+    Collective; equal on all ranks. The profiler adds time to every kernel, relatively most to small ones.
+
+    step: runs one step.
+    path: file for this rank's trace.
+    matmul_rate: FLOP/s of matrix products on this rank (`PhaseLimits.matmul_rate`).
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr that it starts and stops, on every rank
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every rank logs start and stop to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -50,10 +55,12 @@ def record(step: Callable[[], object], device: torch.device, path: Path, matmul_
     with torch.profiler.profile(activities=activities, schedule=schedule, with_flops=True) as profiler:
         step()
         profiler.step()
+        # The first step starts with an idle device: what the warm-up step left in its queue does not count.
         _settle(device)
         begun = time.perf_counter()
         for number in range(STEPS):
             step()
+            # Wait for the device before taking the time. The profiler ends the last step when the context is left.
             if number == STEPS - 1:
                 _settle(device)
                 seconds = (time.perf_counter() - begun) / STEPS
@@ -63,11 +70,12 @@ def record(step: Callable[[], object], device: torch.device, path: Path, matmul_
     return _mean(_found(profiler, device.type), seconds, matmul_rate)
 
 
-_Row = tuple[float, float, float]  # seconds, calls and FLOPs of all steps
+_Row = tuple[float, float, float]
+"""Seconds, calls and FLOPs of one kernel name, summed over the recorded steps."""
 
 
 def _found(profiler: Any, device: str) -> dict[str, _Row]:
-    """Return what ran on the device, by name, longest first."""
+    """Return the rows of the kernels that ran on the device, by name, longest first."""
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     flops = _kernel_flops(profiler) if device == "cuda" else None
     rows = {}
@@ -82,8 +90,11 @@ def _found(profiler: Any, device: str) -> dict[str, _Row]:
 
 
 def _kernel_flops(profiler: Any) -> Counter[str]:
-    """FLOPs by kernel. The profiler knows those of operators, and which kernels an operator started; the longest of
-    them computes the product."""
+    """Return the FLOPs by kernel name.
+
+    The profiler knows the FLOPs of operators and the kernels that each launched. The longest of these is taken as the
+    one that computes the product.
+    """
     found: Counter[str] = Counter()
     for event in profiler.events():
         if event.flops and event.kernels:
@@ -92,7 +103,11 @@ def _kernel_flops(profiler: Any) -> Counter[str]:
 
 
 def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> tuple[Kernel, ...]:
-    """Return the mean over all ranks for one step."""
+    """Return the mean over all ranks, per step. Collective.
+
+    mine: this rank's rows.
+    seconds: this rank's seconds per recorded step.
+    """
     world = dist.get_world_size()
     every = all_gather_json((mine, seconds, matmul_rate))
     step, rate = (sum(rank[place] for rank in every) / world for place in (1, 2))

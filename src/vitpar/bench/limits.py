@@ -1,15 +1,15 @@
-"""How fast the parts of a step could be at most, by what this device does with nothing else to do.
+"""Lower limits on the time of a step's phases, from rates measured on the otherwise idle device.
 
 | phase                  | limit                                                                                   |
 |------------------------|-----------------------------------------------------------------------------------------|
-| forward, backward      | FLOPs of the matrix products, at the rate of the products of the model's blocks         |
-| pipeline               | both, and no rank waits for another                                                     |
-| waiting for gradients  | the all-reduces of gradients, while nothing else goes on                                |
+| forward, backward      | FLOPs of the matrix products, at the measured rate of the products of the first block   |
+| pipeline               | forward and backward, if no rank waits for another                                      |
+| waiting for gradients  | the all-reduces of gradients, with nothing else running                                 |
 | norm and clipping      | bytes of the gradients, at the rate of a copy                                           |
 | update                 | bytes of parameters, gradients, optimizer state and averages, at the rate of a copy     |
 
-Not counted: what tensor parallelism, a pipeline and ``fully_shard`` send, what is computed again in backward (+ckpt),
-and the products that Muon's update consists of.
+Not counted: communication of tensor parallelism, pipelines and ``fully_shard``, recomputation in backward (+ckpt), and
+the matrix products of Muon's update.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from vitpar.sharded import local
 from vitpar.training.build import TrainingComponents
 
 READINGS = 7
-LONG = 0.05  # seconds of a piece of work at least: ranks that share cores have to take turns on them, as in a step
-COPIES = 2**20, 2**30  # bytes: a copy is as large as what an update reads and writes, within these
-BACKWARD = 2  # products of backward for one of forward
+"""Timed readings of a piece of work; the fastest counts."""
+LONG = 0.05
+"""Minimum seconds of a reading, so that ranks which share cores take turns on them, as in a step."""
+COPIES = 2**20, 2**30
+"""Smallest and largest copy measured, in bytes. Between them a copy is as large as the traffic of an update."""
+BACKWARD = 2
+"""Matrix products in backward for each in forward."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class PhaseLimits:
 
 
 def measure_limits(trained: TrainingComponents) -> PhaseLimits:
-    """After a step at least, so that there is optimizer state. Collective: all ranks measure at the same time, as they
-    train."""
+    """Measure the limits of this rank's phases. Call it after at least one step, so that optimizer state exists.
+
+    Collective: all ranks measure at the same time, so that they share links and cores as in a training.
+    """
     model = trained.model
     forward, backward = matmul_rates(model)
     flops = rank_flops(model)
@@ -67,20 +73,20 @@ def measure_limits(trained: TrainingComponents) -> PhaseLimits:
     all_reduce_(largest, dist.ReduceOp.MAX)
     bandwidth = int(largest) / _seconds(model.device, copied(model.device, int(largest)))
     if not any(local(p).device != model.device for _, p in model.named_parameters()):
-        # What is offloaded is updated by the host, whose memory was not measured.
+        # The host updates offloaded parameters, and the bandwidth of its memory was not measured.
         phases |= {"norm and clipping": norm / bandwidth, "update": update / bandwidth}
     return PhaseLimits(phases, flops / sum(seconds), bandwidth)
 
 
 def rank_flops(model: ParallelModel) -> float:
-    """FLOPs of a step that are this rank's share: its stages' layers, among the ranks of the stage."""
+    """Return this rank's share of the FLOPs of a step: those of its stages, divided by the ranks of a stage."""
     names = [name for stage in model.stages.values() for name in stage.layers()]
     each = model.config.layer_flops
     return sum(each[name] for name in names) * model.batch_size / model.plan.stage_size
 
 
 def matmul_rates(model: ParallelModel) -> tuple[float, float]:
-    """FLOP/s of a rank in the products of a block's forward and backward. Collective."""
+    """Return the FLOP/s of a rank in the matrix products of a block's forward and of its backward. Collective."""
     shapes = block_products(model)
     flops = sum(2 * m * k * n for m, k, n in shapes)
     numbers, device = model.precision, model.device
@@ -97,7 +103,7 @@ def matmul_rates(model: ParallelModel) -> tuple[float, float]:
 
 
 def block_products(model: ParallelModel) -> list[ProductShape]:
-    """The four large products of the first block, as a rank has them in a micro-batch."""
+    """Return the shapes (m, k, n) of the first block's four matrix products on one rank for one micro-batch."""
     config, plan = model.config, model.plan
     parts = plan.strategies(config.layer_names)["blocks.0"].data_parallel
     tensor = plan.stage_size // parts
@@ -108,12 +114,12 @@ def block_products(model: ParallelModel) -> list[ProductShape]:
 
 
 def update_bytes(trained: TrainingComponents) -> tuple[int, int]:
-    """Return the bytes that a rank reads and writes at least: for the norm and clipping of its gradients, and for the
-    update."""
+    """Return the minimum bytes that a rank reads and writes for norm and clipping, and for the update."""
     parameters = _bytes(p for _, p in trained.model.named_parameters())
     state = _bytes(trained.optimizer.state().values())
     clips = bool(trained.recipe.train.clip_grad_norm or trained.scaler)
-    average = 3 * parameters if trained.ema else 0  # the parameters are read, their average too, and written
+    # Averaging reads the parameters and their average, and writes the average.
+    average = 3 * parameters if trained.ema else 0
     return parameters * (3 if clips else 1), 3 * parameters + 2 * state + average
 
 
@@ -122,7 +128,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _sending(model: ParallelModel) -> float:
-    """Seconds of the messages that a step waits for, one after the other; 0 where no rank sends any. Collective."""
+    """Return the seconds of a step's gradient all-reduces, one after the other; 0 if no rank has any. Collective."""
     largest = torch.zeros(max((size for _, size in model.gradient_messages), default=0) // 4 + 1, device=model.device)
     messages = [(group, largest[: max(1, size // 4)]) for group, size in model.gradient_messages]
     most = torch.tensor(len(messages), device=model.device)
@@ -136,8 +142,10 @@ def _sending(model: ParallelModel) -> float:
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """How long `work` takes, while all ranks do it again and again: for the slowest rank, when that was fastest, since
-    what slows down some of the readings limits nothing. Collective."""
+    """Return the seconds of `work` on the slowest rank, while all ranks repeat it. Collective.
+
+    The fastest reading counts, because disturbances that slow down some readings are not a limit.
+    """
     group = ClockedRanks(device)
 
     def read(times: int) -> float:

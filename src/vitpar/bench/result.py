@@ -12,17 +12,19 @@ from vitpar.strategy import Plan
 
 @dataclass(frozen=True)
 class Repeated:
-    """A quantity, once for each repeat."""
+    """A measured quantity with one value per repeat."""
 
     values: tuple[float, ...]
+    """Values in order of the repeats."""
 
     @property
     def mean(self) -> float:
+        """Mean over repeats."""
         return statistics.fmean(self.values)
 
     @property
     def deviation(self) -> float:
-        """The standard deviation over repeats, 0 of one."""
+        """Sample standard deviation over repeats; 0 for a single repeat."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     def to_json(self) -> dict[str, object]:
@@ -34,36 +36,42 @@ class DataCost:
     """Cost of real input."""
 
     name: str
+    """Name of the data set."""
     synthetic: Repeated
     """Seconds of a step with synthetic input."""
     share: Repeated
-    """Share of a step that synthetic input saves, in each repeat; below 0 if noise is larger than that."""
+    """Share of the step time that synthetic input saves; negative if noise is larger than the saving."""
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of a phase in a step: the mean of all ranks, so that phases add up to the step, and of the rank where it
-    takes longest. limit: how long it would take at least (``vitpar.bench.limits``), the mean of all ranks; None where
-    that is not known."""
+    """Time of one phase of a step."""
 
     name: str
+    """Name of the phase."""
     seconds: Repeated
+    """Seconds per step, the mean over ranks, so that phases add up to the step."""
     slowest: float
+    """Seconds per step on the rank where the phase takes longest."""
     limit: float | None
+    """Lower limit in seconds (``vitpar.bench.limits``), the mean over ranks; None if unknown."""
 
     @property
     def limit_share(self) -> float | None:
-        """How near it is to its limit: 1 is there."""
+        """Limit over measured time, 1 at the limit; None if the limit is unknown."""
         return self.limit / self.seconds.mean if self.limit is not None and self.seconds.mean else None
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """steps: not counted, of which the first took `first` seconds. steady: whether further steps were no faster."""
+    """Steps before the measurement."""
 
     steps: int
+    """Number of warm-up steps."""
     first: float
+    """Seconds of the first one."""
     steady: bool
+    """Whether the step time had stopped falling at the end."""
 
 
 @dataclass(frozen=True)
@@ -73,39 +81,46 @@ class Rates:
     matmul: float
     """Measured FLOP/s of matrix products of the model's shapes."""
     peak: float | None
-    """FLOP/s of the data sheet; None where that is not known."""
+    """FLOP/s of the data sheet; None if unknown."""
     bandwidth: float
     """Measured bytes per second of a copy."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Steps of a model under a plan; seconds are of one step.
-
-    steps: in a repeat. data: None where input was synthetic. memory_bytes: at most, on the fullest rank, as the metrics
-    of a training count them. phases: of further steps, which were timed phase by phase; `phased` is how long these
-    took, `between` what of that is in no phase. kernels: None where nothing was recorded. attention: the kernel, None
-    for torch's choice. warnings: what makes steps slower than they would be elsewhere.
-    """
+    """Measured steps of a model under a plan."""
 
     config: ViTConfig
     plan: Plan
     batch_size: int
+    """Images of a step over all ranks."""
     precision: str
     compiled: bool
+    """Whether blocks are compiled."""
     attention: str | None
+    """Attention kernel; None for torch's choice."""
     device: str
+    """Device type, such as "cuda"."""
     device_name: str
+    """Name of the GPU or CPU."""
     steps: int
+    """Steps in a repeat."""
     warm_up: WarmUp
     seconds: Repeated
+    """Seconds of a step on the slowest rank."""
     data: DataCost | None
+    """Cost of real input; None if the input was synthetic."""
     memory_bytes: int
+    """Peak bytes on the rank that needs most, counted as in the metrics of a training."""
     rates: Rates
     phases: tuple[PhaseTime, ...]
+    """Phases of additional steps, which were timed phase by phase."""
     phased: Repeated
+    """Seconds of these additional steps, the mean over ranks."""
     kernels: tuple[Kernel, ...] | None = None
+    """Kernels, longest first; None if no trace was recorded."""
     warnings: tuple[str, ...] = ()
+    """Reasons why steps are slower here than elsewhere."""
 
     @property
     def images_per_second(self) -> Repeated:
@@ -114,25 +129,24 @@ class Benchmark:
 
     @property
     def between(self) -> float:
-        """Seconds of a step in no phase, the mean of all ranks."""
+        """Seconds of a step outside all phases, the mean over ranks."""
         return self.phased.mean - sum(phase.seconds.mean for phase in self.phases)
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOPs over what the data sheet promises of all devices in that time."""
+        """Model FLOPs utilization relative to the data sheet of all devices; None if the peak is unknown."""
         return self._share(self.rates.peak) if self.rates.peak is not None else None
 
     @property
     def matmul_share(self) -> float:
-        """The model's FLOPs over those of nothing but its products in that time, as measured: how near the step is to
-        what is possible here."""
+        """Model FLOPs utilization relative to the measured rate of the model's matrix products."""
         return self._share(self.rates.matmul)
 
     def _share(self, rate: float) -> float:
         return self.config.flops * self.batch_size / self.seconds.mean / (rate * self.plan.world_size)
 
     def to_json(self) -> dict[str, object]:
-        """All of it, times in seconds."""
+        """Return all results as JSON, times in seconds."""
         data = self.data
         return {
             "model": self.config.name,

@@ -1,9 +1,10 @@
-"""Runs the steps of a recipe and measures them.
+"""Run the steps of a recipe and measure them.
 
-1. steps that do not count, until they are steady: what compiles, connects and allocates is done then
-2. in every repeat, in turns: steps without input, steps with the recipe's data, and steps timed phase by phase
-3. what the device can do with nothing else to do (``vitpar.bench.limits``)
-4. if wanted, steps under torch's profiler (``vitpar.bench.kernels``)
+1. Warm-up steps until the time is steady: compilation, connections and allocations are done then.
+2. In every repeat, one after the other: steps with the recipe's data, steps with synthetic input, and steps timed phase
+   by phase. Every second repeat reverses the order, so that a drift of the machine's speed cancels.
+3. The limits of the otherwise idle device (``vitpar.bench.limits``).
+4. If asked for, steps under torch's profiler (``vitpar.bench.kernels``).
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from vitpar.training.step import Garbage
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured. steps: in a repeat, between two synchronisations. warm_up: steps that do not count at first
-    (None: until they are steady)."""
+    """Number of steps to measure."""
 
     steps: int = 10
+    """Steps in a repeat, between two synchronizations."""
     repeats: int = 5
+    """Number of repeats."""
     warm_up: int | None = None
+    """Warm-up steps; None for as many as it takes until the time is steady."""
 
 
 def bench(
@@ -55,12 +58,14 @@ def bench(
     traces: Path | None = None,
     report: Report = lambda words: None,
 ) -> Benchmark:
-    """Measure the steps of `recipe` under `plan`. Collective; equal for all ranks.
+    """Measure the steps of `recipe` under `plan`. Collective; equal on all ranks.
 
-    config, plan: as ``vitpar.training.build`` takes them. images: the training set to read (None: input is synthetic).
-    traces: a folder for the profiler's traces, one a rank (None: nothing is profiled).
+    config, plan: as for ``vitpar.training.build``.
+    images: training set to read; None for synthetic input.
+    traces: folder for the profiler's traces, one per rank; None for no profile.
+    report: called with a description of each part of the measurement when it starts.
 
-    The learning rate is 0, so that every step does the same work, whatever is trained. Raises DataError for data that
+    The learning rate is 0, so that every step does the same work, whatever the recipe. Raises DataError for data that
     cannot be used.
     """
     report("building the model")
@@ -68,7 +73,7 @@ def bench(
     recipe = trained.recipe
     attention = trained.choose_attention()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # what was tried when attention was chosen
+        torch.cuda.reset_peak_memory_stats(device)  # the choice of attention allocated memory for its trials
     feed: Feed = Synthetic(trained.model) if images is None else Loaded(recipe, trained.model, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
@@ -123,7 +128,7 @@ def bench(
 def _over_ranks(
     phased: list[Phased], limits: PhaseLimits, peak: float | None
 ) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
-    """Phases, whole steps and rates of all ranks together. Collective."""
+    """Return phases, step times and rates over all ranks. Collective."""
     world = dist.get_world_size()
     gathered = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
     every = [([Phased(**run) for run in runs], PhaseLimits(**found)) for runs, found in gathered]
@@ -145,30 +150,32 @@ def _over_ranks(
 
 
 STEADY, BETTER, MOST = 3, 0.05, 50
-"""Steps are steady when `STEADY` in a row are not faster, by the part `BETTER`, than the fastest before them. At most
-`MOST` are tried."""
+"""The step time is steady when `STEADY` steps in a row are not faster, by the share `BETTER`, than the fastest before
+them. Warm-up ends after `MOST` steps in any case."""
 
 Report = Callable[[str], None]
-"""Called with a description of what begins now."""
+"""Function that is called with a description of the part that starts."""
 
 
 @dataclass(frozen=True)
 class Phased:
-    """Seconds of a step on this rank, and of its phases."""
+    """Times of a step on this rank, timed phase by phase."""
 
     step: float
+    """Seconds of the complete step."""
     phases: dict[str, float]
+    """Seconds per step by phase."""
 
 
 class StepRunner:
-    """Runs steps of a model. All of it is collective."""
+    """Runner of a model's training steps. All methods are collective."""
 
     def __init__(self, trained: TrainingComponents) -> None:
         self._model, self._device, self._step = trained.model, trained.model.device, trained.step()
         self._group = ClockedRanks(self._device)
 
     def step(self, take: Take, phase: Phase = untimed) -> None:
-        """One step, with learning rate 0."""
+        """Run one step, with learning rate 0."""
         self._step(1, 0.0, *take(phase))
 
     def most(self, value: float) -> float:
@@ -177,14 +184,14 @@ class StepRunner:
 
     @contextmanager
     def open(self, feed: Feed) -> Iterator[Take]:
-        """The feed, when its queues are as they are in the middle of a training."""
+        """Yield the open feed with its queues filled as in the middle of a training."""
         with feed.opened() as take, Garbage():
             for _ in range(feed.settling):
                 self.step(take)
             yield take
 
     def warm_up(self, feed: Feed, wanted: int | None, report: Report) -> WarmUp:
-        """Steps until they are steady, or as many as are `wanted`."""
+        """Run steps until their time is steady, or `wanted` steps."""
         taken: list[float] = []
         fastest, since = float("inf"), 0
         with feed.opened() as take:
@@ -198,7 +205,7 @@ class StepRunner:
         return WarmUp(len(taken), taken[0] if taken else 0.0, since >= STEADY)
 
     def run(self, feed: Feed, steps: int) -> float:
-        """Seconds of a step, in the mean, for the slowest rank."""
+        """Return the mean seconds of a step on the slowest rank."""
         with self.open(feed) as take:
             begun = self._synchronised()
             for _ in range(steps):
@@ -206,7 +213,7 @@ class StepRunner:
             return self.most(self._synchronised() - begun) / steps
 
     def phases(self, feed: Feed, steps: int) -> Phased:
-        """Return the seconds of a step, and of each of its phases, on this rank."""
+        """Return the seconds of a step and of each of its phases on this rank."""
         clock = PhaseClock(self._device)
         with self.open(feed) as take:
             self._synchronised()
@@ -222,7 +229,7 @@ class StepRunner:
         return Phased(whole / steps, {name: seconds / steps for name, seconds in found.items()})
 
     def _synchronised(self) -> float:
-        """Return the time after all ranks have finished their work."""
+        """Return the time at which all ranks have finished their work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._group.meet()

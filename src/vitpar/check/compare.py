@@ -1,9 +1,9 @@
-"""Compares tensors of a plan with those of one process, each against the rounding noise of that process.
+"""Comparison of tensors under a plan with those of one process, relative to the rounding noise of that process.
 
-A sum over ranks adds up in another order than a sum in one process, so results differ in their last bits. How much that
-makes in a gradient depends on the tensor: a gradient that is the small difference of large numbers may have no correct
-digit, another has seven. So one process runs again, on parameters and images that are changed in their last bit, and a
-tensor may differ under the plan by a few times as much as it did there.
+Ranks add up in another order than one process, so results differ in their last bits. The effect on a gradient depends
+on the tensor: the small difference of large numbers may have no correct digit, another gradient has seven. So one
+process runs again, with parameters and images changed in their last bit. Under the plan a tensor may differ by a few
+times the difference that this caused.
 """
 
 from __future__ import annotations
@@ -22,53 +22,59 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import local
 
 FACTOR = 10.0
-"""How many times its noise a tensor may differ. Sound plans reach 7.6, in float16 with tensor parallelism, which also
-rounds partial sums that one process does not have; 2.6 was the most in fp32 and bf16."""
-TRIMMED = 20
-"""Share of updates, one in this many elements, that is left out: those that differ most.
+"""Allowed difference of a tensor, in multiples of its noise.
 
-Adam's first step moves an element by the learning rate in the direction of its gradient's sign. Where the gradient is
-only rounding noise, so is the sign.
+Correct plans reach 7.6 in float16 with tensor parallelism, which also rounds partial sums that one process does not
+have. The most in fp32 and bf16 was 2.6.
+"""
+TRIMMED = 20
+"""In updates, one in this many elements is left out: those that differ most.
+
+Adam's first step moves each element by the learning rate in the direction of the gradient's sign. If a gradient is only
+rounding noise, so is its sign.
 """
 LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16": (5e-3, 1e-3), "fp8": (0.1, 0.02)}
-"""Tolerances that are always allowed, by precision: (`largest` and `l2`, `scale`)."""
+"""Lower bounds of the allowed differences, by precision: (for `largest` and `l2`, for `scale`)."""
 IMAGES = 1e-6
-"""The least allowed where images are normalised and mixed, which is done in float32 in any precision."""
+"""Lower bound where images are normalised and mixed, which is done in float32 in any precision."""
 _METRICS = ("largest", "l2", "scale")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor, or number, under the plan against one process.
+    """One tensor or number under the plan, compared with one process.
 
-    name: what is compared, such as ``gradient blocks.0.attn.qkv.weight``. metric: which of its differences comes
-    nearest to what is allowed: `largest`, the largest difference of an element relative to the largest element; `l2`,
-    the norm of the difference relative to the norm; `scale`, by how much the factor that fits it best to the tensor of
-    one process differs from 1. error: that difference. allowed: the most that it may be. resolution: the least of what
-    is allowed of the three: an error of the whole tensor by so much would have been seen. magnitude: the largest
-    absolute value in one process.
+    A tensor has three differences: `largest`, the largest difference of an element relative to the largest element;
+    `l2`, the norm of the difference relative to the norm; `scale`, the distance from 1 of the factor that best fits one
+    process's tensor to the plan's.
     """
 
     name: str
+    """Quantity and parameter, such as ``gradient blocks.0.attn.qkv.weight``."""
     metric: str
+    """The difference that is largest relative to its allowed value: `largest`, `l2` or `scale`."""
     error: float
+    """Value of that difference."""
     allowed: float
+    """Largest allowed value of that difference."""
     resolution: float
+    """Smallest allowed value of the three: a relative error of the complete tensor above it would have been found."""
     magnitude: float
+    """Largest absolute value in one process."""
 
     @property
     def severity(self) -> float:
-        """The error in units of what is allowed: above 1 it is too large. NaN counts as infinite."""
+        """The error relative to the allowed one; above 1 it is too large. NaN counts as infinite."""
         ratio = self.error / self.allowed
         return ratio if ratio == ratio else float("inf")
 
 
 Noise = Mapping[str, Sequence[float]]
-"""By kind of tensor the differences `largest`, `l2` and `scale` that rounding makes in one process."""
+"""Differences (`largest`, `l2`, `scale`) that rounding causes in one process, by kind of tensor."""
 
 
 def kind(name: str) -> str:
-    """The name of a parameter without the number of its block: tensors of one kind share their noise."""
+    """Return the name of a parameter without its block number; tensors of one kind share their noise."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -78,10 +84,13 @@ def noise_of(
     trimmed: bool = False,
     changed: Mapping[str, Tensor] | None = None,
 ) -> Noise:
-    """Return the differences between `wholes` and each of `others`, runs with noise: root mean squares over each kind.
+    """Return the noise: differences between `wholes` and each of `others`, as root mean squares over each kind.
 
-    trimmed: see `compare`. changed: the parameters whose changes these are: a change is known no better than the
-    parameter is stored.
+    wholes: complete tensors of one process without noise.
+    others: the same of runs with noise.
+    trimmed: see `compare`.
+    changed: parameters, if the tensors are their changes. A change is at least as uncertain as the rounding of the
+        stored parameter.
     """
     found: dict[str, list[Tensor]] = {}
     for other in others:
@@ -108,12 +117,16 @@ def compare(
     tolerance: float | None,
     trimmed: bool = False,
 ) -> list[Comparison]:
-    """Compare every tensor of the whole model. Collective; equal results on all ranks.
+    """Compare every tensor of the complete model. Collective; equal results on all ranks.
 
-    what: the quantity, for names. mine: this rank's sharded tensors by parameter name; None for one that should be
-    there counts as an infinite error. shapes: of all parameters of the whole model. wholes: the values in one process,
-    on rank 0 alone. noise: equal on all ranks. least: what is always allowed, as in `LEAST`. tolerance: what is allowed
-    instead of a multiple of the noise. trimmed: whether to leave out the elements that differ most (`TRIMMED`).
+    what: the quantity, for names.
+    mine: this rank's sharded tensors by parameter name. A missing tensor (None) counts as an infinite error.
+    shapes: global shapes of all parameters.
+    wholes: tensors of one process, on rank 0; None on other ranks.
+    noise: as `noise_of` returns it, equal on all ranks.
+    least: lower bounds of the allowed differences, as in `LEAST`.
+    tolerance: allowed difference, instead of a multiple of the noise.
+    trimmed: whether to leave out the elements that differ most (`TRIMMED`).
     """
     sums, sizes = [], []
     for name, shape in shapes.items():
@@ -145,12 +158,18 @@ def compare_numbers(
     least: float,
     tolerance: float | None,
 ) -> list[Comparison]:
-    """Compare losses and norms with those of one process and of its runs with noise. All are equal on all ranks."""
+    """Compare losses and norms with those of one process.
+
+    mine: numbers under the plan, equal on all ranks.
+    expected: numbers of one process without noise.
+    others: numbers of its runs with noise.
+    """
     found = []
     for name, right in expected.items():
-        noise = max(abs(other[name] - right) / abs(right) for other in others)
-        error = abs(mine[name] - right) / abs(right)
-        allowed = tolerance or max(least, FACTOR * noise)
+        size = abs(right) or 1.0  # of exactly 0 the absolute error counts
+        noise = max(abs(other[name] - right) / size for other in others)
+        error = abs(mine[name] - right) / size
+        allowed = max(least, FACTOR * noise) if tolerance is None else tolerance
         found.append(Comparison(name, "largest", error, allowed, allowed, abs(right)))
     return found
 
@@ -163,7 +182,7 @@ def _nearest(
     least: tuple[float, float],
     tolerance: float | None,
 ) -> Comparison:
-    """The comparison of the metric that comes nearest to what is allowed."""
+    """Return the comparison of the metric that is largest relative to its allowed value."""
     elements, scale = least
     known = (elements, elements, scale)
     limits = [max(bound, FACTOR * measured) for bound, measured in zip(known, noise, strict=True)]
@@ -173,15 +192,15 @@ def _nearest(
 
 
 def _sizes(whole: Tensor) -> Tensor:
-    """The largest absolute value and the sum of squares, float64 [2]."""
+    """Return the largest absolute value and the sum of squares, float64 [2]."""
     return torch.stack([whole.abs().max(), whole.square().sum()])
 
 
 def _sums(difference: Tensor, expected: Tensor, replicas: int, trimmed: bool) -> Tensor:
-    """Return the sums that metrics are computed from, float64 [3]: largest difference, sum of squares, product with the
-    expected values.
+    """Return the parts of the metrics, float64 [3]: maximum, sum of squares, and dot product with `expected`.
 
-    The last two are divided by the number of ranks that add the same values.
+    They are those of `difference`. The last two are divided by `replicas`, the number of ranks that add the same values
+    in the all-reduce.
     """
     difference, expected = difference.flatten(), expected.flatten()
     if not len(difference):
@@ -195,7 +214,11 @@ def _sums(difference: Tensor, expected: Tensor, replicas: int, trimmed: bool) ->
 
 
 def _metrics(sums: Tensor, sizes: Tensor) -> Tensor:
-    """`largest`, `l2` and `scale` of tensors, [tensors, 3]. sums: [tensors, 3] of `_sums`. sizes: [tensors, 2]."""
+    """Return `largest`, `l2` and `scale` of tensors, [tensors, 3].
+
+    sums: [tensors, 3], as from `_sums`, over all ranks.
+    sizes: [tensors, 2], as from `_sizes`.
+    """
     largest, squares, products = sums.unbind(1)
     greatest, whole = sizes.clamp(min=torch.finfo(torch.float64).tiny).unbind(1)
     errors = torch.stack([largest / greatest, (squares / whole).sqrt(), (products / whole).abs()], 1)
@@ -203,47 +226,49 @@ def _metrics(sums: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _own_sums(model: ParallelModel, tensor: Tensor | None, whole: Tensor, trimmed: bool) -> Tensor:
-    """`_sums` of this rank's shard."""
+    """Return the `_sums` of this rank's shard; infinite if `tensor` is None."""
     if tensor is None:
         return torch.full((3,), torch.inf, dtype=torch.float64, device=whole.device)
     replicas = model.replicas(tensor)
     if isinstance(tensor, DTensor):
         # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
         whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    mine = local(tensor.detach()).to(whole.device)  # offloaded ones are on the host
+    mine = local(tensor.detach()).to(whole.device)  # offloaded parameters are in host memory
     return _sums(mine.double() - whole, whole, replicas, trimmed)
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The comparison of a plan with one process.
-
-    precision, batch_size: of the steps. comparisons: losses and norms of gradients; then for every parameter its
-    gradient in the first step, its change by the SGD steps, and the changes of it and of its average by the recipe's
-    steps. unchecked: what of a training was not compared.
-    """
+    """Result of the comparison of a plan with one process."""
 
     plan: str
+    """Strategy string of the plan."""
     model: str
+    """Name of the model."""
     precision: str
+    """Precision of the steps."""
     batch_size: int
+    """Images of a step over all ranks."""
     comparisons: tuple[Comparison, ...]
+    """Losses and gradient norms; then, for every parameter, its gradient in the first step, its change by the SGD
+    steps, and the changes of it and of its average by the recipe's steps."""
     unchecked: str
+    """Parts of a training that were not compared."""
 
     @property
     def worst(self) -> Comparison:
-        """The comparison whose error is largest in units of what is allowed."""
+        """The comparison whose error is largest relative to the allowed one."""
         return max(self.comparisons, key=lambda comparison: comparison.severity)
 
     @property
     def passed(self) -> bool:
-        """Whether every error is within what is allowed (a NaN is not)."""
+        """Whether every error is within the allowed one. A NaN is not."""
         return self.worst.severity <= 1
 
     @property
     def quantities(self) -> dict[str, list[Comparison]]:
-        """The comparisons of tensors by quantity (`gradient`, `SGD update`, `update`, `average`), the worst first, and
-        those of numbers under `number`."""
+        """Comparisons by quantity, worst first: `gradient`, `SGD update`, `update` and `average` for tensors, `number`
+        for losses and norms."""
         found: dict[str, list[Comparison]] = {}
         for comparison in self.comparisons:
             quantity, _, parameter = comparison.name.rpartition(" ")
@@ -251,5 +276,5 @@ class CheckResult:
         return {name: sorted(group, key=lambda c: -c.severity) for name, group in found.items()}
 
     def to_json(self) -> dict[str, object]:
-        """Everything, for ``vitpar check --json``."""
+        """Return all results, for ``vitpar check --json``."""
         return {**asdict(self), "worst": asdict(self.worst), "passed": self.passed}

@@ -29,29 +29,32 @@ from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import OptimizerSection
 
 NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}
-"""Relative changes of parameters and images that make a run round differently. In 16 bits and fewer their size hardly
-matters: in float16 2^-13, 2^-12 and 2^-11 give the same noise, since activations are rounded anyway."""
+"""Relative changes of parameters and images that make a run round differently, by precision.
+
+Their size hardly matters in 16 bits and fewer, because activations are rounded anyway: in float16 2^-13, 2^-12 and
+2^-11 give the same noise.
+"""
 _NORMALISED = NOISE["fp32"]  # images are normalised and mixed in float32, whatever the precision
 
 
 @dataclass
 class Trace:
-    """Results of a training that are compared."""
+    """Results of a training, for comparison."""
 
     numbers: dict[str, float] = field(default_factory=dict)
     """Losses and gradient norms, by name."""
     tensors: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
-    """Tensors by quantity and parameter name; under a plan this rank's shards, None for a missing gradient."""
+    """Tensors by quantity and parameter name. Under a plan they are this rank's shards; None for a missing gradient."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Parameters at the end, in one process."""
+    """Final parameters, by name; only in one process."""
 
 
 class OneProcess:
-    """A training by one process.
+    """A training in one process.
 
-    recipe: its optimizer, clipping, average, smoothing, mixing and precision. scale: what the loss is multiplied by
-    before backward. noisy: None, or the seed of random changes to initial parameters and images, of the size of
-    rounding.
+    recipe: source of optimizer, clipping, average, smoothing, mixing and precision.
+    scale: factor on the loss before backward.
+    noisy: seed of random changes, of the size of rounding, to initial parameters and images; None for no changes.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class OneProcess:
             p.copy_(self._noisy(p, self._noise))
 
     def run(self, samples: Samples, lr: float) -> Trace:
-        """Take all steps: first plain ones by SGD with the learning rate `lr`, then those of the recipe."""
+        """Run all steps: first plain SGD with the learning rate `lr`, then the steps of the recipe."""
         trace, gradients = Trace(), dict[str, Tensor]()
         begin = self._copies()
         for step, (images, labels, keys) in enumerate(samples.plain, start=1):
@@ -108,12 +111,17 @@ class OneProcess:
         return trace
 
     def _backward(self, images: Tensor, target: Tensor, keys: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """The loss and every gradient. images: [batch, channels, size, size]. target: float64 [batch, classes], of each
-        class its share of a sample's label. keys: int64 [batch]."""
+        """Return the loss and the gradients by parameter name.
+
+        images: [batch, channels, size, size].
+        target: float64 [batch, classes], the share of each class in a sample's label.
+        keys: int64 [batch], random keys of the samples.
+        """
         compute = self._numbers.compute
         inputs = (images.to(self._device, compute), keys.to(self._device) if self._config.stochastic else None)
         computed = {name: p.to(compute) for name, p in self._model.named_parameters()}
-        with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():  # not what is checked
+        # Not the kernel under test: on GPUs the reference computes attention by matrix products.
+        with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
             logits = functional_call(self._model, computed, inputs).to(self._numbers.parameters)
         smoothing, classes = self._recipe.train.label_smoothing, self._config.num_classes
         smooth = (1 - smoothing) * target.to(self._device) + smoothing / classes
@@ -127,9 +135,10 @@ class OneProcess:
         return loss.item(), gradients
 
     def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Tensor]:
-        """Normalised images, mixed two by two, and the share of each class in their labels.
+        """Return normalised and mixed images, and the share of each class in their labels.
 
-        pixels: uint8 [batch, channels, size, size]. mixed: partners, weights and boxes, None where nothing is mixed.
+        pixels: uint8 [batch, channels, size, size].
+        mixed: partners, weights and boxes; None for no mixing.
         """
         data = self._recipe.data
         mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (data.mean, data.std))
@@ -167,7 +176,10 @@ def _averaged(average: Tensor, p: Tensor, decay: float) -> Tensor:
 
 
 class Updates:
-    """The optimizer of a recipe. heads: attention heads, which tell queries, keys and values of a matrix apart."""
+    """Reference implementation of a recipe's optimizer.
+
+    heads: number of attention heads. Muon orthogonalizes queries, keys and values separately.
+    """
 
     def __init__(self, settings: OptimizerSection, heads: int) -> None:
         self._settings, self._heads = settings, heads
@@ -176,7 +188,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self, parameters: dict[str, Tensor], gradients: dict[str, Tensor], lr: float) -> None:
-        """Move `parameters`, in place."""
+        """Update `parameters` in place."""
         self._times += 1
         s = self._settings
         for name, x in parameters.items():
@@ -221,7 +233,8 @@ class Updates:
         return torch.stack(maps, 1).flatten(0, 2)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """The Newton-Schulz iteration x ← (a + b·xxᵀ + c·(xxᵀ)²)·x, and the factor of the learning rate."""
+        """Return `matrix` after the Newton-Schulz iterations x ← (a + b·xxᵀ + c·(xxᵀ)²)·x, times a factor that adjusts
+        the learning rate to its shape."""
         s, (rows, columns) = self._settings, matrix.shape
         factor = max(1.0, rows / columns) ** 0.5 if s.adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         x = matrix / matrix.norm().clamp(min=1e-7)
@@ -236,20 +249,20 @@ class Updates:
 
 @dataclass(frozen=True)
 class Samples:
-    """Complete input of the steps of a check."""
+    """Input of all steps of a check, for all ranks."""
 
     plain: list[tuple[Tensor, Tensor, Tensor]]
     """Images, float32 [batch, channels, size, size], labels and keys, int64 [batch], of each SGD step. All samples
-    differ, so that a micro-batch or slice used twice shows."""
+    differ, so that the check finds a micro-batch or slice that is used twice."""
     pixels: list[tuple[Tensor, Tensor, Tensor]]
-    """Images as uint8, labels and keys of each step of the recipe. A sample is repeated as often in a row as the recipe
-    repeats it."""
+    """Images as uint8, labels and keys of each step of the recipe. Repeats of a sample follow each other, as many as
+    the recipe sets."""
     mixed: list[Mixed | None]
-    """How the images of `pixels` are mixed; None where they are not."""
+    """Mixing of the images in `pixels`, by step; None for no mixing."""
 
 
 def draw_samples(recipe: Recipe, config: ViTConfig, plain: int, further: int) -> Samples:
-    """Draw what `plain` SGD steps and `further` steps of the recipe take."""
+    """Draw the input of `plain` SGD steps and of `further` steps of the recipe."""
     batch, draws = recipe.train.batch_size, torch.Generator().manual_seed(recipe.train.seed)
     shape = (config.channels, config.image_size, config.image_size)
     first = [

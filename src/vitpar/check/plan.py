@@ -1,4 +1,4 @@
-"""Runs the steps of a check under a plan, on all its ranks, and in one process on rank 0."""
+"""Run the steps of a check under a plan, on all its ranks, and in one process on rank 0."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from vitpar.training.recipe.sections import OptimizerSection
 LEARNING_RATE = 0.05
 """Learning rate of the SGD steps."""
 LOSS_SCALE = 1024.0
-"""Loss scale of fp16 on both sides: a power of two, so that it rounds nothing, and small enough that no gradient
-overflows."""
+"""Loss scale of fp16 on both sides: a power of two, so that scaling does not round, and too small to overflow."""
 EMA_DECAY = 0.9
-"""Decay of averaged weights: with a recipe's 0.9999 the change of an average in two steps is only rounding."""
+"""Decay of averaged weights. With a recipe's 0.9999 the change of an average in two steps would be only rounding."""
 NOISY_RUNS = 3
+"""Number of runs in one process with random changes of the size of rounding."""
 UNCHECKED = "data order, decoding, crops, flips, policies and erasing; learning-rate schedule; evaluation; checkpoints"
 _DEFAULTS: Mapping[str, Any] = {
     "data.path": "unused",  # no data is read
@@ -53,9 +53,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Iterable[str] = ()) -> Recipe:
-    """Return a recipe in which everything is on that a check compares, and whose model is a tiny ViT.
+    """Return a recipe of a tiny ViT that turns on everything a check compares.
 
-    options, assignments: other settings, as of `read_recipe`. Raises RecipeError as it does.
+    options, assignments: settings that differ, as for `read_recipe`. Raises RecipeError as it does.
     """
     given = {key: value for key, value in (options or {}).items() if value is not None}
     return read_recipe(None, {**_DEFAULTS, **given}, assignments)
@@ -71,15 +71,18 @@ def check_plan(
     sgd_steps: int = 2,
     recipe_steps: int = 2,
 ) -> CheckResult:
-    """Compare a training under `plan` with the same training by one process. Collective; equal results on all ranks.
+    """Compare a training under `plan` with the same training in one process. Collective; equal results on all ranks.
 
-    First `sgd_steps` by plain SGD, because adaptive optimizers and clipping hide a gradient of the wrong scale; then
-    `recipe_steps` of the recipe: its optimizer at its peak rate, clipping, average, label smoothing, mixing of images
-    and repeated samples. Initial values are drawn so that no gradient vanishes.
+    The first `sgd_steps` steps use plain SGD, because adaptive optimizers and clipping hide a gradient of the wrong
+    scale. Then come `recipe_steps` steps of the recipe: its optimizer at its peak learning rate, clipping, average,
+    label smoothing, mixing of images and repeated samples. Initial values are drawn so that no gradient vanishes.
 
-    recipe: its precision and numerics, batch size, seed and all of the above. config: the model. plan: validated
-    against it and the batch. tolerance: the relative error allowed for everything, instead of a multiple of the
-    rounding noise that one process shows. Raises RecipeError as `build` does.
+    recipe: source of all of the above, of precision, batch size and seed.
+    config: the model.
+    plan: validated against model and batch.
+    tolerance: allowed relative error of everything; None for a multiple of the rounding noise of one process.
+
+    Raises RecipeError as `build` does.
     """
     recipe = _for_check(resolve_precision(recipe, device.type))
     config = replace(config, init="perturbed")
@@ -88,7 +91,7 @@ def check_plan(
     trained = build(recipe, config, plan, device)
     mine = _under_plan(trained, samples, scale)
 
-    reference: list[Trace] = []  # without noise, then with other noise each
+    reference: list[Trace] = []  # one run without noise, then runs with noise of different seeds
     if dist.get_rank() == 0:
         runs = (OneProcess(recipe, config, device, scale=scale, noisy=noisy) for noisy in (None, *range(NOISY_RUNS)))
         reference = [run.run(samples, LEARNING_RATE) for run in runs]
@@ -98,7 +101,7 @@ def check_plan(
 
 
 def _for_check(recipe: Recipe) -> Recipe:
-    """The recipe with the settings that a check has of its own."""
+    """Return the recipe with the EMA decay and loss scale of a check."""
     train = {"ema_decay": EMA_DECAY if recipe.train.ema_decay else None}
     changed: dict[str, Any] = {"train": recipe.train.model_copy(update=train)}
     if recipe.train.precision == "fp16":
@@ -107,7 +110,7 @@ def _for_check(recipe: Recipe) -> Recipe:
 
 
 def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> Trace:
-    """Take all steps on this rank."""
+    """Run all steps under the plan, and return this rank's results."""
     model, trace = trained.model, Trace()
     parameters = dict(model.named_parameters())
     begin = _copies(parameters)
@@ -150,14 +153,17 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
 def _compared(
     model: ParallelModel, mine: Trace, reference: Sequence[Trace], precision: str, tolerance: float | None
 ) -> Iterator[Comparison]:
-    """Compare everything. reference: of one process, the first without noise, on rank 0 alone."""
+    """Yield the comparisons of all numbers and tensors. Collective.
+
+    reference: on rank 0 the runs in one process, the first without noise; empty on other ranks.
+    """
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in ViT(model.config).named_parameters()}
     numbers = broadcast_json([trace.numbers for trace in reference])
     least = max(LEAST[precision][0], IMAGES)
     yield from compare_numbers(mine.numbers, numbers[0], numbers[1:], least=least, tolerance=tolerance)
     for what, tensors in mine.tensors.items():
-        trimmed = what in ("update", "average")  # of an optimizer that may be adaptive
+        trimmed = what in ("update", "average")  # their optimizer may be adaptive, see TRIMMED
         elements, scale = LEAST[precision]
         least_here = (max(elements, IMAGES), max(scale, IMAGES)) if trimmed else (elements, scale)
         runs = [_whole(trace.tensors[what]) for trace in reference]
@@ -184,7 +190,7 @@ def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shards as they are now."""
+    """Return copies of this rank's shards."""
     return {name: local(p.detach()).clone() for name, p in parameters.items()}
 
 

@@ -62,17 +62,17 @@ class BatchJob:
     samples: NDArray[np.int64]
     """Number of each sample in `source`, int64 [batch]; IGNORED for padding."""
     keys: NDArray[np.int64]
-    """Same field as in `Batch`."""
+    """Random key of each sample, int64 [batch]."""
     labels: NDArray[np.int64]
-    """Same field as in `Batch`."""
+    """Class numbers, int64 [batch]; IGNORED for padding and skipped samples."""
     images: Tensor | None = None
-    """Same field as in `Batch`; None until it is allocated."""
+    """Images of this rank's rows, uint8 [rows, 3, size, size]; None until they are allocated."""
     skipped: list[str] = field(default_factory=list)
     """Message for each sample that was skipped."""
     broken: list[str] = field(default_factory=list)
     """Message for each shard that was skipped from some place on."""
     ended: bool = False
-    """Same field as in `Batch`."""
+    """Whether this rank's stream is exhausted."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Loader:
     """
 
     whole = True
-    """Same field as in `Batch`."""
+    """Whether labels and keys of the batches cover the global batch."""
 
     def __init__(
         self, data: Sized, transform: TrainTransform | EvalTransform, start: int = 0, **settings: Unpack[LoaderSettings]

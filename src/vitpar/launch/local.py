@@ -100,7 +100,7 @@ def spawn(
 
     The program must enter its `main` through `reporting()` and `join` the world that it finds.
 
-    argv: what follows the interpreter, for example `["-m", "package.module", "train"]`.
+    argv: arguments of the interpreter, for example `["-m", "package.module", "train"]`.
     env: environment variables to add to those of this process.
     handed: text for the ranks, written to the file `HANDED` in the folder that the variable `REPORTS` names.
     debug: whether to show the traceback of a UserError or FaultError before its sentence.

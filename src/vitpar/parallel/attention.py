@@ -1,4 +1,4 @@
-"""Which kernel computes attention: the one that is named, or the fastest that runs here.
+"""Choice of the attention kernel: the one named in the recipe, or the fastest that runs on this device.
 
 | name      | kernel                                   | devices    |
 |-----------|------------------------------------------|------------|
@@ -7,8 +7,8 @@
 | efficient | memory-efficient attention of xFormers   | CUDA       |
 | math      | matrix products, all weights in memory   | CUDA, CPU  |
 
-torch takes the first that can do a shape, in an order of its own, which is not the order of their speed: on Hopper GPUs
-cuDNN's is often ahead of FlashAttention-2, on others behind it.
+By default torch takes the first kernel, in an order of its own, that supports the shape. That is not the order of their
+speed: on Hopper GPUs cuDNN's is often faster than FlashAttention-2, on others slower.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
 
 CANDIDATES = ("cudnn", "flash", "efficient")
-"""Kernels that are tried on a GPU if none is named."""
+"""Kernels that are timed on a GPU if the recipe names none."""
 KNOWN = {"cuda": ("cudnn", "flash", "efficient", "math"), "cpu": ("flash", "math")}
+"""Kernels that can be named, by device type."""
 WARM_UP, READINGS, TIMES = 3, 5, 5
+"""Warm-up runs, timed readings (the fastest counts), and runs per reading."""
 CLEARLY = 0.97
-"""Relative time, compared with the first candidate, below which another one is chosen."""
+"""Time relative to the first candidate's, below which another candidate is chosen."""
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Kernel that computes attention, and how it was chosen."""
+    """Kernel that computes attention, and the measurements behind the choice."""
 
     backend: str | None = None
     """Name of the kernel; None for torch's own choice."""
     seconds: tuple[tuple[str, float], ...] = ()
-    """Seconds of attention forward and backward in one block by kernel tried, on the slowest rank; not finite for a
+    """Kernels tried, each with the seconds of one attention forward and backward on the slowest rank; infinite for a
     kernel that cannot compute the shape."""
     warning: str | None = None
-    """Warning to show, if a GPU has no fused kernel for the shape."""
+    """Warning to show if a GPU has no fused kernel for the shape, else None."""
 
     def to_json(self) -> dict[str, object]:
         """Return the record for env.json: milliseconds by kernel, None for a kernel that did not run."""
@@ -66,11 +68,12 @@ def choose_attention(
     device: torch.device,
     kept: str | None = None,
 ) -> AttentionChoice:
-    """Let attention be computed by `wanted`: a name of the table, or "auto" for the fastest on a GPU and torch's choice
-    on a CPU. Collective; equal on all ranks.
+    """Choose and set the attention kernel of this process. Collective; all ranks make the same choice.
 
-    kept: what a run that goes on had before, which it keeps where it runs here. Raises RecipeError where what is named
-    cannot do the model's shape and precision on this device.
+    wanted: a kernel of the table, or "auto" for the fastest on a GPU and torch's choice on a CPU.
+    kept: kernel of the run that is resumed; "auto" keeps it if it runs here.
+
+    Raises RecipeError if `wanted` does not support the model's shape and precision on this device.
     """
     refuse_attention(wanted, device.type)
     if wanted == "auto" and device.type == "cpu":
@@ -98,7 +101,10 @@ def choose_attention(
 
 
 def _fastest(seconds: dict[str, float]) -> str | None:
-    """The first, unless another is clearly faster: small shapes take as long as it takes to start them."""
+    """Return the first kernel that ran, unless another is clearly faster; None if none ran.
+
+    For small shapes the time is that of the kernel launches, so the order of nearly equal times is noise.
+    """
     able = [name for name in seconds if math.isfinite(seconds[name])]
     if not able:
         return None
@@ -107,7 +113,7 @@ def _fastest(seconds: dict[str, float]) -> str | None:
 
 
 def refuse_attention(wanted: str, device_type: str) -> None:
-    """Raise RecipeError for a name that no device of this type computes."""
+    """Raise RecipeError for a kernel that does not exist on devices of this type."""
     known = KNOWN[device_type]
     if wanted not in ("auto", *known):
         raise RecipeError(
@@ -116,15 +122,15 @@ def refuse_attention(wanted: str, device_type: str) -> None:
 
 
 def use_attention(backend: str | None, *, math: bool = True) -> None:
-    """Let all attention of this process be computed by `backend`; None: as torch chooses.
+    """Set the attention kernel of this process. Drops compiled graphs if the kernel changes.
 
-    math: whether plain matrix products stand in where `backend` cannot compute a shape. On GPUs they must not: they
-    need memory quadratic in the tokens. torch then raises "No available kernel".
-
-    A compiled graph keeps the kernel that it was traced with, and neither torch's guards nor its cache on disk know of
-    the choice: what was compiled under another is dropped, and the cache is told.
+    backend: name of the kernel; None for torch's choice.
+    math: whether plain matrix products are allowed as a fallback for shapes that `backend` does not support. Not on
+        GPUs, where they need memory quadratic in the tokens: without the fallback torch raises "No available kernel".
     """
     _enable(backend, math=math)
+    # A compiled graph keeps the kernel that it was traced with. Neither torch's guards nor its cache on disk depend on
+    # the kernel, so the choice becomes part of the cache key, and graphs traced with another kernel are dropped.
     tag = f"attention={backend}" if backend else ""
     if torch.compiler.config.cache_key_tag != tag:
         torch.compiler.config.cache_key_tag = tag
@@ -139,8 +145,11 @@ def probe(
     precision: Precision,
     device: torch.device,
 ) -> dict[str, float]:
-    """Seconds of attention forward and backward in one block, for one rank's part of a micro-batch, by each of `names`;
-    infinite for those that cannot, or for which there is no memory. Collective: the slowest rank's."""
+    """Return the seconds of one attention forward and backward by kernel, for one rank's part of a micro-batch.
+
+    Infinite for kernels that do not support the shape or run out of memory. Collective: returns the slowest rank's
+    time.
+    """
     rows = max(1, batch_arithmetic(plan, batch_size).microbatch_rows // plan.stage_size)
     shape = (rows, config.tokens, 3 * config.embed_dim)
     mine = [_seconds(name, shape, config.num_heads, precision.compute, device) for name in names]
@@ -159,8 +168,8 @@ def _enable(backend: str | None, *, math: bool) -> None:
 
 
 def _seconds(backend: str, shape: tuple[int, int, int], heads: int, dtype: torch.dtype, device: torch.device) -> float:
-    _enable(backend, math=backend == "math")  # or what cannot do it would seem to
-    with warnings.catch_warnings(action="ignore"):  # why a kernel cannot
+    _enable(backend, math=backend == "math")  # no fallback, or an unsupported kernel would seem to run
+    with warnings.catch_warnings(action="ignore"):  # torch warns why a kernel does not support the shape
         try:
             qkv = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
             for _ in range(WARM_UP):

@@ -1,8 +1,8 @@
-"""Collectives that autograd goes through, as functions of a tensor and a process group.
+"""Differentiable collectives: functions of a plain tensor and a process group, after Megatron's f and g.
 
-Each names its effect forward and backward as placements over the group's ranks. They are PyTorch's functional
-collectives, which the compiler and selective checkpointing know, on plain tensors: dispatching on DTensors costs more
-host time than small layers compute.
+Each docstring gives the placements over the group's ranks, of the activation in forward and of its gradient in
+backward. The functions call PyTorch's functional collectives, which torch.compile and selective checkpointing know.
+They take plain tensors, because dispatching on DTensors costs more host time than small layers take to compute.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ _ops = torch.ops._c10d_functional
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks. No autograd."""
+    """Return the sum over the ranks. Not differentiable."""
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The ranks' tensors behind each other along `dim`. No autograd."""
+    """Return the ranks' tensors concatenated along `dim`, in rank order. Not differentiable."""
     if group.size() == 1:
         return x
     whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
@@ -30,7 +30,7 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of the sum over the ranks. No autograd."""
+    """Return this rank's part along `dim` of the sum over the ranks. Not differentiable."""
     if group.size() == 1:
         return x
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))
@@ -49,8 +49,10 @@ class _CopyToTPRegion(torch.autograd.Function):
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """A replicated activation into a region where each rank computes a part: Replicate -> Replicate, the gradient
-    Partial -> Replicate."""
+    """Return `x` unchanged and all-reduce its gradient (Megatron's f): each rank computes a different part with `x`.
+
+    Forward Replicate -> Replicate, backward Partial -> Replicate.
+    """
     return _CopyToTPRegion.apply(x, group)
 
 
@@ -65,7 +67,11 @@ class _ReduceFromTPRegion(torch.autograd.Function):
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Partial sums out of such a region: Partial -> Replicate, the gradient Replicate -> Replicate."""
+    """Return the all-reduced sum of `x` (Megatron's g).
+
+    Forward Partial -> Replicate, backward Replicate -> Replicate. The gradient needs no collective: every rank computes
+    the same with the sum.
+    """
     return _ReduceFromTPRegion.apply(x, group)
 
 
@@ -81,7 +87,10 @@ class _ReduceScatterToTPRegion(torch.autograd.Function):
 
 
 def reduce_scatter_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Partial sums to the rows (dim 0) of their total: Partial -> Shard(0), the gradient Shard(0) -> Replicate."""
+    """Return this rank's rows (dim 0) of the summed `x`.
+
+    Forward Partial -> Shard(0), backward Shard(0) -> Replicate (all-gather).
+    """
     return _ReduceScatterToTPRegion.apply(x, group)
 
 
@@ -98,8 +107,11 @@ class _GatherFromTPRegion(torch.autograd.Function):
 
 
 def gather_from_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Parts to a replicated whole that every rank goes on with in the same way: Shard(dim) -> Replicate, the gradient
-    Replicate -> Shard(dim)."""
+    """Return the ranks' tensors concatenated along `dim`, for computation that is the same on every rank.
+
+    Forward Shard(dim) -> Replicate, backward Replicate -> Shard(dim). Backward only slices, so it is wrong where ranks
+    compute different parts with the result: there the gradient is Partial (`gathered_linear`).
+    """
     return _GatherFromTPRegion.apply(x, dim, group)
 
 
@@ -115,7 +127,10 @@ class _ScatterToTPRegion(torch.autograd.Function):
 
 
 def scatter_to_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A replicated whole to this rank's part: Replicate -> Shard(dim), the gradient Shard(dim) -> Replicate."""
+    """Return this rank's part of a replicated tensor along `dim`.
+
+    Forward Replicate -> Shard(dim), backward Shard(dim) -> Replicate (all-gather).
+    """
     return _ScatterToTPRegion.apply(x, dim, group)
 
 
@@ -123,6 +138,7 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
+        # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
         ctx.save_for_backward(x, weight)
         whole = all_gather(x, dim, group)
         return float8.product(whole, weight) if in_float8 else torch.nn.functional.linear(whole, weight)
@@ -133,6 +149,7 @@ class _GatheredLinear(torch.autograd.Function):
         for_x = for_weight = None
         if ctx.needs_input_grad[1]:
             whole = all_gather(x, ctx.dim, ctx.group)
+            # Not in float8 either way: the sum over all tokens loses the most precision (vitpar.parallel.float8).
             for_weight = gradient.flatten(0, -2).mT @ whole.flatten(0, -2)
         if ctx.needs_input_grad[0]:
             partial = float8.product(gradient, weight.t(), fast=False) if ctx.in_float8 else gradient @ weight
@@ -141,16 +158,21 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool = False) -> Tensor:
-    """``linear(all_gather(x, dim), weight)`` that keeps only this rank's part of x for backward and gathers it again.
+    """Return ``linear(all_gather(x, dim), weight)``; backward gathers `x` again instead of keeping the gathered tensor.
 
-    x: [..., in / n] or [rows / n, ..., in], parts along `dim`. weight: [out, in], the ranks' own or the same.
-    The gradient of x is Partial -> Shard(dim). in_float8: as ``vitpar.parallel.float8`` multiplies.
+    x: this rank's part along `dim`, [..., in / n] or [rows / n, ..., in].
+    weight: this rank's weight [out, in].
+    in_float8: whether to multiply in float8 (``vitpar.parallel.float8``).
+    Backward reduce-scatters the gradient of `x`, Partial -> Shard(dim), as each rank's weight contributes to all of it.
     """
     return _GatheredLinear.apply(x, weight, dim, group, in_float8)
 
 
 class _SplitNorm(torch.autograd.Function):
-    """Mean and variance over features that `group` splits: forward one sum of two numbers a token, backward another."""
+    """Normalization over features that `group` splits, without weight and bias.
+
+    Forward all-reduces one number per token twice, backward two numbers per token once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup) -> Tensor:
@@ -158,6 +180,7 @@ class _SplitNorm(torch.autograd.Function):
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         mean = all_reduce(wide.sum(-1, keepdim=True), group) / width
         centred = wide - mean
+        # Centred squares, although they need a second all-reduce: E[x^2] - E[x]^2 cancels where the mean is large.
         variance = all_reduce(centred.square().sum(-1, keepdim=True), group) / width
         scale = torch.rsqrt(variance + eps)
         ctx.group, ctx.width = group, width
@@ -169,14 +192,16 @@ class _SplitNorm(torch.autograd.Function):
         x, mean, scale = ctx.saved_tensors
         normal = (x.to(mean.dtype) - mean) * scale
         wide = gradient.to(mean.dtype)
+        # Both sums of the LayerNorm gradient in one message.
         sums = torch.cat([wide.sum(-1, keepdim=True), (wide * normal).sum(-1, keepdim=True)], dim=-1)
         first, second = (all_reduce(sums, ctx.group) / ctx.width).split(1, dim=-1)
         return ((wide - first - normal * second) * scale).to(gradient.dtype), None, None
 
 
 def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ProcessGroup) -> Tensor:
-    """``layer_norm`` of x [..., features / n] whose features are split over `group`, as are weight and bias.
+    """Return ``layer_norm`` of `x`, whose features are sharded over `group`, as are weight and bias.
 
-    Two small sums forward, the second of the centred squares (as exact as the whole norm), and one backward.
+    x: [..., features / n]; the result has the same shape. weight, bias: [features / n].
+    Only statistics are communicated: DTensor's ``layer_norm`` would all-gather the features.
     """
     return _SplitNorm.apply(x, eps, group) * weight + bias

@@ -1,7 +1,7 @@
-"""Whether the blocks of a model are compiled.
+"""Choice whether the blocks of a model are compiled.
 
-Where a recipe leaves it open they are on GPUs, if nothing in the plan and nothing on the machine speaks against it.
-What the compiler makes it keeps on disk (TORCHINDUCTOR_CACHE_DIR), so that the next start of the same model is quick.
+By default they are compiled on GPUs, if the plan allows it and the compiler works on every rank. The compiler caches
+its results on disk (TORCHINDUCTOR_CACHE_DIR), so the next start of the same model is fast.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from vitpar.strategy.support import refuse_clashes
 
 
 class Compiling(NamedTuple):
-    """blocks: whether they are compiled. because: why they are not, where they would be by default."""
+    """Whether blocks are compiled, and why not."""
 
     blocks: bool
+    """Whether the blocks are compiled."""
     because: str | None = None
+    """Reason why they are not compiled although the default is to compile; None otherwise."""
 
 
 def choose_compiling(wanted: bool | None, plan: Plan, precision_name: str, device: torch.device) -> Compiling:
-    """`wanted`, or where that is None the default above. Collective; equal on all ranks.
+    """Return whether to compile: `wanted`, or the default above if it is None. Collective; equal on all ranks.
 
-    Raises RecipeError where it is wanted and the compiler does not work on a rank.
+    Raises RecipeError if `wanted` is true and the compiler does not work on a rank.
     """
     if wanted is False or (wanted is None and device.type == "cpu"):
         return Compiling(False)
@@ -42,7 +44,7 @@ def choose_compiling(wanted: bool | None, plan: Plan, precision_name: str, devic
 
 
 def compiler_fault(device: torch.device) -> str | None:
-    """Why nothing can be compiled for `device`, in a few words; None where it can. Compiles a few operations."""
+    """Return the reason why the compiler does not work for `device`, None if it compiles a small function."""
     x = torch.ones(8, device=device, requires_grad=True)
     try:
         torch.compile(_few_operations)(x).sum().backward()

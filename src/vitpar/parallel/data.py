@@ -1,11 +1,13 @@
-"""Data parallelism: replicated (dp), with sharded optimizer state and gradients (+zero1, +zero2), sharded (fsdp), both
-(HSDP). When each happens is the rule of ``vitpar.strategy.execution``.
+"""Data parallelism: replicated (dp), with sharded optimizer state and gradients (+zero1, +zero2), sharded (fsdp), or
+both replicated and sharded (HSDP).
 
-``fully_shard`` does all that shards; it also offloads. Where neither is needed, because every rank keeps all that it
-computes with, it would only copy every parameter and gradient several times a step (a third of a small model's step):
-such layers stay plain modules, ``vitpar.parallel.precision`` computes with them in 16 bits where that is wanted, and
-`GradientSum` adds up their gradients. Schedules that compute gradients of weights in a backward of their own look for
-them at what is computed with: there ``fully_shard`` makes the copies.
+``vitpar.strategy.execution`` decides for each layer what is gathered and reduced, and when. ``fully_shard`` does all
+sharding and offloading. For layers that need neither it would only copy every parameter and gradient several times per
+step (a third of a small model's step). Such layers stay plain modules: ``vitpar.parallel.precision`` makes their 16-bit
+copies, and `GradientSum` sums their gradients.
+
+Exception: schedules with a separate backward for weights look for gradients at the tensors that the forward used. There
+``fully_shard`` makes the 16-bit copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,21 +27,22 @@ from vitpar.strategy.execution import LayerExecution
 BUCKET_MB = 4.0
 """Default size in MiB up to which gradients of neighbouring layers share a message.
 
-Starting a message takes time, however small it is.
+Every message has a start-up time, however small it is.
 """
 
 
 def shard(layer: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, execution: LayerExecution) -> None:
-    """Apply ``fully_shard`` to a layer, whose mesh is `mesh`."""
+    """Apply ``fully_shard`` to a layer over the data-parallel axes of `mesh`, the layer's mesh."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if execution.offloaded else OffloadPolicy()
     _fully_shard(layer, mesh, policy, reshard_after_forward=execution.reshard_after_forward, offload_policy=offload)
 
 
 def shard_stage(stage: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Apply ``fully_shard`` to a stage of which layers are wrapped.
+    """Apply ``fully_shard`` to a stage that contains wrapped layers, without giving it any parameters.
 
-    The stage itself must be an FSDP module too, or pipeline schedules reduce gradients once per micro-batch; it must
-    not take the parameters of layers that stay plain (upstream: it fails on overlapping meshes).
+    upstream: the stage itself must be an FSDP module too. Otherwise pipeline schedules reduce gradients once per
+    micro-batch, and zero-bubble schedules fail ("data is not allocated yet"). It must not take the parameters of plain
+    layers, because ``fully_shard`` fails on overlapping meshes.
     """
     _fully_shard(stage, mesh, policy, reshard_after_forward=False, ignored_params=set(stage.parameters()))
 
@@ -53,11 +56,15 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPoli
 
 
 class GradientSum:
-    """Sums the gradients of plain layers over `group` in one message, as soon as the step's last backward has reached
-    them, while backward goes on through the layers before them.
+    """All-reduce of the gradients of some plain layers, in one message.
 
-    backwards: how many of them a step has, one for every micro-batch; None where hooks do not see them, so that all is
-    summed at the end. dtype: to sum in.
+    It starts when the step's last backward has produced the last of these gradients, and overlaps with the backward of
+    the earlier layers.
+
+    group: data-parallel ranks to sum over.
+    backwards: number of backwards in a step, one per micro-batch; None if the schedule computes gradients where hooks
+        do not see them. Then the all-reduce starts in `wait`.
+    dtype: data type of the message.
     """
 
     def __init__(
@@ -81,25 +88,26 @@ class GradientSum:
         self._total = torch.cat([_gradient(p).flatten() for p in self._parameters]).to(self._dtype)
         self._running = dist.all_reduce(self._total, group=self._group, async_op=True)
         if self._total.dtype is self._parameters[0].dtype:
-            # From here on the gradients are views of the message, so that what backward wrote is freed at once.
+            # From here on the gradients are views of the message, so that the memory backward wrote to is freed at
+            # once and the result needs no copy.
             for parameter, part in zip(self._parameters, self._parts(), strict=True):
                 if isinstance(parameter, DTensor):
                     part = DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
                 parameter.grad = part
 
     def _parts(self) -> list[Tensor]:
-        """The message, as parts of the shapes of the parameters."""
+        """Return views of the message in the shapes of the local parameters."""
         shards = [to_local(p) for p in self._parameters]
         parts = self._total.split([shard.numel() for shard in shards])
         return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
 
     @property
     def message(self) -> tuple[dist.ProcessGroup, int]:
-        """Who sums, and how many bytes."""
+        """Process group and bytes of the all-reduce."""
         return self._group, sum(to_local(p).numel() for p in self._parameters) * self._dtype.itemsize
 
     def wait(self) -> None:
-        """Must follow the step's last backward: from here on the gradients are the sums."""
+        """Wait until the gradients are the sums. Call it after the step's last backward."""
         if self._running is None:
             assert not self._expected, "not every parameter of the layers has a gradient"
             self._start()
@@ -130,7 +138,7 @@ def gradient_sums(
     cap = BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
     buckets: list[tuple[DeviceMesh, list[nn.Module]]] = []
     filled = 0.0
-    for layer, mesh in reversed(list(layers)):  # as backward reaches them
+    for layer, mesh in reversed(list(layers)):  # the order in which backward reaches them
         if size(mesh, "replicate") == 1:
             continue
         megabytes = sum(to_local(p).numel() for p in layer.parameters()) * dtype.itemsize / 2**20
@@ -144,8 +152,10 @@ def gradient_sums(
 
 
 def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
-    """Let every wrapped layer, in order, ask for the parameters of the `ahead` layers that come after it in forward
-    and in backward."""
+    """Let every wrapped layer prefetch the parameters of the `ahead` layers that follow it, in forward and in backward.
+
+    layers: layers of a stage in forward order.
+    """
     wrapped: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for index, layer in enumerate(wrapped):
         layer.set_modules_to_forward_prefetch(wrapped[index + 1 : index + 1 + ahead])
@@ -153,8 +163,11 @@ def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
 
 
 def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let the gradients of `layers`, which are wrapped, be reduced at every micro-batch, also when those under `root`
-    are told to wait: by us, or by a pipeline schedule."""
+    """Reduce the gradients of the wrapped `layers` at every micro-batch, even if gradient sync is off for `root`.
+
+    Pipeline schedules and `set_last_micro_batch` switch it off recursively through ``root.set_requires_gradient_sync``.
+    That method is replaced on the instance, because a setting on the layers alone would be overwritten.
+    """
     eager = [layer for layer in layers if isinstance(layer, FSDPModule)]
     assert isinstance(root, FSDPModule)
     set_all = root.set_requires_gradient_sync
@@ -168,8 +181,11 @@ def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module]) -> None:
-    """Tell the wrapped modules under `root` whether the coming backward is the step's last: gradients are reduced
-    only then, and only then the layers `kept` drop their gathered parameters."""
+    """Tell the wrapped modules under `root` whether the coming backward is the step's last.
+
+    Only in the last backward are gradients reduced.
+    kept: layers that keep their gathered parameters between micro-batches; they free them after the last backward.
+    """
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last)
@@ -179,8 +195,10 @@ def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module])
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Drop gathered parameters, so that the next forward reads the sharded ones again (after these were changed in
-    place)."""
+    """Free gathered parameters under `root`, so that the next forward gathers the sharded ones again.
+
+    Needed after sharded parameters were changed in place.
+    """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

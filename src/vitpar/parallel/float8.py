@@ -1,17 +1,17 @@
-"""The four linear layers of a block in float8 (precision fp8).
+"""float8 matrix products of the four linear layers of a block (precision fp8).
 
-| product               | of                         | number type                                            |
-|-----------------------|----------------------------|--------------------------------------------------------|
-| the output            | input, weight              | float8_e4m3, scaled by token and by row of the weight  |
-| the input's gradient  | output's gradient, weight  | the same, by column of the weight                      |
-| the weight's gradient | output's gradient, input   | bfloat16: a sum over all tokens loses most             |
+| product            | operands                | data type                                                |
+|--------------------|-------------------------|----------------------------------------------------------|
+| output             | input, weight           | float8_e4m3, one scale per token and per weight row      |
+| gradient of input  | output gradient, weight | float8_e4m3, one scale per token and per weight column   |
+| gradient of weight | output gradient, input  | bfloat16: the sum over all tokens loses the most         |
 
-Scales are powers of two, which round nothing, so that the largest number of a row fills the type. A token's scale is
-its own: it does not depend on the samples beside it, and so not on how a plan splits the batch. Where tensor
-parallelism splits what a product sums over, each part has its own scales, finer than those of the whole.
+Scales are powers of two, so scaling itself does not round; the largest value of a row comes close to the largest float8
+value. Each token has a scale of its own, which does not depend on other samples, nor on how a plan splits the batch. If
+tensor parallelism splits the dimension that a product sums over, each rank's part has its own, finer scales.
 
-Source of the recipe: torchao's ``rowwise_with_gw_hp``, but for the weight in the input's gradient, which has one scale
-there.
+Source: torchao's recipe ``rowwise_with_gw_hp``. The difference: in the gradient of the input it uses one scale for the
+complete weight.
 """
 
 from __future__ import annotations
@@ -27,31 +27,44 @@ from vitpar.models.vit import Block
 from vitpar.sharded import to_local
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
-SMALLEST = 2.0**-100  # of what scales are made for: a row of zeros has one too
+LARGEST = 448.0
+"""Largest value of `E4M3`."""
+SMALLEST = 2.0**-100
+"""Lower bound of a row's largest value when its scale is computed.
+
+A row of zeros would otherwise get scale 0, and 0 / 0 is NaN.
+"""
 MULTIPLE = 16
-"""Number that both sizes of a weight must be multiples of, on GPUs."""
+"""Both sizes of a weight must be multiples of this on GPUs."""
 PROBE = 256
 """Rows and columns of the product that `float8_fault` tries. cuBLASLt may have no algorithm for a smaller one."""
 
 
 def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, features] in float8, and what each row is to be multiplied by [rows, 1], float32."""
+    """Return `x` [rows, features] in float8, and the scale to multiply each row by [rows, 1], float32."""
     wide = x.float()
     most = wide.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
+    # Rounded up to a power of two, so that no value exceeds LARGEST: float8_e4m3fn would turn it into NaN.
     scale = torch.exp2(torch.ceil(torch.log2(most / LARGEST)))
     return (wide / scale).to(E4M3), scale
 
 
 def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = True) -> Tensor:
-    """a @ b.T in `dtype`. a [rows, in], b [columns, in]: in float8, of_a and of_b their scales. fast: whether GPUs may
-    add up in fewer bits than float32 has."""
+    """Return ``a @ b.T`` in `dtype`.
+
+    a, b: float8 [rows, in] and [columns, in].
+    of_a, of_b: their scales, float32 [rows, 1] and [columns, 1].
+    fast: whether GPUs may accumulate in lower precision than float32.
+    """
     columns = b.contiguous().t()
     return torch._scaled_mm(a, columns, scale_a=of_a, scale_b=of_b.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def product(x: Tensor, weight: Tensor, fast: bool = True) -> Tensor:
-    """``linear(x, weight)`` in float8: x [..., in], weight [out, in] -> [..., out] in the type of x. No autograd."""
+    """Return ``linear(x, weight)`` multiplied in float8: x [..., in], weight [out, in] -> [..., out] in the dtype of x.
+
+    Not differentiable.
+    """
     y = multiply(*scaled_rows(x.flatten(0, -2)), *scaled_rows(weight), x.dtype, fast)
     return y.unflatten(0, x.shape[:-1])
 
@@ -67,6 +80,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x = for_weight = None
         if ctx.needs_input_grad[0]:
+            # As in torchao, fast accumulation only in forward.
             for_x = product(gradient, weight.t(), fast=False)
         if ctx.needs_input_grad[1]:
             for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
@@ -74,7 +88,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product`, with gradients."""
+    """Return ``linear(x, weight, bias)`` multiplied in float8, differentiable."""
     y = _Linear.apply(x, weight)
     return y if bias is None else y + bias
 
@@ -84,8 +98,11 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def compute_in_float8(block: Block) -> None:
-    """Let the linear layers of `block` compute in float8, with the parts of their weights that they have: after they
-    were split, before they are compiled. Raises RecipeError for a part that GPUs cannot multiply."""
+    """Let the linear layers of `block` multiply in float8.
+
+    Call it after tensor parallelism split the weights, and before the block is compiled. Raises RecipeError if GPUs
+    cannot multiply the local part of a weight.
+    """
     for name, module in block.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -96,12 +113,12 @@ def compute_in_float8(block: Block) -> None:
                 f"blocks.{block.index}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
             )
         module.float8 = True  # type: ignore[assignment]
-        if "forward" not in vars(module):  # not split: else its own way asks
+        if "forward" not in vars(module):  # a split module has its own forward, which reads `float8`
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def float8_fault(device: torch.device) -> str | None:
-    """Return why nothing can be multiplied in float8 on `device`, in a few words; None where a small product works."""
+    """Return the reason why `device` cannot multiply in float8, None if a small product works."""
     x = torch.ones(PROBE, PROBE, dtype=torch.bfloat16, device=device)
     try:
         product(x, x)

@@ -1,17 +1,18 @@
 """The device meshes of a plan.
 
-One mesh (pp, stage) says which ranks form a pipeline and which form a stage. Beside it every different strategy has a
-mesh over the whole world whose axes say what the layer does with its ranks:
+One mesh (pp, stage) gives the ranks of each pipeline and of each stage. In addition, every distinct strategy has a mesh
+over the complete world with these axes:
 
-| axis      | what its ranks hold of a parameter | made of                                    |
-|-----------|------------------------------------|--------------------------------------------|
-| pp        | other layers                       | pp                                         |
-| replicate | copies                             | dp; d of 2.5d                              |
-| shard     | parts, gathered to compute         | fsdp; dp with +zero1, +zero2; i of 2d … 3d |
-| j, k      | parts, computed with as they are   | tp of 1d; j of 2d, 2.5d; j and k of 3d     |
+| axis      | its ranks hold of a parameter | made of                                    |
+|-----------|-------------------------------|--------------------------------------------|
+| pp        | other layers                  | pp                                         |
+| replicate | copies                        | dp; d of 2.5d                              |
+| shard     | shards, gathered for compute  | fsdp; dp with +zero1, +zero2; i of 2d … 3d |
+| j, k      | shards, computed with locally | tp of 1d; j of 2d, 2.5d; j and k of 3d     |
 
-Axes of degree 1 are left out, but for `shard`, which ``fully_shard`` needs. The order of the strategy string decides
-which ranks are neighbours. Meshes are made once and cached: two over the same ranks count as different to PyTorch.
+Axes of degree 1 are left out, except `shard`, which ``fully_shard`` needs. The order of axes in the strategy string
+decides which ranks are neighbours. Meshes are made once and cached: PyTorch treats two meshes over the same ranks as
+different.
 """
 
 import math
@@ -27,13 +28,15 @@ from vitpar.strategy.layout import mesh_axes, place, replicating_axes, sharding_
 
 
 def pipeline_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """The mesh (pp, stage) over the whole world. All ranks must call it."""
+    """Return the mesh (pp, stage) over the complete world. Collective over all ranks."""
     return _mesh(_ranks(plan), ("pp", "stage"), device_type, dist.group.WORLD)
 
 
 def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
-    """The mesh of the layers that have `strategy`, over the whole world. All ranks must call it, for the same
-    strategies in the same order."""
+    """Return the mesh, over the complete world, of the layers that have `strategy`.
+
+    Collective: all ranks must call it for the same strategies in the same order, because it creates process groups.
+    """
     sizes = dict(mesh_axes(strategy))
     names = {"replicate": replicating_axes(strategy), "shard": sharding_axes(strategy), "j": ("j",), "k": ("k",)}
     names = {axis: tuple(name for name in parts if name in sizes) for axis, parts in names.items()}
@@ -51,25 +54,24 @@ def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a layer's mesh that ``fully_shard`` works on: one axis shards parameters, two are (replicate,
-    shard)."""
+    """Return the axes of a layer's mesh for ``fully_shard``: (shard), or (replicate, shard), which it takes as HSDP."""
     return mesh["replicate", "shard"] if size(mesh, "replicate") > 1 else mesh["shard"]
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axes of a layer's mesh that split its arithmetic, None where there are none."""
+    """Return the tensor-parallel axes (j, or j and k) of a layer's mesh; None if it has none."""
     axes = tuple(axis for axis in ("j", "k") if size(mesh, axis) > 1)
     return mesh[axes] if axes else None
 
 
 def size(mesh: DeviceMesh, axis: str) -> int:
-    """The degree of an axis, 1 for one that the mesh leaves out."""
+    """Return the degree of an axis, 1 if the mesh leaves it out."""
     names = mesh.mesh_dim_names or ()
     return mesh.shape[names.index(axis)] if axis in names else 1
 
 
 def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The ranks of the world by place on the pp axis and number within the stage."""
+    """Return the ranks of the world, indexed by position on the pp axis and rank within the stage."""
     return tuple(
         tuple(rank_of_place(plan, pp, number) for number in range(plan.stage_size))
         for pp in range(plan.pipeline_degree)
@@ -77,6 +79,7 @@ def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _flat(at: dict[str, int], sizes: dict[str, int], names: Sequence[str]) -> int:
+    """Return the index along the axes `names` merged into one, the first outermost."""
     index = 0
     for name in names:
         index = index * sizes[name] + at[name]
@@ -89,5 +92,5 @@ def _frozen(ranks: list) -> tuple:
 
 @cache
 def _mesh(ranks: tuple, names: tuple[str, ...], device_type: str, world: dist.ProcessGroup) -> DeviceMesh:
-    # `world` is part of the key: a mesh dies with the world it was made in.
+    # `world` is only a part of the cache key: a mesh is invalid once the process group it was made in is destroyed.
     return DeviceMesh(device_type, torch.tensor(ranks), mesh_dim_names=names)

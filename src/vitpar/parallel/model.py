@@ -1,7 +1,8 @@
-"""One rank's part of a parallel model, with the one way to run a step on it, pipeline or not.
+"""One rank's part of a parallel model, and its training step and evaluation, with a pipeline or without.
 
 Loss convention: the sum over local samples divided by the *global* batch size, before backward. Gradients are then
-summed over data-parallel ranks and micro-batches, never averaged.
+summed over data-parallel ranks and micro-batches, never averaged. With mean losses and averaging, layers whose strategy
+has no dp axis would get gradients 2 to 4 times too large, and the loss curve under AdamW would not show it.
 """
 
 import functools
@@ -40,15 +41,15 @@ from vitpar.strategy.layout import copies
 
 
 class ParallelModel:
-    """The stages this rank holds and how to run them. Made by ``vitpar.parallel.parallelize``.
+    """This rank's pipeline stages and how to run them; made by ``vitpar.parallel.parallelize``.
 
-    Images go in on ranks where `takes_images`, each rank's own rows of the batch (`image_rows`); labels and keys are
-    those of the whole batch, on every rank. Logits and losses come out where `gives_logits`. Every call is collective
-    over the ranks of the plan.
+    Ranks where `takes_images` pass their own rows of the batch (`image_rows`). Labels and keys are those of the
+    complete batch, on every rank. Ranks where `gives_logits` return logits and losses. `forward_backward`,
+    `global_loss` and `predict` are collective over all ranks of the plan.
 
-    pipe: the mesh (pp, stage). meshes: each layer's mesh, by name. loss_scale: what the loss is multiplied by before
-    backward, and so the gradients (fp16). phase: what the parts of a step run in.
-    narrow: copies that layers without ``fully_shard`` compute with in 16 bits.
+    pipe: mesh (pp, stage) over the world.
+    meshes: mesh of each layer, by name.
+    partial: parameters whose gradients are partial over tensor-parallel axes.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class ParallelModel:
         self.pipe, self.stages, self.batch_size = pipe, stages, execution.batch_size
         self.precision = precision = resolve_precision(execution.precision, execution.reduce_dtype)
         self.loss_scale: float | Tensor = 1.0
+        """Factor on the loss, and so on the gradients, before backward (fp16)."""
         self.phase: Phase = untimed
+        """Context manager that each part of a step runs in, by the part's name."""
         self.batch = batch_arithmetic(plan, self.batch_size)
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
@@ -81,11 +84,13 @@ class ParallelModel:
         executions = {name: rules.of(strategies[name], name) for name in layers}
         self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
         plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
+        # Schedules with a separate backward for weights do not trigger the hooks that count gradients.
         backwards = None if plan.splits_backward else self.batch.microbatches
         by_mesh = [(layer, meshes[name]) for name, layer in plain.items()]
         self._gradient_sums = gradient_sums(by_mesh, backwards, precision.reduce, execution.communication.bucket_cap_mb)
         narrow = [layer for name, layer in plain.items() if executions[name].narrow_copies]
         self.narrow = LowPrecisionParams(narrow, precision.compute)
+        """16-bit copies of the parameters of layers without ``fully_shard``."""
         self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
@@ -97,11 +102,11 @@ class ParallelModel:
 
     @property
     def _scales(self) -> bool:
-        """Whether the loss is scaled at all: a product with 1 would be kernels for nothing."""
+        """Whether the loss is scaled. Multiplying by 1 would only launch kernels."""
         return isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
 
     def image_rows(self, batch: int) -> list[int]:
-        """Which images, of `batch` over all ranks, this rank takes, in order."""
+        """Return the indices, among `batch` images over all ranks, of the images this rank takes, in order."""
         return self._rows(self._images[self._stage_rank], batch)
 
     def logit_rows(self, batch: int) -> list[int]:
@@ -110,29 +115,33 @@ class ParallelModel:
 
     @property
     def image_groups(self) -> list[list[int]]:
-        """The ranks that take images, those together that take the same: equal on all ranks."""
+        """Ranks of the world that take images, grouped by those that take the same ones. Equal on all ranks."""
         first = self.pipe.mesh[0].tolist()
         groups = {tuple(copies(self._images, stage_rank)) for stage_rank in range(len(first))}
         return [[first[stage_rank] for stage_rank in group] for group in sorted(groups)]
 
     @property
     def first_of_logits(self) -> bool:
-        """Whether this is the first of the ranks that give the same logits."""
+        """Whether this rank is the first of those that give the same logits."""
         return self.gives_logits and copies(self._logits, self._stage_rank)[0] == self._stage_rank
 
     @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """The all-reduces that a step has waited for when its gradients are there, in order: their group and bytes.
-        ``fully_shard`` sends its own during backward."""
+        """Group and bytes of each gradient all-reduce that a step waits for, in order.
+
+        Reductions by ``fully_shard`` are not included.
+        """
         return [*(total.message for total in self._gradient_sums), *self._tensor_sums.messages]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy summed over the samples here, divided by the global batch size, times `loss_scale`.
+        """Return the cross-entropy summed over this rank's samples, over the global batch size, times `loss_scale`.
 
-        logits: [this rank's rows, classes]. labels: those of the whole micro-batch, int64 [batch], IGNORED for none; or
-        of mixed images, float64 [batch, 3]: a label, another, and the weight of the first.
+        logits: [this rank's rows, classes].
+        labels: those of the micro-batch over all ranks. int64 [batch], IGNORED for an image without label; or, for
+            mixed images, float64 [batch, 3]: first label, second label, weight of the first.
         """
         rows = self._logits[self._stage_rank].row_range(len(labels))
+        # Not in 16 bits: the sum over classes and samples would lose precision.
         wide = logits if logits.dtype is torch.float64 else logits.float()
         here = labels[rows.start : rows.stop]
         smoothing = self.execution.label_smoothing
@@ -147,14 +156,16 @@ class ParallelModel:
         return mean * self.loss_scale if self._scales else mean
 
     def forward_backward(self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Gradients of one step, accumulated over the micro-batches and reduced over the data-parallel ranks.
+        """Compute the gradients of one step: accumulated over micro-batches, reduced over data-parallel ranks.
 
-        images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised, or None where not
-        `takes_images`. labels: those of all ranks, as in `loss`. keys: int64 [batch], the random key of each sample,
-        which drop-path and dropout follow; None where the model has neither.
-        Returns this rank's part of the loss (0-dim, detached, not scaled by `loss_scale`): under every plan the sum
-        over all ranks is the mean loss of the global batch, which `global_loss` gives. Raises ModelError for a model
-        with drop-path or dropout and no keys.
+        images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised; None where not
+            `takes_images`.
+        labels: those of all ranks, as in `loss`.
+        keys: int64 [batch], the random key of each sample for drop-path and dropout; None if the model has neither.
+
+        Returns this rank's part of the loss (0-dim, detached, not scaled by `loss_scale`). Under every plan the sum
+        over all ranks is the mean loss of the global batch (`global_loss`). Raises ModelError for a model with
+        drop-path or dropout and no keys.
         """
         if self.config.stochastic and keys is None:
             raise ModelError(
@@ -162,7 +173,7 @@ class ParallelModel:
                 "int64 [batch], one for each sample and epoch"
             )
         for stage in self.stages.values():
-            if not stage.training:  # it walks through every module
+            if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
         images = None if images is None else images.to(self.precision.compute)
         with ExitStack() as copies:
@@ -177,18 +188,24 @@ class ParallelModel:
             return torch.zeros((), device=self.device)
         part = (torch.stack(losses).sum() if len(losses) > 1 else losses[0]).detach()
         part = part / self.loss_scale if self._scales else part
+        # Ranks with the same logits have the same loss: each counts for its share in the sum over ranks.
         return part / self._sample_replicas if self._sample_replicas > 1 else part
 
     def global_loss(self, part: Tensor) -> Tensor:
-        """The mean loss of the global batch, float64 and 0-dim, from what `forward_backward` returned on each rank.
-        Collective, and waits for the device where ranks do."""
+        """Return the mean loss of the global batch, float64 and 0-dim.
+
+        part: return value of `forward_backward` on this rank. Collective; may wait for the device.
+        """
         total = part.detach().double()
         all_reduce_(total)
         return total
 
     def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
-        """Forward and backward of all micro-batches, while `narrow` is in place; their losses, where they come out.
-        Gradients are not reduced yet."""
+        """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).
+
+        Call it inside `narrow.in_place()`. Gradients of layers without ``fully_shard`` may not be reduced yet, and
+        partial ones are not summed.
+        """
         losses: list[Tensor] = []
         if self._schedule is not None:
             args = (images,) if self.takes_images else ()
@@ -222,11 +239,15 @@ class ParallelModel:
         with self.narrow.in_place():
             x = self._through_stages(images, batch)
         while len(self._sent) > len(self.stages):
-            self._sent.popleft()[0].wait()  # the next batch may start while the last one is on its way
+            # Only sends of earlier batches: the next batch may start while this one's are still under way.
+            self._sent.popleft()[0].wait()
         return x if self.gives_logits else None
 
     def _through_stages(self, images: Tensor | None, batch: int) -> Tensor | None:
-        """Return the output of the last stage if it is here, else None; output for another rank has been sent."""
+        """Run a batch through this rank's stages, receiving tokens from other ranks and sending tokens to them.
+
+        Returns the output of this rank's last stage.
+        """
         x = images
         last = self.plan.num_stages - 1
         for index, stage in self.stages.items():
@@ -246,18 +267,18 @@ class ParallelModel:
 
     @property
     def smallest_batch(self) -> int:
-        """The number of images that divides every batch the layers can cut among their ranks."""
+        """Number of images that every evaluation batch must be a multiple of, so that all layers split it evenly."""
         return smallest_microbatch(self.plan) * self.plan.data_parallel
 
     def parameters_changed(self) -> None:
-        """To be called after parameters were written other than by the optimizer: drops stale gathered copies."""
+        """Drop stale gathered copies. Call it after parameters were written by anything but the optimizer."""
         while self._sent:
             self._sent.popleft()[0].wait()
         for stage in self.stages.values():
             free_gathered(stage)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, sharded, under the names they have in the whole model."""
+        """Yield this rank's parameters, sharded, with their names in the complete model."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
@@ -273,7 +294,7 @@ class ParallelModel:
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def replicas(self, tensor: Tensor) -> int:
-        """How many ranks of the world hold the same part of this parameter or gradient."""
+        """Return the number of ranks in the world that hold the same part of this parameter or gradient."""
         shards = 1
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -281,11 +302,12 @@ class ParallelModel:
         return dist.get_world_size() // self.plan.pipeline_degree // shards
 
     def _pieces(self, batch: int) -> list[int]:
-        """How `batch` images are taken at a time: micro-batches as in training, what is left of them at the end."""
+        """Return the sizes in which `batch` images are evaluated: micro-batches as in training, then the remainder."""
         ends = [*range(0, batch, self.batch.microbatch_rows), batch]
         return [end - start for start, end in pairwise(ends)]
 
     def _rows(self, part: ActivationPart, batch: int) -> list[int]:
+        """Return the indices of the rows of `part`: its share of each micro-batch, one micro-batch after another."""
         found, start = [], 0
         for size in self._pieces(batch):
             found += [start + row for row in part.row_range(size)]

@@ -1,16 +1,16 @@
-"""From a model and a plan to this rank's part of the parallel model: every wrapper, in order, in one place.
+"""Build this rank's part of a parallel model from a model and a plan: every wrapper, in order, in one place.
 
-Order of wrapping, for each layer by its own strategy:
+Each layer is wrapped by its own strategy, in this order:
 
-1. build on meta, only the layers of this rank's stages (names of parameters are those of the whole model)
-2. tensor parallel: split what each layer class declares
-3. fp8: the products of blocks in float8
-4. compile the forward of each block
-5. activation checkpoint: layers recompute their forward in backward
-6. ``fully_shard`` each layer, then the stage, where there is anything to shard or offload; elsewhere copies in 16 bits
-   are made for every step (``vitpar.parallel.precision``), and gradients summed (``vitpar.parallel.data``)
-7. redistributions where the layouts of neighbours differ
-8. materialise on the device and initialise from (seed, parameter name)
+1. Build on meta, only the layers of this rank's stages. Parameter names are those of the complete model.
+2. Tensor parallelism: split what the layer class declares.
+3. fp8: let the linear layers of blocks multiply in float8. Needs the final, local weight sizes.
+4. Compile the forward of each block, with everything that replaces a forward inside.
+5. Activation checkpointing around the compiled forward.
+6. ``fully_shard`` each layer, then the stage, if it has anything to shard or offload. Other layers get 16-bit copies of
+   their parameters in each step (``vitpar.parallel.precision``), and gradient all-reduces (``vitpar.parallel.data``).
+7. Redistributions where the layouts of neighbouring layers differ.
+8. Materialise on the device and initialise from (seed, parameter name).
 
 The optimizer is made after this, and saved weights are loaded after that.
 """
@@ -39,17 +39,21 @@ from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 
 def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: torch.device | str) -> ParallelModel:
-    """Return this rank's part of `config` under `plan`, initialised and ready to train.
+    """Return this rank's part of the model `config` under `plan`, initialised and ready to train.
 
-    plan: validated against the model and the batch of `execution` (``vitpar.strategy.validate``). Needs an initialised
-    process group whose world size is the plan's; all ranks call it together. Raises StrategyError and RecipeError for
-    settings that clash, do nothing under the plan, or cannot run on `device`.
+    plan: validated against the model and the batch of `execution` (``vitpar.strategy.validate``).
+
+    Needs an initialised process group whose world size is the plan's. Collective. Raises StrategyError and RecipeError
+    for settings that clash, have no effect under the plan, or cannot run on `device`.
     """
     device = torch.device(device)
     refuse_clashes(plan, execution.precision, execution.compile)
     refuse_unused(plan, execution.precision, asdict(execution.communication))
-    if execution.activation_memory_budget is not None:  # of all that compiles from here on
-        torch._functorch.config.activation_memory_budget = execution.activation_memory_budget
+    if execution.compile:
+        # A global of torch for everything compiled from here on: set it for every model, so that a model does not
+        # inherit the budget of an earlier one. 1.0 is torch's default.
+        budget = execution.activation_memory_budget
+        torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget
     precision = resolve_precision(execution.precision, execution.reduce_dtype)
     if precision.float8 and (fault := float8_fault(device)):
         raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
@@ -58,7 +62,7 @@ def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: tor
     executions = {name: rules.of(strategy, name) for name, strategy in strategies.items()}
     meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
-    # One object for all layers of a strategy, or the compiler tells them apart.
+    # One mesh object for all layers of a strategy: for another object the compiler would make another graph.
     tensor_axes = {strategy: tensor_mesh(mesh) for strategy, mesh in meshes.items()}
     parts, partial_gradients = stage_layers(config, plan), []
     stages = {}
@@ -79,12 +83,16 @@ def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: tor
 def _compute(
     layer: Layer, strategy: Strategy, axes: DeviceMesh | None, float8: bool, compile_blocks: bool
 ) -> list[PartialGradient]:
-    """Steps 2 to 5: how a layer computes. Returns its partial gradients."""
+    """Apply steps 2 to 5 to a layer, and return its partial gradients.
+
+    axes: tensor-parallel axes of the layer's mesh, None without tensor parallelism.
+    """
     found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
     if isinstance(layer, Block):
         if float8:
             compute_in_float8(layer)
         if compile_blocks:
+            # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
     if strategy.checkpoint:
         recompute_in_backward(layer, strategy.checkpoint)
@@ -98,11 +106,15 @@ def _shard(
     precision: Precision,
     prefetched: int | None,
 ) -> None:
-    """Step 6. prefetched: how many layers ahead parameters are gathered, None as FSDP2 does by itself."""
+    """Apply step 6.
+
+    prefetched: number of layers ahead for which parameters are gathered; None for FSDP2's own prefetching.
+    """
     wrapped = [(name, layer) for name, layer in stage.layers().items() if executions[name].wrapped]
     for name, layer in wrapped:
         shard(layer, meshes[name], precision.policy, executions[name])
     if wrapped:
+        # The stage's own FSDP state holds no parameters, so the mesh of any wrapped layer serves.
         shard_stage(stage, meshes[wrapped[-1][0]], precision.policy)
         reduce_always(stage, [layer for name, layer in wrapped if executions[name].reduced == "every micro-batch"])
         if prefetched is not None:
@@ -112,7 +124,8 @@ def _shard(
 def _connect(
     stage: StageModule, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
 ) -> None:
-    """Step 7."""
+    """Apply step 7: redistribute from the layout of the incoming tokens through those of the layers to the outgoing
+    one."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
     layout = travel[index - 1] if index > 0 else image_layout(strategies["embed"])
     for name in stage.layers():
@@ -126,9 +139,10 @@ def _connect(
 
 
 def _materialise(stage: StageModule, executions: dict[str, LayerExecution], device: torch.device) -> None:
-    """Step 8, but for the values."""
+    """Allocate parameters and buffers on the device, or in host memory where offloaded, without values (step 8)."""
     for name, layer in stage.layers().items():
         layer.to_empty(device=torch.device("cpu") if executions[name].offloaded else device)
-        for module in layer.modules():  # what is no parameter is never gathered from the host
+        # fully_shard brings only parameters of offloaded layers to the device, so buffers must already be there.
+        for module in layer.modules():
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else buffer.to(device)

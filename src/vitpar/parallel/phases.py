@@ -1,4 +1,4 @@
-"""Named parts of a step, so that a caller can time each."""
+"""Named phases of a step, so that a caller can time each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""Context manager that a part of a step runs in, by the part's name."""
+"""Callable that returns, for the name of a phase, the context manager that the phase runs in."""
 _UNTIMED = nullcontext()
 
 
@@ -20,10 +20,10 @@ def untimed(name: str) -> AbstractContextManager[object]:
 
 
 class PhaseClock:
-    """A `Phase` that takes the time: ``model.phase = PhaseClock(device)``.
+    """A `Phase` that measures time: ``model.phase = PhaseClock(device)``.
 
-    On a GPU it is the time between two events in the queue of its work, so that nothing waits for the device before
-    `read`; a phase in which the GPU has nothing to do, because the host is late, lasts as long as that.
+    On a GPU it takes the time between two CUDA events, so nothing waits for the device before `read`. This includes
+    times in which the GPU idles because the host launches too slowly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,13 +32,16 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The phase `name`. Phases must not lie in each other, or they add up to more than there was."""
+        """Time the phase `name`. Phases must not be nested, or their sum exceeds the elapsed time."""
         begun = self._now()
         yield
         self._marks.append((name, begun, self._now()))
 
     def read(self) -> dict[str, float]:
-        """Seconds of all phases since the last time, by name, in the order in which they came. Waits for the device."""
+        """Return the seconds of each phase since the last call, by name, in order of appearance.
+
+        Waits for the device.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         found: dict[str, float] = {}

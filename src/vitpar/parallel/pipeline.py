@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages with static shapes, schedules by name, and what travels between stages."""
+"""Pipeline parallelism: stages with static shapes, schedules by name, and the layouts in which stages send tokens."""
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
@@ -36,7 +36,7 @@ CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] =
 
 
 def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The names of each stage's layers: blocks as the plan splits them, embed before the first, the head after the
+    """Return the layer names of each stage: the blocks as the plan splits them, embed in the first, the head in the
     last."""
     costs = [float(flops) for flops in config.layer_flops.values()]
     stages = [
@@ -48,23 +48,27 @@ def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
-    """The layouts in which tokens travel from each stage to the next."""
+    """Return, for each boundary between stages, the layout in which tokens are sent."""
     strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
     return tuple(travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts))
 
 
 def travel_layout(before: Strategy, behind: Strategy) -> Layout:
-    """The layout in which tokens travel between stages: of what the last layer before gives and the first layer behind
-    takes, the one with the smaller parts."""
+    """Return the layout in which tokens are sent between stages.
+
+    before: strategy of the sending stage's last layer. behind: strategy of the receiving stage's first layer.
+    The layout with the smaller parts wins: each rank sends its part to one rank of the next stage, so smaller parts
+    mean less traffic. The other side redistributes within its stage.
+    """
     given, taken = token_layout(before), token_layout(behind)
     return taken if taken[0].share < given[0].share else given
 
 
 class _NeighbourStage(PipelineStage):
-    """A stage that opens connections to other ranks only.
+    """Pipeline stage that opens connections to other ranks only, not to its own.
 
-    upstream: in torch 2.11 a schedule's first step sends a number between neighbouring stages to connect them. In a
-    V-shaped schedule neighbours can be on one rank, and gloo cannot send to its own rank.
+    upstream: in torch 2.11 the first step of a schedule sends a number between neighbouring stages to connect them. In
+    a V-shaped schedule two neighbours can be on one rank, and gloo cannot send to its own rank.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -75,16 +79,20 @@ class _NeighbourStage(PipelineStage):
 def pipeline_stage(
     module: nn.Module, index: int, count: int, takes: Tensor, gives: Tensor, device: torch.device, group: ProcessGroup
 ) -> PipelineStage:
-    """Stage `index` of `count`. takes, gives: tensors on meta like those of a micro-batch, so that no shape has to be
-    found by an extra forward.
+    """Return stage `index` of `count`.
 
-    upstream: without `input_args` and `output_args` the first step runs a real forward of each stage to infer them.
+    takes: meta tensor with the shape and dtype of the stage's input for one micro-batch.
+    gives: the same of its output.
+
+    upstream: without `input_args` and `output_args` the first step, and each switch between training and evaluation,
+    runs a real extra forward of every stage to infer them.
     """
     return _NeighbourStage(
         module,
         index,
         count,
         device,
+        # `requires_grad` decides whether the stage sends a gradient back: the images of stage 0 need none.
         input_args=(takes.requires_grad_(index > 0),),
         output_args=(gives.requires_grad_(),),
         group=group,
@@ -94,10 +102,13 @@ def pipeline_stage(
 def build_schedule(
     plan: Plan, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """The plan's schedule over this rank's stages.
+    """Return the plan's schedule over this rank's stages.
 
-    Gradients are not rescaled: `loss` divides by the global batch already.
+    microbatches: number of micro-batches in a step.
+    loss: loss of one micro-batch from logits and labels, already divided by the global batch size.
     """
+    # scale_grads=False: `loss` divides by the global batch, so the gradients of micro-batches just add up. AdamW and
+    # clipping would hide a wrong scale in the loss curve (upstream: torchtitan#2972).
     kind = CLASSES[plan.schedule]
     if issubclass(kind, PipelineScheduleMulti):
         return kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
@@ -106,10 +117,12 @@ def build_schedule(
 
 
 def send_tokens(tokens: Tensor, index: int, plan: Plan, pipe: DeviceMesh) -> tuple[dist.Work, Tensor]:
-    """Start sending the output of stage `index` to the next stage's rank; the tensor must live until the work is done.
+    """Start sending the output of stage `index` to the rank of the next stage, for evaluation.
 
-    Evaluation passes whole batches from stage to stage itself, outside the schedule, whose shapes are static and which
-    would switch its buffers at every change between training and evaluation.
+    Returns the work and the tensor, which must stay alive until the work is done.
+
+    Evaluation does not use the schedule: its shapes are static, and at every switch between training and evaluation it
+    would set up its receive buffers anew.
     """
     work = dist.isend(tokens, group=pipe.get_group(), group_dst=rank_of_stage(index + 1, plan))
     assert work is not None
@@ -119,27 +132,32 @@ def send_tokens(tokens: Tensor, index: int, plan: Plan, pipe: DeviceMesh) -> tup
 def receive_tokens(
     index: int, plan: Plan, pipe: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The input of stage `index`, which `send_tokens` sent on the rank of the stage before."""
+    """Receive the input of stage `index`, sent by `send_tokens` on the rank of the previous stage. Blocks until it is
+    here."""
     tokens = torch.empty(shape, dtype=dtype, device=device)
     dist.recv(tokens, group=pipe.get_group(), group_src=rank_of_stage(index - 1, plan))
     return tokens
 
 
 class StageModule(ViT):
-    """The layers `names` of a model, each computing this rank's part of a micro-batch.
-
-    before: what to do with the activation before a layer, by its name. after: and behind the last layer.
-    rows: this rank's part of the batch in every layer, by name.
-    """
+    """Module of one pipeline stage: the layers `names` of a model, each computing this rank's part of a micro-batch."""
 
     def __init__(self, config: ViTConfig, names: Collection[str]) -> None:
         super().__init__(config, names)
         self.before: dict[str, Redistribute] = {}
+        """Redistribution of the activation before a layer, by the layer's name; absent where the layouts agree."""
         self.after: Redistribute | None = None
+        """Redistribution behind the last layer, to the layout in which the tokens are sent."""
         self.rows: dict[str, ActivationPart] = {}
+        """This rank's part of the batch in each layer, by name."""
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """x: this rank's part of the images or tokens. keys: int64, those of the whole micro-batch, or None."""
+        """Return this rank's part of the tokens or logits.
+
+        x: this rank's part of the images or tokens.
+        keys: int64 [rows of the micro-batch over all ranks], random keys of the samples; None without drop-path and
+            dropout.
+        """
         for name, layer in self.layers().items():
             if name in self.before:
                 x = self.before[name](x)
@@ -148,4 +166,6 @@ class StageModule(ViT):
                 rows = self.rows[name].row_range(len(keys))
                 here = keys[rows.start : rows.stop]
             x = layer(x) if name == "head" else layer(x, here)
+        # upstream: zero-bubble schedules call detach_() on a stage's output, which fails on a view. Redistribute
+        # returns a new tensor, so no clone is needed.
         return x if self.after is None else self.after(x)

@@ -1,4 +1,4 @@
-"""Numeric precisions: what parameters are kept in, what is computed in, what gradients are reduced in.
+"""Numeric precisions: data types of parameters, compute and gradient reduction.
 
 | precision | parameters and optimizer | compute and activations | gradient reduction            |
 |-----------|--------------------------|-------------------------|-------------------------------|
@@ -8,19 +8,18 @@
 | fp16      | float32                  | float16                 | float32, or float16 if asked  |
 | fp8       | float32                  | bfloat16                | float32, or bfloat16 if asked |
 
-In fp8 the large products of blocks are computed in float8 (``vitpar.parallel.float8``), all else as in bf16.
+In fp8 the linear layers of blocks multiply in float8 (``vitpar.parallel.float8``); everything else is as in bf16.
 
-Reduction is the sum over data-parallel ranks. A number type of 16 bits halves what it sends; where parameters are
-sharded several micro-batches then also add up in it before they are sent. Gradients are float32 again after it. float16
-ends at 65504 and loses what is below 6e-8, so the loss is scaled up before backward
+Reduction is the sum over data-parallel ranks. A 16-bit type halves its traffic. If parameters are sharded, the
+micro-batches then also accumulate in 16 bits before the reduction. After it gradients are float32 again. float16
+overflows at 65504 and flushes values below 6e-8 to zero, so the loss is scaled up before backward
 (``vitpar.training.optim.loss_scale``).
 
-Layers that compute in 16 bits need 16-bit copies of their parameters. Where ``fully_shard`` wraps a layer, it makes
-them. Elsewhere `LowPrecisionParams` puts the copies into the modules in place of the parameters for one step or one
-evaluation batch. One operation per layer makes the copies, and its backward returns the gradients: a layer's gradients
-are float32 as soon as backward has passed it, and micro-batches accumulate in float32. ``fully_shard`` would make
-every copy twice, through a buffer, and add hooks to every layer (more than half of the host time of a small model's
-step).
+Layers that compute in 16 bits need 16-bit copies of their parameters. ``fully_shard`` makes them for the layers it
+wraps. In other layers `LowPrecisionParams` puts the copies in place of the parameters for one step or one evaluation
+batch. One autograd operation per layer makes the copies, and its backward converts the gradients: they are float32 as
+soon as backward has passed the layer, and micro-batches accumulate in float32. ``fully_shard`` would make every copy
+twice, through a buffer, and add hooks to every layer (more than half of the host time of a small model's step).
 """
 
 from __future__ import annotations
@@ -41,12 +40,16 @@ from vitpar.strategy.execution import REDUCE_DTYPES
 
 @dataclass(frozen=True)
 class Precision:
-    """One row of the table above. float8: whether products of blocks are computed in it."""
+    """Data types of one row of the table above."""
 
     parameters: torch.dtype
+    """Data type of parameters and optimizer state."""
     compute: torch.dtype
+    """Data type of compute and activations."""
     reduce: torch.dtype
+    """Data type in which gradients are summed over data-parallel ranks."""
     float8: bool = False
+    """Whether the linear layers of blocks multiply in float8."""
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -57,7 +60,7 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients need a scaled loss: only float16 has too small a range for them."""
+        """Whether gradients need a scaled loss: only the range of float16 is too small for them."""
         return self.compute is torch.float16
 
 
@@ -71,10 +74,11 @@ PRECISIONS = {
 
 
 def resolve_precision(name: str, reduce_dtype: str | None = None) -> Precision:
-    """The precision called `name`, with gradients reduced in `reduce_dtype` ("fp32", "bf16", "fp16"; None: in what the
-    table says first).
+    """Return the precision called `name`.
 
-    Raises RecipeError for an unknown name, and for a reduction that the table does not have.
+    reduce_dtype: "fp32", "bf16" or "fp16" to reduce gradients in; None for the first entry of the table.
+
+    Raises RecipeError for an unknown name, and for a reduction that is not in the table.
     """
     if name not in PRECISIONS:
         raise RecipeError(f"unknown precision '{name}': use {', '.join(PRECISIONS)}")
@@ -88,7 +92,7 @@ def resolve_precision(name: str, reduce_dtype: str | None = None) -> Precision:
 
 
 def slow_here(name: str, device: torch.device) -> str | None:
-    """A warning where this device has no instructions for the precision `name`; None where it has."""
+    """Return a warning if this device has no instructions for the precision `name`, else None."""
     known = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or name not in (*known, "fp8"):
         return None
@@ -98,10 +102,11 @@ def slow_here(name: str, device: torch.device) -> str | None:
 
 
 class _Copies(torch.autograd.Function):
-    """Tensors in another number type, and their gradients back, by one operation each."""
+    """Conversion of several tensors to another dtype, and of their gradients back, by one foreach operation each."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Parameters without gradient get None in backward, not zeros: see the filter there.
         ctx.set_materialize_grads(False)
         ctx.kept = tensors[0].dtype
         return _converted(tensors, dtype)
@@ -120,7 +125,7 @@ def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, .
 
 
 class LowPrecisionParams:
-    """Copies of some layers' parameters in `dtype`."""
+    """Copies, in `dtype`, of the parameters of some layers."""
 
     def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -136,8 +141,10 @@ class LowPrecisionParams:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Copies of the parameters as they are now stand in their places. Backward has to end inside, too: what is
-        checkpointed computes with them again."""
+        """Put copies of the current parameters in their places; on exit, put the parameters back.
+
+        Backward must end inside, too, because checkpointed layers recompute their forward with the copies.
+        """
         kept = []
         try:
             for places in self._layers:

@@ -1,7 +1,8 @@
-"""From one layout of an activation to another: one exchange in which no rank gets what it has already.
+"""Redistribution of an activation from one layout to another, by one all-to-all in which no rank receives what it has.
 
-Who gives what to whom follows from the two layouts by arithmetic (``vitpar.strategy.layout.moves``), so it works for
-any degrees. Ranks that hold copies hold equal gradients too, so backward is the same exchange the other way round.
+The transfers follow from the two layouts by arithmetic (``vitpar.strategy.layout.moves``), so any degrees work. Ranks
+with copies of a part also have equal gradients of it. So backward is the same exchange with the layouts swapped, and
+never has to sum.
 """
 
 from functools import lru_cache
@@ -16,10 +17,11 @@ from vitpar.strategy.layout import ActivationPart, Layout, moves
 
 
 class Redistribute:
-    """Activations [batch, tokens, features] in layout `source` to layout `target`, differentiable.
+    """Differentiable redistribution of activations [batch, tokens, features] from layout `source` to layout `target`.
 
-    width: features of the whole. group: the ranks of the stage. ``vitpar plan`` lists a model's redistributions with
-    both ends.
+    width: number of features of the global activation.
+    group: ranks of the stage.
+    ``vitpar plan`` lists a model's redistributions with both layouts.
     """
 
     def __init__(self, source: Layout, target: Layout, width: int, group: ProcessGroup) -> None:
@@ -51,6 +53,7 @@ def _exchange(x: Tensor, source: Layout, target: Layout, batch: int, width: int,
     kept = given.get(me)
     if kept is not None:
         _piece(out, taken[me]).copy_(_piece(x, kept))
+    # Equal on all ranks. If any two ranks exchange something, ranks with nothing to send must join the collective, too.
     if not anything:
         return out
     others = [rank for rank in range(len(source)) if rank != me]

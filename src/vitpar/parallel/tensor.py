@@ -1,11 +1,12 @@
-"""Tensor parallelism: how every mode splits what layers declare, as one table of placements.
+"""Tensor parallelism: one table that says, for every mode, how a layer's parameters and activations are split.
 
-A layer class says what its modules and parameters are (`TENSOR_PARALLEL`: name -> kind); `SPLITS` says for every mode
-where such a kind's weight and bias go and how it computes. W is stored [out, in], X is [batch, tokens, features], S(n)
-= Shard(n), R = Replicate, P = Partial; a layer's mesh has the axis j, in 3d j and k. The axes i and d of 2d, 2.5d and
-3d split the batch and are data-parallel axes (``vitpar.parallel.mesh``): ``fully_shard`` gathers weights over i.
+A layer class declares its modules and parameters in `TENSOR_PARALLEL` (name -> kind). `SPLITS` gives, for each mode and
+kind, the placements of weight and bias and the forward. W is stored [out, in], X is [batch, tokens, features]; S(n) =
+Shard(n), R = Replicate, P = Partial. The axes are those of the layer's mesh: j, and in 3d j and k. The axes i and d of
+2d, 2.5d and 3d split the batch, so they are data-parallel axes (``vitpar.parallel.mesh``): ``fully_shard`` gathers the
+weights over i, and no weight collective is written here.
 
-| mode    | linear | X      | W      | before the product  | Y      | after the product   | X of the next  |
+| mode    | linear | X      | W      | before the matmul   | Y      | after the matmul    | X of the next  |
 |---------|--------|--------|--------|---------------------|--------|---------------------|----------------|
 | 1d      | column | R      | S0     | (backward: sum)     | S2     |                     | S2             |
 | 1d      | row    | S2     | S1     |                     | P      | all-reduce          | R              |
@@ -15,11 +16,14 @@ where such a kind's weight and bias go and how it computes. W is stored [out, in
 | 3d j, k | column | S0, S2 | S0, S1 | gather batch over j | S2, P  | reduce-scatter on k | S2, S0         |
 | 3d j, k | row    | S2, S0 | S1, S0 | gather batch over k | P, S2  | reduce-scatter on j | S0, S2         |
 
-+sp splits the batch, not the tokens: it moves as much, and 197 tokens are a prime. Norms of split features add up their
-statistics. Biases come after the sum. A parameter that is not split along an axis whose ranks see unlike samples (or
-heads) has a partial gradient there: `Split.sums` names these axes, and `TensorSums` adds them up once a step.
+- Sequence parallelism (+sp) splits the batch, not the tokens. The traffic is the same, and ViT-B/16 has 197 tokens, a
+  prime. (upstream: uneven token shards are broken in SequenceParallel, torchtitan#1306, pytorch#150336.)
+- Norms of split features all-reduce their statistics: DTensor's ``layer_norm`` would all-gather the features.
+- Biases are added after the reduction; on a Partial output every rank would add them once.
+- If a parameter is replicated along an axis whose ranks see different samples or heads, its gradient is partial there.
+  `Split.sums` names these axes, and `TensorSums` sums such gradients once per step.
 
-Parameters are DTensors, so that sharding, gradients and checkpoints know their layout; the arithmetic runs on local
+Parameters are DTensors, so that sharding, gradients and checkpoints know their layout. The arithmetic runs on local
 tensors between the explicit collectives of ``vitpar.parallel.collective``.
 """
 
@@ -52,13 +56,16 @@ from vitpar.strategy import Strategy
 
 
 class SplitModule(Protocol):
-    """Attributes of a linear layer or norm after it was split: `tensor_mesh` with its axes and, in fp8, `float8`."""
+    """Linear layer or norm whose parameters were split."""
 
     weight: Tensor
     bias: Tensor
     eps: float
+    """Epsilon of a norm."""
     float8: bool
+    """Whether the matmul runs in float8. Only set in fp8."""
     tensor_mesh: DeviceMesh
+    """Tensor-parallel axes (j, or j and k) of the layer's mesh."""
 
 
 Forward = Callable[[SplitModule, Tensor], Tensor]
@@ -66,13 +73,16 @@ Forward = Callable[[SplitModule, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """weight, bias: the axes that split them, and how. sums: axes over which the gradient of what they do not split is
-    partial. forward: on local tensors; None for the module's own."""
+    """Placements of one kind of module or parameter under one mode, and its forward."""
 
     weight: Mapping[str, Placement] = field(default_factory=dict)
+    """Placement of the weight by mesh axis; replicated on axes left out. Also used for a bare parameter."""
     bias: Mapping[str, Placement] = field(default_factory=dict)
+    """Placement of the bias by mesh axis; replicated on axes left out."""
     sums: tuple[str, ...] = ()
+    """Axes on which the gradients of weight and bias are partial, unless the parameter is split on that axis."""
     forward: Forward | None = None
+    """Forward on local tensors; None keeps the module's own."""
 
 
 def _group(module: SplitModule, axis: str) -> ProcessGroup:
@@ -90,6 +100,9 @@ def _gathered_product(module: SplitModule, x: Tensor, dim: int, axis: str) -> Te
 
 def _in_float8(module: SplitModule) -> bool:
     return getattr(module, "float8", False)
+
+
+# The bias is never passed to a matmul whose output is Partial: the reduction would add it once per rank.
 
 
 def _column(module: SplitModule, x: Tensor) -> Tensor:
@@ -117,7 +130,7 @@ def _gather_batch(module: SplitModule, x: Tensor) -> Tensor:
 
 
 def _features(axis: str) -> Forward:
-    """A linear of split features to split features."""
+    """Return the forward of a linear with feature-sharded input and output."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
         return _gathered_product(module, x, -1, axis) + to_local(module.bias)
@@ -126,7 +139,7 @@ def _features(axis: str) -> Forward:
 
 
 def _features_to_whole(axis: str) -> Forward:
-    """A linear of split features to whole ones."""
+    """Return the forward of a linear with feature-sharded input and replicated output."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
         return reduce_from_tp_region(_product(module, x), _group(module, axis)) + to_local(module.bias)
@@ -135,6 +148,8 @@ def _features_to_whole(axis: str) -> Forward:
 
 
 def _norm(axis: str) -> Forward:
+    """Return the forward of a LayerNorm over features sharded on `axis`."""
+
     def forward(module: SplitModule, x: Tensor) -> Tensor:
         return split_layer_norm(x, to_local(module.weight), to_local(module.bias), module.eps, _group(module, axis))
 
@@ -142,7 +157,11 @@ def _norm(axis: str) -> Forward:
 
 
 def _on_cube(gathered: str, summed: str) -> Forward:
-    """A linear of 3d: the batch gathered over one axis, its products summed and parted over the other."""
+    """Return the forward of a 3d linear.
+
+    gathered: axis over which the batch is all-gathered before the matmul.
+    summed: axis over which the partial products are reduce-scattered along the batch.
+    """
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
         products = _gathered_product(module, x, 0, gathered)
@@ -152,6 +171,7 @@ def _on_cube(gathered: str, summed: str) -> Forward:
 
 
 def _own(module: SplitModule, x: Tensor) -> Tensor:
+    """Compute this rank's output features; the input is replicated and needs no gradient (the images of embed)."""
     return F.linear(x, to_local(module.weight), to_local(module.bias))
 
 
@@ -192,26 +212,35 @@ SPLITS: dict[str, dict[str, Split]] = {
     },
 }
 SPLITS["2.5d"] = SPLITS["2d"]
-"""By mode and kind. What a mode does not name stays as it is, whole on every rank, with whole gradients."""
+"""Splits by mode and kind. Kinds that a mode leaves out stay replicated, with complete gradients on every rank."""
 
 
 def splits_of(strategy: Strategy) -> dict[str, Split]:
-    """The splits of a layer under `strategy`, by kind."""
+    """Return the splits of a layer under `strategy`, by kind."""
     return SPLITS["sp" if strategy.sequence_parallel else strategy.tensor_mode]
 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A parameter, by the module that holds it (wrappers replace the object), and a group that adds up its gradient."""
+    """Parameter whose gradient is a partial sum on each rank of a group.
+
+    It is identified by module and name, because ``fully_shard`` replaces the parameter object.
+    """
 
     module: nn.Module
+    """Module that holds the parameter."""
     name: str
+    """Name of the parameter in `module`."""
     group: ProcessGroup
+    """Ranks whose gradients add up to the complete one."""
 
 
 def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) -> list[PartialGradient]:
-    """Split the parameters of `layer` over `mesh`, the tensor axes of its mesh, as its class declares and `strategy`
-    says. Returns the gradients that are partial."""
+    """Split the parameters of `layer` in place and replace the forwards of its split modules.
+
+    mesh: tensor-parallel axes of the layer's mesh.
+    Returns the parameters whose gradients are partial; `TensorSums` must sum them in every step.
+    """
     found = []
     splits = splits_of(strategy)
     for name, kind in layer.TENSOR_PARALLEL.items():
@@ -227,7 +256,8 @@ def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) ->
             parts = [(target, part, getattr(split, part)) for part in ("weight", "bias") if hasattr(target, part)]
             if split.forward is not None:
                 target.tensor_mesh = mesh
-                # A bound method: for a partial, another in every layer, the compiler would make a graph for each.
+                # A bound method, not functools.partial: layers would hold different partial objects, and the compiler
+                # would make a graph for each.
                 target.forward = MethodType(split.forward, target)
         for module, part, axes in parts:
             _place(module, part, axes, mesh)
@@ -238,21 +268,30 @@ def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) ->
 
 
 def feature_axis(strategy: Strategy) -> str | None:
-    """The axis that splits the features between layers, if one does."""
+    """Return the axis that splits the features of the tokens between layers; None if they are replicated."""
     return {"1d": None, "2d": "j", "2.5d": "j", "3d": "k"}[strategy.tensor_mode]
 
 
 def _place(module: nn.Module, name: str, axes: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """Replace a parameter by its DTensor on `mesh`; leave it plain if no axis splits it."""
     if not axes:
         return
     whole = getattr(module, name)
     placements = [axes.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ()]
     placements = [Shard(p.dim % whole.dim()) if isinstance(p, Shard) else p for p in placements]
+    # src_data_rank=None: every rank slices its own copy, without a broadcast. The parameters are still on meta.
     setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
 
 
 class TensorSums:
-    """Adds up gradients that are partial over tensor axes: one all-reduce for each group, after the last backward."""
+    """Sums of gradients that are partial over tensor-parallel axes: one all-reduce per group, after the last backward.
+
+    upstream: ``to_local()`` gives a gradient the placement of its parameter, so DTensor never reduces the partial
+    gradient of a replicated parameter (torchtitan#1805, #2416, #2532, #3412, #4054). These sums replace that reduction,
+    in one message per group instead of one per parameter.
+
+    device: device that the groups communicate on. Offloaded gradients are on another one.
+    """
 
     def __init__(self, gradients: Iterable[PartialGradient], device: torch.device) -> None:
         self._device = device
@@ -262,22 +301,27 @@ class TensorSums:
 
     @property
     def messages(self) -> list[tuple[ProcessGroup, int]]:
-        """Who adds up, and how many bytes."""
+        """Process group and bytes of each all-reduce."""
         parameters = {group: [getattr(p.module, p.name) for p in found] for group, found in self._by_group.items()}
         return [(group, sum(to_local(p).nbytes for p in found)) for group, found in parameters.items()]
 
     def run(self) -> None:
-        """Must follow the step's last backward and the reduction over data-parallel ranks."""
+        """Sum the partial gradients in place.
+
+        Call it after the step's last backward and after the reduction over data-parallel ranks: only then has `.grad`
+        of a parameter under ``fully_shard`` its final value.
+        """
         for group, partial in self._by_group.items():
             shards = [to_local(getattr(p.module, p.name).grad) for p in partial]
             kinds = {(shard.dtype, shard.device) for shard in shards}
+            # A fixed order: ranks that took a set's order could match messages of different dtypes.
             for kind in sorted(kinds, key=str):
                 same = [shard for shard in shards if (shard.dtype, shard.device) == kind]
                 _add_up(same, group, self._device)
 
 
 def _add_up(shards: list[Tensor], group: ProcessGroup, device: torch.device) -> None:
-    """device: where the group can send, which is not where offloaded gradients are."""
+    """All-reduce `shards` in place, as one message on `device`."""
     total = all_reduce(torch.cat([shard.flatten() for shard in shards]).to(device), group)
     parts = total.split([shard.numel() for shard in shards])
     torch._foreach_copy_(shards, [part.view_as(shard) for shard, part in zip(shards, parts, strict=True)])

@@ -269,9 +269,10 @@ class Input:
         The part is None if this rank does not decode.
         """
         groups, rank = self._model.image_groups, dist.get_rank()
-        count = self._model.batch_size // len(groups)  # rows that a group takes
+        count = self._model.batch_size // len(groups)  # rows of a group
         share = -(-count // len(groups[0]))
-        decoding = -(-count // share)  # of a group; in a large one the last may have nothing to do
+        # Ranks of a group that decode. Shares are rounded up, so the last ranks of a large group may get no rows.
+        decoding = -(-count // share)
         assert not self._rows or len(self._rows) == count, "groups take equally many rows"
         readers = [reader for group in groups for reader in group[:decoding]]
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)

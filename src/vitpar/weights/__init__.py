@@ -1,1 +1,1 @@
-"""Weights as files: their layout, out of checkpoints, in from elsewhere, and into the parameters of a run."""
+"""Weights as files: their layout, export from checkpoints, import from other libraries, and loading into a run."""

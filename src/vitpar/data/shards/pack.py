@@ -217,15 +217,15 @@ class _Packing:
     folder: Path
     """Hidden folder that becomes the destination."""
     shard_samples: int
-    """Same argument as in `pack`."""
+    """Images in a shard."""
     reencode: Reencode | None
-    """Same argument as in `pack`."""
+    """Conversion of large images to smaller ones; None for none."""
     seed: int
-    """Same argument as in `pack`."""
+    """Seed of the shuffle that mixes the classes over the training shards."""
     progress: Progress | None
-    """Same argument as in `pack`."""
+    """Called as samples are packed; None for no calls."""
     skip_damaged: bool = False
-    """Same argument as in `pack`."""
+    """Whether to leave out files that are no images, instead of raising DataError."""
 
     def run(self, workers: int) -> Manifest:
         self._lock, self._stopped = threading.Lock(), False

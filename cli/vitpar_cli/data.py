@@ -86,7 +86,7 @@ def pack_command(
     shard_samples: Annotated[int, typer.Option(help="Images in a shard.")] = 5000,
     short_side: Annotated[
         int | None,
-        typer.Option(help="Resize larger images to this, as JPEG.", show_default="as they are"),
+        typer.Option(help="Pixels of the shorter side to which larger images are resized.", show_default="as they are"),
     ] = None,
     quality: Annotated[
         int | None, typer.Option(help="JPEG quality with --short-side, 1 to 100.", show_default="90")

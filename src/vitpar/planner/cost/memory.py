@@ -94,7 +94,7 @@ class _Walk:
         self._alive = self._gradients = self._gathered = 0.0  # current bytes; _alive: saved activations
         self.most: dict[str, float] = {}
         self._total = -1.0
-        # By (kind, stage, gradient bytes, gathered bytes): the most activation bytes under which the action was replayed.
+        # (kind, stage, gradient bytes, gathered bytes) -> most activation bytes under which it was replayed
         self._done: dict[tuple[str, int, float, float], float] = {}
 
     def do(self, kind: str, number: int) -> None:
@@ -218,6 +218,7 @@ class _Walk:
 def _passing(layer: StageLayer) -> float:
     """Return the bytes of gathered copies alive while the layer computes, beyond those kept for the complete step.
 
-    Layers that reshard after forward hold their own copy and the prefetched one of the next layer, taken as equally large.
+    A layer that reshards after forward holds its own copy and that of the next layer, prefetched and taken as equally
+    large.
     """
     return 2 * layer.weights.gathered if layer.execution.reshard_after_forward else 0.0

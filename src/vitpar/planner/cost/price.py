@@ -44,7 +44,7 @@ class Price:
     memory: tuple[Memory, ...]
     """Peak memory of the fullest rank at each index of the pp axis."""
     events: tuple[Event, ...]
-    """Forward and backward actions of the pipeline ranks with their times."""
+    """Actions of the pipeline ranks with their times."""
 
     @property
     def images_per_second(self) -> float:
@@ -130,7 +130,7 @@ class _Times:
     spent: list[Spent]
     """Breakdown of `done` by purpose."""
     events: list[Event]
-    """Forward and backward actions with their times, of all indices."""
+    """Actions with their times, of all indices."""
 
 
 def _where(plan: Plan) -> PlacedStrategy:
@@ -139,7 +139,7 @@ def _where(plan: Plan) -> PlacedStrategy:
 
 @lru_cache(maxsize=64)
 def _laid_out(plan: Plan, config: ViTConfig) -> tuple[tuple[tuple[tuple[LayerKind, Strategy], ...], ...], Travel]:
-    """Return (kind, strategy) of the layers of each stage, and the layouts of tokens between stages."""
+    """Return (kind, strategy) of each stage's layers, and the layouts of tokens between stages."""
     strategies = plan.strategies(config.layer_names)
     stages = tuple(tuple((kind_of(name), strategies[name]) for name in names) for names in stage_layers(config, plan))
     travel = (travel_layout(before[-1][1], behind[0][1]) for before, behind in pairwise(stages))
@@ -201,10 +201,15 @@ def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
 def _pipelined(
     plan: Plan, stages: list[StageCost], order: ActionOrder, microbatches: int, rows: int, costs: LayerCosts
 ) -> _Times:
+    """Replay the actions of a pipeline.
+
+    order: actions of each pipeline rank.
+    rows: images of a micro-batch.
+    """
     at_once = costs.at_once(plan.stage_size)
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
-    overhead = costs.model.microbatch / 2 * alone
+    overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
     found: dict[tuple[str, int, bool], tuple[float, Spent, float]] = {}
 
     def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
@@ -232,6 +237,7 @@ def _pipelined(
         return found[key]
 
     link = pipeline_group(plan, costs.hardware.ranks_per_node)
+    # Bytes of a micro-batch's tokens, of which a rank sends its share.
     whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
     travel = _laid_out(plan, costs.config)[1]
     sent = [_travel_seconds(costs, link, layout[0].share * whole) for layout in travel if layout]
@@ -246,8 +252,10 @@ def _pipelined(
     spent = [Spent() for _ in done]
     for event in sorted(events, key=lambda event: event.start):
         seconds, parts, left = action(event.kind, event.stage, event.microbatch)
+        # An action takes longer than alone while other ranks compute on the same cores.
         stretched = (event.end - event.start) / seconds if seconds else 1.0
         spent[event.pp].add(parts, stretched)
+        # Between the ends of two actions, the transfers that earlier actions left behind progress at full speed.
         queued[event.pp] = max(0.0, queued[event.pp] - (event.end - done[event.pp])) + left
         done[event.pp] = event.end
     done = [end + left for end, left in zip(done, queued, strict=True)]
@@ -259,46 +267,55 @@ def _pipelined(
 
 
 def _travel_seconds(costs: LayerCosts, link: RankGroup, size: float) -> float:
-    # The latency of a message is in the time of a pipeline's action, where that was measured.
+    """Return the seconds to send `size` bytes to the next stage, without what `Hardware.pipeline` includes."""
+    # The measured time of an empty pipeline action includes the latency of its message: do not count it twice.
     least = costs.links.seconds("p2p", link, 1) if costs.hardware.pipeline else 0.0
     return max(0.0, costs.links.seconds("p2p", link, size) - least)
 
 
 def travel_seconds(costs: LayerCosts, stage_size: int, size: float) -> float:
-    """Seconds to send `size` bytes to the next stage, where pp is the outermost axis and stages have so many ranks."""
+    """Return the seconds to send `size` bytes to the next stage, if pp is the outermost axis.
+
+    stage_size: ranks of a stage, and so the distance between the two ranks.
+    """
     return _travel_seconds(costs, neighbours(stage_size, costs.hardware.ranks_per_node), size)
 
 
 def norm_seconds(costs: LayerCosts, ranks: int) -> float:
-    """Seconds in which `ranks` ranks agree on the norm of the gradients."""
+    """Return the seconds in which `ranks` ranks sum the norm of the gradients: one number of 8 bytes."""
     return costs.links.seconds("all_reduce", all_ranks(ranks, costs.hardware.ranks_per_node), 8) if ranks > 1 else 0.0
 
 
 def crowded(at_once: float, pipeline_degree: int) -> float:
-    """Return the factor by which communication overlapped with computing lasts longer when all stages are at work.
+    """Return the factor, at most 1, that shortens an action's communication before `replay` stretches the action.
 
-    Sending was measured with all ranks sending, computing with one rank to a core.
+    `replay` stretches actions while more ranks are at work than the cores can serve. Communication was measured with
+    all ranks sending, so its profile includes that slowdown already.
     """
     return min(1.0, at_once / pipeline_degree)
 
 
 COMPUTED = ("forward", "backward", "other", "uneven")
-"""Parts of a step's time that occupy a core."""
+"""Parts of a step's time that were measured with a core for each rank."""
 
 
 def _finished(
     plan: Plan, stages: list[StageCost], times: _Times, costs: LayerCosts
 ) -> tuple[float, Spent, tuple[Event, ...]]:
-    """After the last backward: partial gradients are added up, then the norm over all ranks, then the optimizer."""
+    """Return (seconds of the step, their breakdown, events) after what follows the last backward.
+
+    That is the sum of partial gradients over tensor axes, the norm of the gradients, and the optimizer.
+    """
     where = _where(plan)
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[RankGroup, int] = defaultdict(int)
-        elements = {False: 0, True: 0}  # by whether they are offloaded
+        elements = {False: 0, True: 0}  # parameter elements, by whether they are offloaded
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements[layer.weights.offloaded] += layer.weights.elements
                 groups = costs.seat(layer.strategy, where).groups
+                # One message per group: all layers of the same groups share it.
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
@@ -306,6 +323,7 @@ def _finished(
         ends.append(end + added)
         updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
         optimizer.append(sum(updates) * costs.crowd(plan.world_size))
+    # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
     norm = norm_seconds(costs, plan.world_size)
     seconds = max(ends) + norm + max(optimizer)
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
@@ -316,8 +334,11 @@ def _finished(
 
 
 def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[float]:
-    """Bytes of each stage: the step's images where they go in, and what torch keeps ready to receive of every
-    micro-batch."""
+    """Return the bytes that each stage keeps throughout: receive buffers and, for the first stage, the step's images.
+
+    torch allocates receive buffers for every micro-batch: of activations from the previous stage, and of gradients from
+    the next.
+    """
     config, itemsize = costs.config, costs.precision.compute.itemsize
     stages, travel = _laid_out(plan, config)
     whole = batch.microbatches * batch.microbatch_rows * config.tokens * config.embed_dim * itemsize

@@ -116,7 +116,7 @@ class LayerCosts:
     """
 
     def __init__(self, config: ViTConfig, hardware: Hardware, model: ModelProfile) -> None:
-        # CPU clocks drift between runs: both profiles must describe cores of the same speed.
+        # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
         self.config, self.hardware, self.model = config, hardware.at_pace(model.pace), model
         self.links = Links(self.hardware)
         self.precision = PRECISIONS[model.precision]
@@ -213,7 +213,7 @@ class LayerCosts:
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
-            # A split backward recomputes along with the gradients of inputs, so those of weights never include it.
+            # Checkpointing is refused where a schedule splits backward, so only uncheckpointed layers have the share.
             weight_grad_time=(1 - plain.input_share) * plain.backward.seconds(here),
             skew=(profile.forward.skew(here), profile.backward.skew(here)),
             forward_sent=self._sent(forward, seat.groups),

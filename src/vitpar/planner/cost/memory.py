@@ -152,7 +152,7 @@ class _Walk:
         self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
             here, weights, passing = (number, place), layer.weights, _passing(layer)
-            # The stage's first backward allocates the layer's gradients; later ones accumulate into them.
+            # The stage's first backward allocates the layer's gradients.
             fresh = (
                 0.0
                 if here in self._whole

@@ -50,7 +50,7 @@ class Streams:
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
         """Compute, while background transfers progress.
 
-        seconds: duration without a transfer and with a core of its own.
+        seconds: duration without transfers, on a core that is not shared.
         what: purpose to book the time under.
         skew: seconds by which the slowest rank takes longer; paid at the next `meet`.
         """

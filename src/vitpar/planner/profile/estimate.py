@@ -296,12 +296,12 @@ def _kept(d: int, h: int, strategy: Strategy, policy: str) -> Iterator[float]:
         if mode not in ("1d", "sp"):
             yield 2 * d / t  # normalised inputs, which split norms multiply by their scales
         return
-    # selective: results of products and of communication
+    # selective: results of products, attention and communication
     yield (4 * d + h) / t  # queries, keys, values, attention, hidden features
     if mode == "1d":
         yield 2 * d * (2 if t > 1 else 1)  # the last product of each branch, and its sum over the ranks
     elif mode == "sp":
-        yield 2 * d + 2 * d / t + 2 * d  # these, scattered, and the gathered inputs of each branch
+        yield 2 * d + 2 * d / t + 2 * d  # the same before and after its reduce-scatter, and the gathered inputs
     elif mode == "3d":
         yield (3 * d + h) / q**2 + (5 * d + h) / q**2 + 2 * d / t  # gathered inputs, and products before their sum
     else:

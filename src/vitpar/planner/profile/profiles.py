@@ -96,7 +96,8 @@ class Curve(ProfileRecord):
             right = bisect_left(sizes, size)
             share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
             return rising[right - 1] + share * (rising[right] - rising[right - 1])
-        # Noise can make the last two points flat, but more work is never free: assume at least half the average rate.
+        # Noise can make the last two points flat, but more work is never free: assume at least half the mean time per
+        # unit of size.
         slope = rising[-1] / sizes[-1]
         if len(sizes) > 1:
             slope = max(slope / 2, (rising[-1] - rising[-2]) / (sizes[-1] - sizes[-2]))
@@ -240,7 +241,10 @@ class Hardware(Profile):
         )
 
     def at_pace(self, pace: float) -> Self:
-        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0)."""
+        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0).
+
+        pace: seconds of the speed probe on those cores.
+        """
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
@@ -369,7 +373,10 @@ class ModelProfile(Profile):
         )
 
     def at_pace(self, pace: float) -> Self:
-        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0)."""
+        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0).
+
+        pace: seconds of the speed probe on those cores.
+        """
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})

@@ -177,6 +177,7 @@ class LayerCosts:
         if model.device == "cuda":
             return 1.0
         here = min(ranks, self.hardware.ranks_per_node)
+        # Threads per core, now and when profiled. Below 1, cores are idle and no rank is slowed down.
         return max(1.0, here * model.threads / model.cores) / max(1.0, model.processes * model.threads / model.cores)
 
     def at_once(self, stage_size: int) -> float:
@@ -190,6 +191,7 @@ class LayerCosts:
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
     def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
+        """Compute what `seat` caches."""
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
@@ -207,6 +209,7 @@ class LayerCosts:
         )
 
     def _worked(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
+        """Compute what `work` caches."""
         here = rows // seat.data / _squares(seat.strategy)  # rows of one tensor-parallel group
         profile, plain = self._profile(kind, seat), self._profile(kind, seat, checkpoint="none")
         forward, backward = self._traffic(kind, seat.strategy, rows)
@@ -235,6 +238,7 @@ class LayerCosts:
         return self._elements[key]
 
     def _weighed(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
+        """Compute what `weights` caches."""
         elements, groups, precision = self._sizes(kind, seat.strategy), seat.groups, self.precision
         wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
         # On a CPU, host memory is device memory: offloading saves nothing there.
@@ -302,6 +306,12 @@ class LayerCosts:
         return elements * host.update if offloaded and host else self.model.optimizer.seconds(elements)
 
     def _profile(self, kind: LayerKind, seat: PipelinePosition, checkpoint: str | None = None) -> LayerProfile:
+        """Return the measured profile of a layer.
+
+        checkpoint: policy to look up; None for that of the strategy.
+
+        Raises PlannerError if it was not measured.
+        """
         strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"
         wrapped = always_wrapped(seat.tensor) or seat.wrapped
         found = self._layers.get((kind, seat.tensor, policy, wrapped))
@@ -313,15 +323,18 @@ class LayerCosts:
         return found
 
     def _traffic(self, kind: LayerKind, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+        """Return the collectives along tensor axes of a micro-batch, in (forward, backward)."""
         if kind == "block":
             return block_traffic(self.config, strategy, rows)
         return head_traffic(self.config, strategy, rows) if kind == "head" else (Traffic(), Traffic())
 
     def _scratch(self, traffic: Traffic, groups: Groups) -> float:
+        """Return the transient bytes of the largest collective; the collectives run one after the other."""
         along, size = {"j": groups.j, "k": groups.k}, self.precision.compute.itemsize
         return max((self.links.scratch(c.operation, along[c.axis], c.elements * size) for c in traffic), default=0.0)
 
     def _sent(self, traffic: Traffic, groups: Groups) -> float:
+        """Return the seconds of all collectives together."""
         along = {"j": groups.j, "k": groups.k}
         return sum(
             times * self.links.seconds(c.operation, along[c.axis], c.elements * self.precision.compute.itemsize)

@@ -34,6 +34,7 @@ class Links:
             return link.seconds(size)
         # The fitted latency can exceed a measured time, which would leave negative seconds for the bytes.
         latency = min(link.latency, link.seconds(size))
+        # More messages repeat the latency, more bytes the rest.
         return latency * more_messages + (link.seconds(size) - latency) * more_bytes
 
     def scratch(self, operation: str, group: RankGroup, size: float) -> float:

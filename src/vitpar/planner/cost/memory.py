@@ -109,6 +109,7 @@ class _Walk:
             )
             before = 0.0  # bytes that this micro-batch has saved so far
             for layer in stage.layers:
+                # While its parameters are gathered, the layer has saved nothing yet.
                 self._moment(before, layer.weights.gathering, _passing(layer))
                 before += layer.work.saved
                 # Workspace is measured on top of all that the layer saves.
@@ -159,6 +160,7 @@ class _Walk:
                 else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.local_bytes)
             )
             self._moment(left, layer.work.workspace, passing, fresh)
+            # Gathering comes before computing: there is no workspace yet, and no new gradient.
             if layer.execution.gathers_in_backward:
                 self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved

@@ -214,6 +214,7 @@ def _pipelined(
 
     def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
         """Return (seconds, breakdown, seconds of background transfers still to be sent) of an action."""
+        # The first forward gathers for the complete step, the last backward reduces. All others are alike.
         special = microbatch == (0 if kind == "F" else last)
         key = kind, number, special
         if key not in found:

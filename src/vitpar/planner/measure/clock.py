@@ -147,7 +147,7 @@ class Neighbours:
     The mean over the processes counts, since layers do not wait for other ranks. The skew is how much the slowest
     exceeds the mean, which counts where ranks wait for each other. Methods are those of `ClockedRanks`.
 
-    store: through which they exchange numbers; None for a single process.
+    store: exchanges the numbers; None for a single process.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:

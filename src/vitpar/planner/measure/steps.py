@@ -184,6 +184,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
 
 
 def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> PlanSteps:
+    """Time steps of a plan for about `seconds`, at least three, after two warm-up steps. Collective."""
     step = training.step(plan, device)
     step()
     step()

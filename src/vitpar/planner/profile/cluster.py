@@ -142,6 +142,7 @@ class Cluster(ProfileRecord):
         return self.sustained_bandwidth or self.sustained
 
     def _link(self, operation: Operation, ranks: int, stride: int) -> Link:
+        """Return the estimated times of an operation in the group that starts at rank 0."""
         members = [rank * stride // self.devices_per_node for rank in range(ranks)]
         nodes, here = len(set(members)), members.count(members[0])
         messages, share = STEPS[operation](ranks)

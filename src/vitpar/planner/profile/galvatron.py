@@ -93,6 +93,11 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
 def _collectives(
     bandwidths: Mapping[str, float], times: Mapping[str, float], ranks: int, per_node: int
 ) -> Iterator[Link]:
+    """Yield the collectives of every profiled group.
+
+    bandwidths: GB/s of all-reduces, by Galvatron's keys.
+    times: milliseconds by size, which replace the bandwidth in groups of neighbouring ranks; may be empty.
+    """
     for key, bandwidth in bandwidths.items():
         match = re.fullmatch(r"allreduce_size_([0-9]{1,9})_consec_([01])", key)
         if not match or not 2 <= int(match[1]) <= ranks or not bandwidth:
@@ -114,6 +119,7 @@ def _collectives(
 
 
 def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterator[Link]:
+    """Yield the p2p links between pipeline stages, for every profiled pipeline degree."""
     for key, bandwidth in bandwidths.items():
         match = re.fullmatch(r"pp_size_([0-9]{1,9})", key)
         if match and int(match[1]) > 1 and ranks % int(match[1]) == 0 and bandwidth:

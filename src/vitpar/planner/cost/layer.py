@@ -216,7 +216,7 @@ class LayerCosts:
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
-            # Checkpointing is refused where a schedule splits backward, so only uncheckpointed layers have the share.
+            # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
             weight_grad_time=(1 - plain.input_share) * plain.backward.seconds(here),
             skew=(profile.forward.skew(here), profile.backward.skew(here)),
             forward_sent=self._sent(forward, seat.groups),

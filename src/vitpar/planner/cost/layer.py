@@ -210,7 +210,8 @@ class LayerCosts:
 
     def _worked(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
         """Compute what `work` caches."""
-        here = rows // seat.data / _squares(seat.strategy)  # rows of one tensor-parallel group
+        # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
+        here = rows // seat.data / _squares(seat.strategy)
         profile, plain = self._profile(kind, seat), self._profile(kind, seat, checkpoint="none")
         forward, backward = self._traffic(kind, seat.strategy, rows)
         return Work(

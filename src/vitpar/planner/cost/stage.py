@@ -95,6 +95,7 @@ class StageCost:
             at_end = [layer for layer in self.layers if layer.execution.reduced == "end of step"]
             # torch's schedules reduce FSDP modules after the stage's last backward: no computing is left to overlap.
             streams.block(sum(layer.weights.reduce for layer in at_end if layer.execution.wrapped), "gradients")
+            # Other layers start asynchronous all-reduces, which outlast the action: `price` adds what is left of them.
             for layer in at_end:
                 if not layer.execution.wrapped:
                     streams.send(layer.weights.reduce)

@@ -25,11 +25,11 @@ def bench(
     data: o.DataDir = None,
     synthetic: Annotated[
         bool,
-        typer.Option("--synthetic", help="Read no data; so it is too where neither a recipe nor data are named."),
+        typer.Option("--synthetic", help="Read no data; the default without --recipe and --data."),
     ] = False,
     model: o.ModelName = None,
     num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=2, help="Classes where no data is read.  \\[default: 10]")
+        int | None, typer.Option("--num-classes", min=2, help="Classes if no data is read.  \\[default: 10]")
     ] = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
@@ -72,7 +72,7 @@ def bench(
 
     kind = choose_device(device)
     images = open_split(merged, "train") if reads else None
-    config = merged.config(images.num_classes if images is not None else num_classes or CLASSES)
+    config = merged.config(images.num_classes if images is not None else o.classes_of(merged, num_classes, CLASSES))
     merged, chosen = o.decide(merged, config, kind)
     if images is not None:
         transforms(merged, config.image_size)  # refuses invalid settings before ranks start

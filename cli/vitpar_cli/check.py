@@ -33,7 +33,9 @@ def check(
         ),
     ] = None,
     model: o.ModelName = None,
-    num_classes: Annotated[int, typer.Option("--num-classes", min=2, help="Classes of the model's head.")] = 10,
+    num_classes: Annotated[
+        int | None, typer.Option("--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]")
+    ] = None,
     batch_size: Annotated[
         int | None,
         o.setting(
@@ -82,7 +84,7 @@ def check(
     named = batch_size or o.assigned(assignments, "train.batch_size")
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
-    config = merged.config(num_classes)
+    config = merged.config(o.classes_of(merged, num_classes, 10))
     merged, chosen = o.decide(merged, config, kind)
     plan = chosen.plan
 

@@ -37,7 +37,7 @@ def plan(
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
     num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=1, help="Classes of the model's head.  \\[default: 1000]")
+        int | None, typer.Option("--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]")
     ] = None,
     batch_size: o.BatchSize = None,
     world_size: Annotated[
@@ -97,7 +97,7 @@ def plan(
         merged = resolve_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
-    config = merged.config(num_classes or 1000) if whole is None else whole.config
+    config = merged.config(o.classes_of(merged, num_classes, 1000)) if whole is None else whole.config
     world = world_size
     if world is None and whole is not None and merged.requested_plans()[0].is_open:
         world = whole.hardware.ranks

@@ -83,7 +83,9 @@ def hardware(
 def model(
     recipe: o.RecipeFile = None,
     name: o.ModelName = None,
-    num_classes: Annotated[int, typer.Option("--num-classes", min=2, help="Classes of the model's head.")] = 10,
+    num_classes: Annotated[
+        int | None, typer.Option("--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]")
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="Ranks of the largest stage to plan for.  \\[default: GPUs or CPU cores]"),
@@ -115,7 +117,7 @@ def model(
     merged = on_device(merged, kind)
     largest = ranks or ranks_available(kind) or cpu_cores()
     refuse_many_ranks(largest, "the world")
-    config = merged.config(num_classes)
+    config = merged.config(o.classes_of(merged, num_classes, 10))
     refuse_unwritable(out)
     world = enter(largest if kind == "cpu" else 1, kind)
 

@@ -33,7 +33,7 @@ ClusterName = Annotated[
     typer.Option("--cluster", metavar="NAME", help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware."),
 ]
 NumClasses = Annotated[
-    int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: 1000]")
+    int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: the data's, or 1000]")
 ]
 ReportFile = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
@@ -100,7 +100,7 @@ def costs_of(
     """Return the costs of the recipe's model on a cluster or on the profiled machine.
 
     cluster: name of the cluster; None for profiles.
-    num_classes: classes of the model on a cluster; 1000 if None.
+    num_classes: classes of the model on a cluster; None for those of the recipe's data, or 1000.
     ranks: number of devices of the cluster to use; None for all.
 
     Raises PlannerError and RecipeError.
@@ -109,7 +109,9 @@ def costs_of(
 
     train = recipe.train
     if cluster:
-        costs = estimated_costs(recipe.config(num_classes or 1000), cluster, train.precision, train.compile, ranks)
+        costs = estimated_costs(
+            recipe.config(o.classes_of(recipe, num_classes, 1000)), cluster, train.precision, train.compile, ranks
+        )
     else:
         costs = profiled_costs(recipe.config, train.precision, train.compile, hardware, model)
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision

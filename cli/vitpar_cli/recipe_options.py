@@ -222,6 +222,17 @@ def merged_recipe(
     return read_recipe(DEFAULT_RECIPE, given, assignments or (), without=("model",) if named else ())
 
 
+def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
+    """Return the number of classes of a model that is not trained: `given`, else that of the recipe's data if they can
+    be found, else `default`."""
+    from vitpar.data.shards.manifest import MANIFEST, read_manifest
+
+    path = recipe.data.path
+    if given is None and path is not None and (Path(path) / MANIFEST).is_file():
+        return len(read_manifest(path).classes)
+    return given or recipe.stream.classes or default
+
+
 def training_recipe(
     path: Path | None,
     given: Mapping[str, object],

@@ -1,8 +1,13 @@
-"""The cost model: time of a step and memory of every rank, computed by replaying what the runtime does.
+"""Cost model: predict the time of a step and the memory of every rank by replaying what the runtime does.
 
-groups -> links          which ranks communicate, and how long it takes
-layer                    one layer: computing, communication, parameters, activations
-streams -> stage         the layers of a pipeline stage in sequence, overlapped with communication
-memory                   bytes alive at every action of a pipeline rank
-price                    the step: stages replayed in the schedule's order; time and memory with their breakdown
+| module   | content                                                                                       |
+|----------|-----------------------------------------------------------------------------------------------|
+| elements | parameter elements that a rank stores, computes with and sums                                 |
+| links    | groups of ranks that communicate, and the time of their operations                            |
+| layer    | one layer: computing, communication, parameters, activations                                  |
+| streams  | clock of a rank whose computing and communication overlap                                     |
+| stage    | the layers of a pipeline stage in sequence; lower bounds of a layer's cost for the search     |
+| pipeline | the actions of a schedule, and their replay on all ranks                                      |
+| memory   | bytes alive at every action of a rank                                                         |
+| price    | a step: replayed stages, optimizer and memory, with their breakdown                           |
 """

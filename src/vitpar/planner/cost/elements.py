@@ -1,8 +1,7 @@
-"""How many elements of a model's parameters a rank keeps, gathers and adds up, by arithmetic alone: needs no devices
-and no process group.
+"""Number of parameter elements that a rank stores, gathers and sums, by arithmetic: without devices or process group.
 
-The numbers come from the tables that the runtime reads: the layer classes' `TENSOR_PARALLEL`, ``splits_of`` and the
-axes of a layer's mesh, on parameters of the meta device.
+The numbers come from the tables that the runtime reads: `TENSOR_PARALLEL` of the layer classes, ``splits_of`` and the
+axes of a layer's mesh. Parameters are built on the meta device.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from vitpar.strategy.layout import mesh_axes, place, sharding_axes
 
 @dataclass(frozen=True)
 class LayerElements:
-    """Count the parameter elements of one layer on one rank."""
+    """Parameter elements of one layer on one rank."""
 
     local_numel: int
     """Elements that the rank stores."""
     compute_numel: int
     """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
     sums: Mapping[str, int]
-    """Gradient elements to be summed once per step over a tensor axis, by axis name."""
+    """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
 
 
 def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict[str, int]:
-    """How many elements of each layer's parameters a rank of its stage keeps, by the layer's name.
+    """Return the parameter elements that a rank stores of each layer, by layer name.
 
-    stage_rank: its number within the stage. Rank 0 is the fullest: it stands first on every axis of every strategy, and
-    first parts are the longest.
+    stage_rank: rank within the stage. Rank 0 stores most: it comes first on every axis of every strategy, and the first
+    chunks are the longest.
     """
     strategies = plan.strategies(config.layer_names)
     return {
@@ -48,7 +47,7 @@ def layer_parameters(config: ViTConfig, plan: Plan, stage_rank: int = 0) -> dict
 
 
 def layer_elements(config: ViTConfig, name: str, strategy: Strategy, stage_rank: int = 0) -> LayerElements:
-    """Those of the layer `name`."""
+    """Return the element counts of the layer called `name`; `stage_rank` as in `layer_parameters`."""
     kind = "blocks.0" if name.startswith("blocks.") else name  # the blocks are alike
     return _elements(_layers(config)[kind], strategy, stage_rank)
 
@@ -60,14 +59,15 @@ def _layers(config: ViTConfig) -> dict[str, Layer]:
 
 
 def chunk_length(length: int, parts: int, index: int) -> int:
-    """The length of part `index` of `parts`, as torch.chunk deals them: full ones first, the last may be empty."""
+    """Return the length of chunk `index` of `parts` as torch.chunk splits: full chunks first, the last may be empty."""
     full = -(-length // parts)
     return max(0, min(full, length - index * full))
 
 
 @cache
 def _elements(layer: Layer, strategy: Strategy, stage_rank: int) -> LayerElements:
-    """Split over the tensor axes, then sharded along dim 0."""
+    """Return the element counts of a layer, split over tensor axes as the runtime does."""
+    # fully_shard splits the tensor-parallel part along dim 0; all its axes together number the shard.
     sizes, at = dict(mesh_axes(strategy)), place(strategy, stage_rank)
     shard, shards = 0, 1
     for axis in sharding_axes(strategy):
@@ -83,6 +83,7 @@ def _elements(layer: Layer, strategy: Strategy, stage_rank: int) -> LayerElement
         compute_numel += math.prod(shape)
         shape[0] = chunk_length(shape[0], shards, shard)
         local_numel += math.prod(shape)
+        # A parameter that is split over an axis has complete gradients there, and needs no sum.
         for axis in split.sums:
             if axis in sizes and axis not in axes:
                 sums[axis] += math.prod(shape)
@@ -90,11 +91,11 @@ def _elements(layer: Layer, strategy: Strategy, stage_rank: int) -> LayerElement
 
 
 def _split(layer: Layer, name: str, strategy: Strategy) -> Split:
-    """How a parameter is split. A layer class declares parameters, or modules that hold them."""
+    """Return how a parameter is split. Layer classes declare either the parameter or the module that holds it."""
     declared, owner = layer.TENSOR_PARALLEL, name.rpartition(".")[0]
     return splits_of(strategy).get(declared.get(name) or declared.get(owner, "")) or Split()
 
 
 def _is_bias(layer: Layer, name: str) -> bool:
-    """Whether it is the bias of a declared module."""
+    """Return whether the parameter is the bias of a declared module."""
     return name not in layer.TENSOR_PARALLEL and name.endswith(".bias")

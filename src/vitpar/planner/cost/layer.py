@@ -1,4 +1,4 @@
-"""One layer of a plan: what it computes, sends and keeps, for a micro-batch and for a step."""
+"""Cost of one layer on one rank: seconds and bytes per micro-batch (`Work`) and per step (`LayerParameters`)."""
 
 from __future__ import annotations
 
@@ -28,90 +28,95 @@ class Work:
     backward: float
     """Seconds of computing in backward, recomputed activations included."""
     weight_grad_time: float
-    """Seconds of `backward` that compute gradients of weights, which a zero-bubble schedule may run later."""
+    """Seconds of `backward` spent on gradients of weights, which a zero-bubble schedule may run later."""
     skew: tuple[float, float]
-    """Seconds by which the slowest rank is later, in forward and in backward."""
+    """Seconds by which the slowest rank exceeds the average rank, in (forward, backward)."""
     forward_sent: float
-    """Seconds of waiting for the ranks along tensor axes in forward."""
+    """Seconds of tensor-parallel communication in forward; the rank waits for it."""
     backward_sent: float
-    """Seconds of waiting for the ranks along tensor axes in backward."""
+    """Seconds of tensor-parallel communication in backward; the rank waits for it."""
     saved: float
     """Bytes kept from forward to backward."""
     workspace: float
-    """Largest transient bytes on top of `saved`, communication buffers included."""
+    """Peak of transient bytes on top of `saved`, communication buffers included."""
 
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """One layer's parameters on one rank: sizes, and the communication that a step needs for them."""
+    """One layer's parameters on one rank: their sizes, and the cost of gathering them and reducing their gradients."""
 
     elements: int
     """Elements that the rank stores."""
     local_bytes: float
     """Bytes of the parameters that the rank stores."""
     compute_numel: int
-    """Elements that the rank computes with."""
+    """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
     gathered: float
-    """Bytes of the copies that the rank computes with; 0 where it computes with the stored parameters."""
+    """Bytes of gathered or 16-bit copies to compute with; 0 if the rank computes with the stored parameters."""
     unreduced_grad_bytes: float
-    """Bytes of gradients before their reduce-scatter; 0 where they have the shape of the stored parameters."""
+    """Bytes of gradients before ``fully_shard`` reduces them; 0 for a layer that it does not wrap."""
     offloaded: bool
-    """Whether parameters and optimizer state are kept in host memory."""
+    """Whether parameters and optimizer state are in host memory."""
     gather: float
-    """Seconds to gather the copies once."""
+    """Seconds to gather the parameters once."""
     reduce: float
-    """Seconds to sum the gradients once over the ranks that see other samples."""
+    """Seconds to reduce the gradients once over the data-parallel ranks."""
     gathering: float
-    """Transient bytes while gathering."""
+    """Transient bytes of the collective that gathers."""
     reducing: float
-    """Transient bytes while reducing."""
+    """Transient bytes of the collectives that reduce."""
     sums: Mapping[str, int]
-    """Gradient elements to be summed once per step over a tensor axis, by axis name."""
+    """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
 
 
 @dataclass(frozen=True)
 class PlacedStrategy:
-    """Position of a layer's ranks in the mesh, with the numbers that ``groups.placed`` takes."""
+    """The facts about a pipeline that decide the ranks and the execution of a layer.
+
+    The first two fields are what ``vitpar.planner.cost.links.placed`` returns.
+    """
 
     inner: int = -1
-    """Number of mesh axes inside the pipeline axis; -1 for all axes."""
+    """Number of strategy axes inside the pipeline axis in rank order; -1 if pp is outermost."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline degree."""
     splits: bool = False
     """Whether the schedule splits backward into gradients of inputs and of weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelinePosition:
-    """A strategy at one position of the pipeline: everything that does not depend on the number of rows."""
+    """A strategy under one `PlacedStrategy`: everything that does not depend on the micro-batch size."""
 
     strategy: Strategy
+    """Strategy of the layer."""
     tensor: str
-    """The part of the strategy that changes the arithmetic, as written in a profile."""
+    """Name of the tensor-parallel part in a profile, as `tensor_name` returns it."""
     groups: Groups
     """Groups of ranks that a rank communicates with."""
     executions: Mapping[LayerKind, LayerExecution]
-    """Operations of a step for each kind of layer."""
+    """When parameters are gathered and gradients reduced, by kind of layer."""
     data: int
-    """Parts into which the batch is split before tensor axes split it."""
+    """Number of parts that dp and fsdp split the batch into."""
     computes: int
-    """Number shared by all positions with the same computing time and activations."""
+    """Cache key: equal for all positions with the same `Work` for equal rows per data-parallel rank."""
     keeps: int
-    """Number shared by all positions whose parameters cost the same."""
+    """Cache key: equal for all positions with the same `LayerParameters`."""
 
     @property
     def wrapped(self) -> bool:
-        """Whether ``fully_shard`` is around layers, of all kinds or none."""
+        """Return whether ``fully_shard`` wraps the layers; the rule is the same for every kind of layer."""
         return self.executions["block"].wrapped
 
 
 class LayerCosts:
-    """The layers of one model on one machine, each strategy looked up once.
+    """Cached costs of a model's layers on one machine, from its hardware profile and its model profile.
 
-    Raises PlannerError where the profiles lack what a strategy needs.
+    Its methods raise PlannerError if the profiles lack a measurement that a strategy needs.
     """
 
     def __init__(self, config: ViTConfig, hardware: Hardware, model: ModelProfile) -> None:
+        # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
         self.config, self.hardware, self.model = config, hardware.at_pace(model.pace), model
         self.links = Links(self.hardware)
         self.precision = PRECISIONS[model.precision]
@@ -127,53 +132,66 @@ class LayerCosts:
 
     @property
     def peak(self) -> float | None:
-        """FLOPs a second of a device in the dtype of its products; None where they are not known."""
+        """Return the peak FLOPs per second of a device in the compute dtype; None if unknown."""
         return self.hardware.peaks.get(str(self.precision.compute).removeprefix("torch."))
 
     def seat(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
-        """Return everything about a strategy that does not depend on the number of rows."""
+        """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
         if key not in self._seats:
             self._seats[key] = self._seated(*key)
         return self._seats[key]
 
     def work(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
-        """Return the time and memory of a micro-batch of `rows` images per stage."""
+        """Return the time and memory of a micro-batch.
+
+        rows: images of the micro-batch over all ranks of the stage.
+        """
         key = kind, seat.computes, rows // seat.data
         if key not in self._work:
             self._work[key] = self._worked(kind, seat, rows)
         return self._work[key]
 
     def weights(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
-        """Its parameters."""
+        """Return the sizes of a layer's parameters and the cost of gathering and reducing them."""
         key = kind, seat.keeps
         if key not in self._parameters:
             self._parameters[key] = self._weighed(kind, seat)
         return self._parameters[key]
 
     def computing(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> float:
-        """Seconds of computing of a micro-batch of `rows` images over the stage, forward and backward."""
+        """Return the seconds that a rank computes for a micro-batch, forward and backward, without communication.
+
+        rows: images of the micro-batch over all ranks of the stage.
+        """
         here = rows // seat.data / _squares(seat.strategy)
         profile = self._profile(kind, seat)
         return profile.forward.seconds(here) + profile.backward.seconds(here)
 
     def crowd(self, ranks: int) -> float:
-        """How many times longer than profiled a rank computes while `ranks` of a machine do so: GPUs are not shared,
-        and CPU cores are as long as there are enough."""
+        """Return the factor by which a rank computes slower than profiled while `ranks` ranks compute at once.
+
+        1 on GPUs, which ranks do not share. Below 1 if the profile was measured with more processes on the cores.
+        """
         model = self.model
         if model.device == "cuda":
             return 1.0
         here = min(ranks, self.hardware.ranks_per_node)
+        # Threads per core, now and when profiled. Below 1, cores are idle and no rank is slowed down.
         return max(1.0, here * model.threads / model.cores) / max(1.0, model.processes * model.threads / model.cores)
 
     def at_once(self, stage_size: int) -> float:
-        """How many stages of so many ranks a machine computes at a time at full speed."""
+        """Return how many stages of `stage_size` ranks the cores of a node compute at once at full speed.
+
+        Not rounded, may be below 1; infinite on GPUs.
+        """
         model = self.model
         if model.device == "cuda":
             return float("inf")
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
     def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
+        """Compute what `seat` caches."""
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
@@ -191,22 +209,26 @@ class LayerCosts:
         )
 
     def _worked(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
-        here = rows // seat.data / _squares(seat.strategy)  # rows that a tensor-parallel group computes
+        """Compute what `work` caches."""
+        # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
+        here = rows // seat.data / _squares(seat.strategy)
         profile, plain = self._profile(kind, seat), self._profile(kind, seat, checkpoint="none")
         forward, backward = self._traffic(kind, seat.strategy, rows)
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
+            # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
             weight_grad_time=(1 - plain.input_share) * plain.backward.seconds(here),
             skew=(profile.forward.skew(here), profile.backward.skew(here)),
             forward_sent=self._sent(forward, seat.groups),
             backward_sent=self._sent(backward, seat.groups),
             saved=profile.saved.of(here),
+            # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
             workspace=profile.workspace.of(here) + max(self._scratch(t, seat.groups) for t in (forward, backward)),
         )
 
     def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
-        """Return a key for what decides the number of elements on the fullest rank; the order of axes does not."""
+        """Return a cache key for the elements on the fullest rank; the order of the axes does not change them."""
         degrees = strategy.degree("dp"), strategy.degree("fsdp"), strategy.degree("tp")
         return *degrees, strategy.tensor_flag, strategy.zero, strategy.offload
 
@@ -217,9 +239,11 @@ class LayerCosts:
         return self._elements[key]
 
     def _weighed(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
+        """Compute what `weights` caches."""
         elements, groups, precision = self._sizes(kind, seat.strategy), seat.groups, self.precision
         wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
-        offloaded = seat.strategy.offload and self.hardware.device != "cpu"  # there the host is the device
+        # On a CPU, host memory is device memory: offloading saves nothing there.
+        offloaded = seat.strategy.offload and self.hardware.device != "cpu"
         gather = reduce = gathered = unreduced = gathering = reducing = 0.0
         if wrapped or precision.compute is not precision.parameters:
             gathered = elements.compute_numel * precision.compute.itemsize
@@ -229,7 +253,9 @@ class LayerCosts:
             gather = local.gather.seconds * share
             unreduced = elements.compute_numel * precision.reduce.itemsize
             if shards:
-                padded = elements.local_numel * groups.shard.ranks  # every part as long as the longest
+                # FSDP2 pads each shard to the size of the first, so the collectives carry more than compute_numel.
+                padded = elements.local_numel * groups.shard.ranks
+                # Shards are cast to the compute dtype before the all-gather, gradients are reduced in their own dtype.
                 asked, given = padded * precision.compute.itemsize, padded * precision.reduce.itemsize
                 gather += self.links.seconds("all_gather", groups.shard, asked)
                 gathering = self.links.scratch("all_gather", groups.shard, asked)
@@ -237,11 +263,14 @@ class LayerCosts:
                 reducing = self.links.scratch("reduce_scatter", groups.shard, given)
             reduce += local.reduce * share
             if offloaded:
+                # FSDP2 copies a shard to the device in the dtype it is stored in, and casts it there.
                 gather += self._moved(elements.local_numel * precision.parameters.itemsize)
                 reduce += self._moved(elements.local_numel * precision.reduce.itemsize)
         if copies:
+            # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
             size = elements.local_numel * precision.reduce.itemsize
             reduce += self.links.seconds("all_reduce", groups.replicate, size)
+            # One collective follows the other: their buffers do not add up.
             reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
         return LayerParameters(
             elements=elements.local_numel,
@@ -258,7 +287,10 @@ class LayerCosts:
         )
 
     def _moved(self, size: float) -> float:
-        """Seconds between a device and its host."""
+        """Return the seconds to copy `size` bytes between a device and host memory.
+
+        Raises PlannerError if the hardware profile has no such rate.
+        """
         if self.hardware.host is None:
             raise PlannerError(
                 f"{self.hardware.name} has no rate between devices and their host, which +offload needs: profile the "
@@ -267,11 +299,20 @@ class LayerCosts:
         return self.hardware.host.seconds(size)
 
     def update(self, elements: int, offloaded: bool) -> float:
-        """Seconds of the optimizer's step on a rank that has its device for itself."""
+        """Return the seconds of the optimizer's step on `elements` parameters, without the slowdown of shared cores.
+
+        offloaded: whether the optimizer runs on the host.
+        """
         host = self.hardware.host
         return elements * host.update if offloaded and host else self.model.optimizer.seconds(elements)
 
     def _profile(self, kind: LayerKind, seat: PipelinePosition, checkpoint: str | None = None) -> LayerProfile:
+        """Return the measured profile of a layer.
+
+        checkpoint: policy to look up; None for that of the strategy.
+
+        Raises PlannerError if it was not measured.
+        """
         strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"
         wrapped = always_wrapped(seat.tensor) or seat.wrapped
         found = self._layers.get((kind, seat.tensor, policy, wrapped))
@@ -283,15 +324,18 @@ class LayerCosts:
         return found
 
     def _traffic(self, kind: LayerKind, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+        """Return the collectives along tensor axes of a micro-batch, in (forward, backward)."""
         if kind == "block":
             return block_traffic(self.config, strategy, rows)
         return head_traffic(self.config, strategy, rows) if kind == "head" else (Traffic(), Traffic())
 
     def _scratch(self, traffic: Traffic, groups: Groups) -> float:
+        """Return the transient bytes of the largest collective; the collectives run one after the other."""
         along, size = {"j": groups.j, "k": groups.k}, self.precision.compute.itemsize
         return max((self.links.scratch(c.operation, along[c.axis], c.elements * size) for c in traffic), default=0.0)
 
     def _sent(self, traffic: Traffic, groups: Groups) -> float:
+        """Return the seconds of all collectives together."""
         along = {"j": groups.j, "k": groups.k}
         return sum(
             times * self.links.seconds(c.operation, along[c.axis], c.elements * self.precision.compute.itemsize)
@@ -300,13 +344,15 @@ class LayerCosts:
 
 
 def _squares(strategy: Strategy) -> int:
-    """Into how many parts 2.5d splits the rows on top: each is for one of its squares."""
+    """Return the depth d of a 2.5d mesh [d, q, q], which splits the rows over its d squares; 1 for other modes."""
     return dict(strategy.tensor_shape).get("d", 1)
 
 
 def tensor_name(strategy: Strategy) -> str:
-    """The part of a strategy that changes the arithmetic, as model profiles name it: each square of 2.5d computes as
-    one of 2d."""
+    """Return the name of a strategy's tensor-parallel part in model profiles, such as tp4+sp; tp1 for none.
+
+    Each q × q square of 2.5d computes as 2d on q² ranks, so both share a profile.
+    """
     if strategy.tensor_mode == "2.5d":
         return f"tp{dict(strategy.tensor_shape)['i'] ** 2}+2d"
     return f"tp{strategy.degree('tp')}{strategy.tensor_flag}"

@@ -1,6 +1,6 @@
-"""How much memory a rank needs at most: what is alive at every action of a step, in the order of the schedule.
+"""Peak memory of a rank: replay the actions of a step in the schedule's order and record what is alive at each.
 
-The order of a rank's actions does not depend on how long they take, so neither does its memory.
+The order of a rank's actions does not depend on their durations, so memory needs no times.
 """
 
 from __future__ import annotations
@@ -17,46 +17,50 @@ PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "wor
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank at its fullest moment, by what they hold.
-
-    parameters, optimizer: kept for the whole run. gradients: reduced, or waiting to be. gathered: copies of parameters
-    to compute with. activations: kept for backward. workspace: what one layer takes while it computes, and what sending
-    does. buffers: what comes from other stages, and the step's images. reserved: what programs take besides. host: in
-    the host's memory (+offload), not in `total`.
-    """
+    """Bytes of one rank at the moment of its peak, by content."""
 
     parameters: float
+    """Stored parameters, kept for the complete run."""
     optimizer: float
+    """Optimizer state, kept for the complete run."""
     gradients: float
+    """Gradients, reduced or not, and their copies in a reduction."""
     gathered: float
+    """Gathered or 16-bit copies of parameters."""
     activations: float
+    """Activations saved for backward."""
     workspace: float
+    """Transient tensors of the layer that computes, or buffers of a collective."""
     buffers: float
+    """Receive buffers of a pipeline stage, and the step's images."""
     reserved: float = 0.0
+    """Device memory that no plan can use, such as that of the CUDA context."""
     host: float = 0.0
+    """Host memory for +offload; not in `total`."""
 
     @property
     def total(self) -> float:
-        """All of it but what the host keeps."""
+        """Return the bytes of device memory: all `PARTS`."""
         return sum(getattr(self, part) for part in PARTS)
 
 
 @dataclass
 class Held:
-    """Bytes that one rank keeps for its stages throughout a step."""
+    """The stages of one rank with the bytes that it keeps throughout a step."""
 
     stages: Mapping[int, StageCost]
     """Pipeline stages of the rank, by number."""
     moments: float
-    """Bytes that the optimizer keeps for every byte of parameters."""
+    """Bytes of optimizer state per byte of parameters."""
     buffers: float
-    """Bytes of communication buffers."""
+    """Bytes of receive buffers and images."""
     microbatches: int
+    """Micro-batches in the actions that are replayed."""
     reserved: float = 0.0
-    """Bytes of a device that no plan can use."""
+    """Bytes of device memory that no plan can use."""
 
     def at_most(self, actions: Sequence[Sequence[ActionPart]]) -> Memory:
-        """The memory of a rank that does `actions` in order."""
+        """Return the rank's memory at its peak during `actions`, run in order, and the optimizer step after them."""
         layers = [layer for stage in self.stages.values() for layer in stage.layers]
         held = sum(layer.weights.local_bytes for layer in layers if not layer.weights.offloaded)
         host = sum(layer.weights.local_bytes for layer in layers if layer.weights.offloaded)
@@ -74,26 +78,27 @@ class Held:
             workspace=walk.most["workspace"],
             buffers=self.buffers,
             reserved=self.reserved,
-            host=host * (2 + self.moments),
+            host=host * (2 + self.moments),  # parameters, gradients and optimizer state
         )
 
 
 class _Walk:
-    """Goes through a step's actions and remembers the fullest moment."""
+    """Replay of a rank's actions that remembers the peak."""
 
     def __init__(self, stages: Mapping[int, StageCost], microbatches: int) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._saved = {number: sum(layer.work.saved for layer in stage.layers) for number, stage in stages.items()}
         self._backwards = dict.fromkeys(stages, 0)
-        self._whole: dict[tuple[int, int], float] = {}  # gradients by stage and layer
-        self._kept = dict.fromkeys(stages, 0.0)  # copies of parameters, from the first use in the step to the last
-        self._alive = self._gradients = self._gathered = 0.0  # bytes now
+        self._whole: dict[tuple[int, int], float] = {}  # bytes of gradients, by (stage, place of the layer)
+        self._kept = dict.fromkeys(stages, 0.0)  # bytes of gathered copies, from the step's first use to its last
+        self._alive = self._gradients = self._gathered = 0.0  # current bytes; _alive: saved activations
         self.most: dict[str, float] = {}
         self._total = -1.0
+        # (kind, stage, gradient bytes, gathered bytes) -> most activation bytes under which it was replayed
         self._done: dict[tuple[str, int, float, float], float] = {}
 
     def do(self, kind: str, number: int) -> None:
-        """One action for stage `number`."""
+        """Replay one action of stage `number`. kind: F, I, W or B, as in `ActionPart`."""
         if self._is_like_before(kind, number):
             return
         stage = self._stages[number]
@@ -102,24 +107,28 @@ class _Walk:
                 number,
                 sum(layer.weights.gathered for layer in stage.layers if not layer.execution.reshard_after_forward),
             )
-            before = 0.0
+            before = 0.0  # bytes that this micro-batch has saved so far
             for layer in stage.layers:
+                # While its parameters are gathered, the layer has saved nothing yet.
                 self._moment(before, layer.weights.gathering, _passing(layer))
                 before += layer.work.saved
+                # Workspace is measured on top of all that the layer saves.
                 self._moment(before, layer.work.workspace, _passing(layer))
             self._alive += self._saved[number]
         elif kind in ("B", "W"):
             self._backward(number, stage)
-        else:  # the gradients of inputs: activations stay for those of weights
+        else:  # I: activations stay alive for the gradients of weights
             space = max(layer.work.workspace for layer in stage.layers)
             self._moment(0.0, space, max(_passing(layer) for layer in stage.layers))
 
     def _is_like_before(self, kind: str, number: int) -> bool:
-        """Do an action that needs no more than an earlier one did, as most of a step's actions: all it changes is how
-        many activations are alive. Return whether it is one."""
+        """Skip an action that cannot raise the peak, and update only the counts. Return whether it was skipped.
+
+        Most of a step's actions repeat an earlier one with equal gradients and copies, and no more activations alive.
+        """
         backward = kind in ("B", "W")
         if backward and (not self._backwards[number] or self._backwards[number] + 1 == self._microbatches):
-            return False  # the first makes gradients, the last reduces them
+            return False  # the first allocates gradients, the last reduces them
         key = kind, number, self._gradients, self._gathered
         if self._done.get(key, -1.0) < self._alive:
             self._done[key] = self._alive
@@ -132,36 +141,44 @@ class _Walk:
         return True
 
     def done(self) -> None:
-        """The optimizer's step."""
+        """Replay the optimizer's step, which holds gradients and no activations."""
         self._moment()
 
     def _backward(self, number: int, stage: StageCost) -> None:
+        """Replay a backward of stage `number`: each layer computes, then its gradients wait or are reduced."""
         self._backwards[number] += 1
         last = self._backwards[number] == self._microbatches
+        # `left` counts this micro-batch's activations, which backward frees layer by layer.
         left = self._saved[number]
         self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
             here, weights, passing = (number, place), layer.weights, _passing(layer)
+            # The stage's first backward allocates the layer's gradients.
             fresh = (
                 0.0
                 if here in self._whole
                 else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.local_bytes)
             )
             self._moment(left, layer.work.workspace, passing, fresh)
+            # Gathering comes before computing: there is no workspace yet, and no new gradient.
             if layer.execution.gathers_in_backward:
                 self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved
             reduced = layer.execution.reduced
             if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
+                # FSDP2 copies unreduced gradients into the input of the reduce-scatter: both are alive.
                 self._moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)
+                # Offloaded gradients leave the device as soon as they are reduced.
                 self._hold(here, 0.0 if layer.weights.offloaded else weights.local_bytes)
             elif not layer.execution.wrapped:
+                # `GradientSum` copies gradients into one message; a layer without replicas (reduce == 0) sends none.
                 sent = last and weights.reduce
                 self._moment(
                     left, weights.reducing * bool(sent), gradients=fresh + (weights.local_bytes if sent else 0.0)
                 )
                 self._hold(here, weights.local_bytes)
             else:
+                # Gradients that wait for a later reduction keep their unreduced size.
                 self._hold(here, weights.unreduced_grad_bytes)
         if last:
             for place, layer in reversed(list(enumerate(stage.layers))):
@@ -172,17 +189,22 @@ class _Walk:
             self._keep(number, 0.0)
 
     def _hold(self, here: tuple[int, int], gradients: float) -> None:
+        """Set the gradient bytes of the layer `here` = (stage, place)."""
         self._gradients += gradients - self._whole.get(here, 0.0)
         self._whole[here] = gradients
 
     def _keep(self, number: int, copies: float) -> None:
+        """Set the bytes of parameter copies that stage `number` keeps between actions."""
         self._gathered += copies - self._kept[number]
         self._kept[number] = copies
 
     def _moment(
         self, activations: float = 0.0, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0
     ) -> None:
-        """Record a possible peak: current bytes plus these transient bytes."""
+        """Record a possible peak: current bytes plus these transient bytes.
+
+        The breakdown is that of the peak of the total; the parts have their own peaks at other moments.
+        """
         now = self._alive + self._gradients + self._gathered
         total = now + activations + workspace + gathered + gradients
         if total > self._total:
@@ -196,5 +218,9 @@ class _Walk:
 
 
 def _passing(layer: StageLayer) -> float:
-    """Copies of parameters that are there while the layer computes: its own, and the next layer's on their way."""
+    """Return the bytes of gathered copies alive while the layer computes, beyond those kept for the complete step.
+
+    A layer that reshards after forward holds its own copy and that of the next layer, prefetched and taken as equally
+    large.
+    """
     return 2 * layer.weights.gathered if layer.execution.reshard_after_forward else 0.0

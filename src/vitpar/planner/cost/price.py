@@ -1,4 +1,7 @@
-"""Price of a plan: its stages' micro-batches replayed in the schedule's order, and what follows them in the step."""
+"""Price of a plan: seconds and bytes of a step.
+
+Replays the micro-batches of all stages in the schedule's order, then the sums, the norm and the optimizer that follow.
+"""
 
 from __future__ import annotations
 
@@ -22,46 +25,54 @@ from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, i
 from vitpar.strategy.layout import Layout
 
 Travel = tuple[Layout | None, ...]
-"""The layout of tokens in front of each stage and behind the last; None where none travel."""
+"""Layouts of tokens between stages: entry n is the input of stage n. None for the input of the first stage and the
+output of the last."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """A step of a plan.
-
-    seconds: of a step. time: the same for the rank that waits least for others, by what for. memory: of the fullest
-    rank at each place of the pp axis. events: what the places compute, when.
-    """
+    """Predicted time and memory of one step of a plan."""
 
     plan: Plan
+    """The priced plan."""
     batch_size: int
+    """Images of a step over all ranks."""
     seconds: float
+    """Seconds of a step."""
     time: Mapping[str, float]
+    """Breakdown of `seconds` by purpose, on the pipeline rank that waits least for others."""
     memory: tuple[Memory, ...]
+    """Peak memory of the fullest rank at each index of the pp axis."""
     events: tuple[Event, ...]
+    """Actions of the pipeline ranks with their times."""
 
     @property
     def images_per_second(self) -> float:
-        """Global images."""
+        """Return the throughput in images per second over all ranks."""
         return self.batch_size / self.seconds
 
     @property
     def memory_bytes(self) -> float:
-        """Peak bytes of the fullest rank."""
+        """Return the peak bytes of the fullest rank."""
         return max(memory.total for memory in self.memory)
 
     def mfu(self, costs: LayerCosts) -> float | None:
-        """Model FLOPs utilisation, 0 to 1: FLOPs of the model's products over what all devices could compute in the
-        step. None where a device's peak rate is not known."""
+        """Return the model FLOPs utilisation, 0 to 1; None if the peak rate of a device is unknown.
+
+        It is the FLOPs of the model's matrix products over those that all devices could compute in the step.
+        """
         peak = costs.peak
         return peak and costs.config.flops * self.images_per_second / (peak * self.plan.world_size)
 
 
 def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> Price:
-    """The price of `plan`, which is validated for the model and the batch, with default communication settings.
+    """Return the price of a plan under default communication settings.
 
-    moments: bytes that the optimizer keeps for every byte of parameters (2 for AdamW). Raises PlannerError where the
-    profiles lack what the plan needs.
+    plan: validated for the model and the batch.
+    batch_size: images of a step over all ranks.
+    moments: bytes of optimizer state per byte of parameters; 2 for AdamW.
+
+    Raises PlannerError if the profiles lack a measurement that the plan needs.
     """
     batch = batch_arithmetic(plan, batch_size)
     stages = _stages(plan, costs, batch.microbatch_rows)
@@ -75,8 +86,7 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
 
 
 def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> float:
-    """Bytes of the fullest rank, as `Price.memory_bytes` has them, without the time that the step takes: much quicker
-    where there is a pipeline."""
+    """Return `Price.memory_bytes` of a plan without pricing its time, which is much quicker for pipelines."""
     batch = batch_arithmetic(plan, batch_size)
     found = _memory(plan, _stages(plan, costs, batch.microbatch_rows), costs, batch, moments)
     return max(memory.total for memory in found)
@@ -85,10 +95,10 @@ def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float 
 def _memory(
     plan: Plan, stages: list[StageCost], costs: LayerCosts, batch: BatchArithmetic, moments: float
 ) -> tuple[Memory, ...]:
-    """Memory of the fullest rank at each place of the pp axis."""
+    """Return the peak memory of the fullest rank at each index of the pp axis."""
     few = batch.microbatches
     if plan.pipeline_degree == 1:
-        few = min(few, 3)  # the micro-batches after the second are like it
+        few = min(few, 3)  # a first, a middle and a last micro-batch: all between are like the middle one
         order: ActionOrder = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
     else:
         order = actions(plan, batch.microbatches)
@@ -102,7 +112,7 @@ def _memory(
 
 
 def actions(plan: Plan, microbatches: int) -> ActionOrder:
-    """Return the actions of every rank of the plan's pipeline, in order."""
+    """Return the actions of every rank of the plan's pipeline, in order; cached."""
     return _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
 
 
@@ -113,11 +123,14 @@ def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> 
 
 @dataclass
 class _Times:
-    """When the places of the pp axis are done with the last backward and what it sent, and what they did until then."""
+    """Times of a step until gradients are reduced, one entry for each index of the pp axis."""
 
     done: list[float]
+    """Seconds until the last backward and the gradients that it sent are done."""
     spent: list[Spent]
+    """Breakdown of `done` by purpose."""
     events: list[Event]
+    """Actions with their times, of all indices."""
 
 
 def _where(plan: Plan) -> PlacedStrategy:
@@ -126,7 +139,7 @@ def _where(plan: Plan) -> PlacedStrategy:
 
 @lru_cache(maxsize=64)
 def _laid_out(plan: Plan, config: ViTConfig) -> tuple[tuple[tuple[tuple[LayerKind, Strategy], ...], ...], Travel]:
-    """The layers of each stage, and the layouts in which tokens come into stages and leave the last one."""
+    """Return (kind, strategy) of each stage's layers, and the layouts of tokens between stages."""
     strategies = plan.strategies(config.layer_names)
     stages = tuple(tuple((kind_of(name), strategies[name]) for name in names) for names in stage_layers(config, plan))
     travel = (travel_layout(before[-1][1], behind[0][1]) for before, behind in pairwise(stages))
@@ -142,15 +155,20 @@ def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
 
 
 def kind_of(name: str) -> LayerKind:
-    """The kind of the layer called `name`."""
+    """Return the kind of the layer called `name`."""
     return "block" if name.startswith("blocks.") else "embed" if name == "embed" else "head"
 
 
 def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
-    """Without a pipeline. Of many micro-batches those in the middle are alike."""
+    """Replay the micro-batches of a plan without a pipeline.
+
+    turns: factor by which computing takes longer because ranks share cores.
+    """
     streams, skipped = Streams(costs.hardware.overlap, turns), 0.0
     events: list[Event] = []
     for number in range(microbatches):
+        # The middle micro-batches are alike: replay the third, numbered 2, and repeat its duration for the others but
+        # the last. The first gathers for the step, and only from the second on may a backlog of transfers carry over.
         if number == 2 and microbatches > 4:
             before, spent, queued = streams.at, Spent(streams.spent), streams.left
         elif 3 <= number < microbatches - 1 and microbatches > 4:
@@ -158,7 +176,7 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
                 delta = {what: streams.spent[what] - spent[what] for what in streams.spent}
                 length, late = streams.at - before, streams.left - queued
             skipped += length
-            # Where links are slower than computing, what is to be sent grows with every micro-batch.
+            # If links are slower than computing, the backlog of transfers grows with every micro-batch.
             streams.send(late)
             streams.spent.add(delta)
             _mark(events, number, streams.at + skipped - length, streams.at + skipped)
@@ -175,6 +193,7 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
 
 
 def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
+    """Add the events of a micro-batch that was not replayed: a third of its time is forward, as in the FLOPs."""
     middle = begun + (end - begun) / 3
     events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, end)]
 
@@ -182,14 +201,20 @@ def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
 def _pipelined(
     plan: Plan, stages: list[StageCost], order: ActionOrder, microbatches: int, rows: int, costs: LayerCosts
 ) -> _Times:
+    """Replay the actions of a pipeline.
+
+    order: actions of each pipeline rank.
+    rows: images of a micro-batch.
+    """
     at_once = costs.at_once(plan.stage_size)
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
-    overhead = costs.model.microbatch / 2 * alone
+    overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
     found: dict[tuple[str, int, bool], tuple[float, Spent, float]] = {}
 
     def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
-        """Seconds, what for, and seconds that are sent in the background from then on."""
+        """Return (seconds, breakdown, seconds of background transfers still to be sent) of an action."""
+        # The first forward gathers for the complete step, the last backward reduces. All others are alike.
         special = microbatch == (0 if kind == "F" else last)
         key = kind, number, special
         if key not in found:
@@ -201,6 +226,7 @@ def _pipelined(
                 streams.compute(late, "backward")
             else:
                 stage.backward(streams, special)
+            # I is a complete backward without the part that W computes later.
             if kind == "I":
                 streams.at -= late * alone
                 streams.spent["backward"] -= late * alone
@@ -212,6 +238,7 @@ def _pipelined(
         return found[key]
 
     link = pipeline_group(plan, costs.hardware.ranks_per_node)
+    # Bytes of a micro-batch's tokens, of which a rank sends its share.
     whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
     travel = _laid_out(plan, costs.config)[1]
     sent = [_travel_seconds(costs, link, layout[0].share * whole) for layout in travel if layout]
@@ -226,8 +253,10 @@ def _pipelined(
     spent = [Spent() for _ in done]
     for event in sorted(events, key=lambda event: event.start):
         seconds, parts, left = action(event.kind, event.stage, event.microbatch)
+        # An action takes longer than alone while other ranks compute on the same cores.
         stretched = (event.end - event.start) / seconds if seconds else 1.0
         spent[event.pp].add(parts, stretched)
+        # Between the ends of two actions, the transfers that earlier actions left behind progress at full speed.
         queued[event.pp] = max(0.0, queued[event.pp] - (event.end - done[event.pp])) + left
         done[event.pp] = event.end
     done = [end + left for end, left in zip(done, queued, strict=True)]
@@ -239,46 +268,55 @@ def _pipelined(
 
 
 def _travel_seconds(costs: LayerCosts, link: RankGroup, size: float) -> float:
-    # The latency of a message is in the time of a pipeline's action, where that was measured.
+    """Return the seconds to send `size` bytes to the next stage, without what `Hardware.pipeline` includes."""
+    # The measured time of an empty pipeline action includes the latency of its message: do not count it twice.
     least = costs.links.seconds("p2p", link, 1) if costs.hardware.pipeline else 0.0
     return max(0.0, costs.links.seconds("p2p", link, size) - least)
 
 
 def travel_seconds(costs: LayerCosts, stage_size: int, size: float) -> float:
-    """Seconds to send `size` bytes to the next stage, where pp is the outermost axis and stages have so many ranks."""
+    """Return the seconds to send `size` bytes to the next stage, if pp is the outermost axis.
+
+    stage_size: ranks of a stage, and so the distance between the two ranks.
+    """
     return _travel_seconds(costs, neighbours(stage_size, costs.hardware.ranks_per_node), size)
 
 
 def norm_seconds(costs: LayerCosts, ranks: int) -> float:
-    """Seconds in which `ranks` ranks agree on the norm of the gradients."""
+    """Return the seconds in which `ranks` ranks sum the norm of the gradients: one number of 8 bytes."""
     return costs.links.seconds("all_reduce", all_ranks(ranks, costs.hardware.ranks_per_node), 8) if ranks > 1 else 0.0
 
 
 def crowded(at_once: float, pipeline_degree: int) -> float:
-    """Return the factor by which communication overlapped with computing lasts longer when all stages are at work.
+    """Return the factor, at most 1, that shortens an action's communication before `replay` stretches the action.
 
-    Sending was measured with all ranks sending, computing with one rank to a core.
+    `replay` stretches actions while more ranks are at work than the cores can serve. Communication was measured with
+    all ranks sending, so its profile includes that slowdown already.
     """
     return min(1.0, at_once / pipeline_degree)
 
 
 COMPUTED = ("forward", "backward", "other", "uneven")
-"""Parts of a step's time that occupy a core."""
+"""Parts of a step's time that were measured with a core for each rank."""
 
 
 def _finished(
     plan: Plan, stages: list[StageCost], times: _Times, costs: LayerCosts
 ) -> tuple[float, Spent, tuple[Event, ...]]:
-    """After the last backward: partial gradients are added up, then the norm over all ranks, then the optimizer."""
+    """Return (seconds of the step, their breakdown, events) after what follows the last backward.
+
+    That is the sum of partial gradients over tensor axes, the norm of the gradients, and the optimizer.
+    """
     where = _where(plan)
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[RankGroup, int] = defaultdict(int)
-        elements = {False: 0, True: 0}  # by whether they are offloaded
+        elements = {False: 0, True: 0}  # parameter elements, by whether they are offloaded
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements[layer.weights.offloaded] += layer.weights.elements
                 groups = costs.seat(layer.strategy, where).groups
+                # One message per group: all layers of the same groups share it.
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
@@ -286,6 +324,7 @@ def _finished(
         ends.append(end + added)
         updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
         optimizer.append(sum(updates) * costs.crowd(plan.world_size))
+    # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
     norm = norm_seconds(costs, plan.world_size)
     seconds = max(ends) + norm + max(optimizer)
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
@@ -296,8 +335,11 @@ def _finished(
 
 
 def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[float]:
-    """Bytes of each stage: the step's images where they go in, and what torch keeps ready to receive of every
-    micro-batch."""
+    """Return the bytes that each stage keeps throughout: receive buffers and, for the first stage, the step's images.
+
+    torch allocates receive buffers for every micro-batch: of activations from the previous stage, and of gradients from
+    the next.
+    """
     config, itemsize = costs.config, costs.precision.compute.itemsize
     stages, travel = _laid_out(plan, config)
     whole = batch.microbatches * batch.microbatch_rows * config.tokens * config.embed_dim * itemsize

@@ -1,15 +1,18 @@
-"""The layers of one pipeline stage: how long a rank takes for a micro-batch, forward and backward; and from the same
-pieces what a layer takes at least in any plan, by which a search bounds plans.
+"""Cost of one pipeline stage: replay the forward and backward of a micro-batch on one rank.
 
-What is sent beside computing is as the runtime sends it:
+`least_load` sums the same terms into lower bounds of a layer's cost, by which the search skips plans.
 
-| what                                 | on a CPU (gloo)   | on GPUs (nccl)                                |
-|--------------------------------------|-------------------|-----------------------------------------------|
-| activations along tensor axes,       | the rank waits    | the rank waits                                |
-| between unlike layouts               |                   |                                               |
-| gathering parameters                 | the rank waits    | beside the layer before                       |
-| gradients of wrapped layers          | the rank waits    | beside the next layers; under pp it waits     |
-| gradients of plain layers            | beside the next layers; at the end where backward is split        |
+Communication overlaps with computing where the runtime overlaps it:
+
+| communication                             | on a CPU (gloo)     | on GPUs (nccl)                                    |
+|-------------------------------------------|---------------------|---------------------------------------------------|
+| activations: along tensor axes            | blocks              | blocks                                            |
+| activations: between different layouts    | blocks              | blocks                                            |
+| all-gather of parameters                  | blocks              | overlaps with the previous layer                  |
+| gradients of layers under ``fully_shard`` | blocks              | overlaps with the following layers; blocks in a   |
+|                                           |                     | pipeline, at the end of the step                  |
+| gradients of other layers                 | overlaps with the following layers; at the end of the step if the       |
+|                                           | schedule splits backward                                                |
 """
 
 from __future__ import annotations
@@ -28,30 +31,39 @@ from vitpar.strategy.layout import Layout, received_share
 
 @dataclass(frozen=True)
 class StageLayer:
-    """One layer of a stage. execution: what a step does with its parameters and gradients. moved: seconds to
-    redistribute what comes in, forward and backward."""
+    """One layer of a stage with its costs."""
 
     kind: LayerKind
+    """Stem, block or head."""
     strategy: Strategy
+    """Strategy of the layer."""
     work: Work
+    """Time and memory of one micro-batch."""
     weights: LayerParameters
+    """Sizes and communication of the parameters."""
     execution: LayerExecution
+    """When parameters are gathered and gradients reduced."""
     moved: tuple[float, float] = (0.0, 0.0)
+    """Seconds to redistribute the layer's input: (activations in forward, their gradients in backward)."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """The layers of a stage as a rank runs them.
-
-    after: seconds to redistribute what goes out. in_order: whether communication waits for nothing else (gloo).
-    """
+    """The layers of a stage in order, as one rank runs them."""
 
     layers: tuple[StageLayer, ...]
+    """Layers in forward order."""
     after: tuple[float, float] = (0.0, 0.0)
+    """Seconds to redistribute the stage's output: (activations in forward, their gradients in backward)."""
     in_order: bool = False
+    """Whether ``fully_shard`` communicates without overlap, as on gloo."""
 
     def forward(self, streams: Streams, first: bool) -> None:
-        """A micro-batch. first: of the step."""
+        """Replay the forward of one micro-batch.
+
+        streams: clock to advance.
+        first: whether it is the first micro-batch of the step.
+        """
         gathers = [
             layer.execution.wrapped and (first or layer.execution.gathers_every_forward) for layer in self.layers
         ]
@@ -66,6 +78,7 @@ class StageCost:
     def backward(self, streams: Streams, last: bool) -> None:
         """Replay the backward of one micro-batch.
 
+        streams: clock to advance.
         last: whether it is the last micro-batch of the step.
         """
         gathers = [layer.execution.gathers_in_backward for layer in self.layers]
@@ -80,22 +93,33 @@ class StageCost:
             streams.block(layer.moved[1], "redistribution")
         if last:
             at_end = [layer for layer in self.layers if layer.execution.reduced == "end of step"]
+            # torch's schedules reduce FSDP modules after the stage's last backward: no computing is left to overlap.
             streams.block(sum(layer.weights.reduce for layer in at_end if layer.execution.wrapped), "gradients")
+            # Other layers start asynchronous all-reduces, which outlast the action: `price` adds what is left of them.
             for layer in at_end:
                 if not layer.execution.wrapped:
                     streams.send(layer.weights.reduce)
 
     def late(self, first: bool) -> float:
-        """Seconds of backward that may come later than the rest. first: whether it is the first stage, which computes
-        all of it then."""
+        """Return the seconds of backward that a schedule with split backward runs in the weight-gradient action (W).
+
+        first: whether it is the pipeline's first stage.
+        """
+        # torch's first stage has no gradients of inputs to send: it skips I and runs its complete backward as W.
         return sum(layer.work.backward if first else layer.work.weight_grad_time for layer in self.layers)
 
     def _gather(self, streams: Streams, jobs: dict[int, Transfer], gathers: list[bool], number: int, way: int) -> None:
-        """Wait for the parameters of a layer, and ask for those of the next."""
+        """Wait for the gathered parameters of layer `number`, and start gathering those of the next.
+
+        jobs: transfers started so far, by layer; updated.
+        gathers: by layer, whether this pass gathers it.
+        way: +1 in forward, -1 in backward.
+        """
         if self.in_order:
             if gathers[number]:
                 streams.block(self.layers[number].weights.gather, "gather")
             return
+        # FSDP2 fetches one layer ahead: the next layer's all-gather runs while this layer computes.
         for wanted in (number, number + way):
             if 0 <= wanted < len(gathers) and gathers[wanted] and wanted not in jobs:
                 jobs[wanted] = streams.send(self.layers[wanted].weights.gather)
@@ -103,7 +127,9 @@ class StageCost:
                 streams.wait(jobs[number], "gather")
 
     def _reduce(self, streams: Streams, layer: StageLayer, last: bool) -> None:
+        """Reduce a layer's gradients if that is due right after its backward."""
         if layer.execution.reduced == "every micro-batch" or (last and layer.execution.reduced == "last micro-batch"):
+            # Layers without fully_shard use asynchronous all-reduces, which overlap on gloo too.
             if layer.execution.wrapped and self.in_order:
                 streams.block(layer.weights.reduce, "gradients")
             else:
@@ -119,10 +145,13 @@ def build_stage(
     taken: Layout | None = None,
     given: Layout | None = None,
 ) -> StageCost:
-    """The stage of `layers`, in order, for micro-batches of `rows` images.
+    """Return the cost of a stage.
 
-    taken, given: the layouts in which tokens come from the stage before and go on to the next, None where there is
-    none.
+    layers: (kind, strategy) of each layer in forward order.
+    rows: images of a micro-batch over all ranks of the stage.
+    where: position in the pipeline.
+    taken: layout of the tokens received from the previous stage; None for the first stage.
+    given: layout of the tokens sent to the next stage; None for the last stage.
     """
     found, layout = [], taken
     for kind, strategy in layers:
@@ -149,7 +178,12 @@ def build_stage(
 def moving(
     costs: LayerCosts, source: Layout | None, target: Layout, rows: int, stage: RankGroup
 ) -> tuple[float, float]:
-    """Seconds to redistribute a micro-batch's tokens, forward and the gradients backward."""
+    """Return the seconds to redistribute a micro-batch's tokens: (activations forward, their gradients backward).
+
+    source: None for embed, whose images are loaded in the layout that it takes.
+    rows: images of the micro-batch over all ranks of the stage.
+    stage: the ranks of the stage, which exchange tokens.
+    """
     if source is None or source == target:
         return 0.0, 0.0
     whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
@@ -158,29 +192,32 @@ def moving(
 
 
 def _exchanged(links: Links, stage: RankGroup, received: float) -> float:
-    """The link's size is what a rank holds, of which it receives all but its own part."""
+    """Return the seconds of an all-to-all in which the busiest rank receives `received` bytes."""
+    # An all_to_all link counts the bytes that a rank holds, of which it receives (n - 1) / n. A stage of one rank has
+    # only one layout, so n > 1.
     return links.seconds("all_to_all", stage, received * stage.ranks / (stage.ranks - 1))
 
 
 @dataclass(frozen=True)
 class Load:
-    """Lower bounds of one layer's time and memory, which add up over layers."""
+    """Lower bounds of one layer's time and memory. All but `working`, `fresh` and `working_once` add up."""
 
     forward: float = 0.0
-    """Seconds of computing forward."""
+    """Seconds of computing per micro-batch in forward."""
     computes: float = 0.0
-    """Seconds of computing forward and backward, with the mean skew between ranks where they meet after every action.
+    """Seconds of computing per micro-batch in forward and backward; in a pipeline with the wait for the slowest rank.
     """
     late: float = 0.0
-    """Seconds of backward that a zero-bubble schedule may run later."""
+    """Seconds per micro-batch of gradients of weights, which a zero-bubble schedule may run later."""
     waits: float = 0.0
-    """Seconds of waiting per micro-batch."""
+    """Seconds of blocking communication per micro-batch."""
     once: float = 0.0
-    """Seconds once per step, those of the optimizer included."""
+    """Seconds of the optimizer per step."""
     waits_once: float = 0.0
-    """Seconds of waiting for other ranks once per step."""
+    """Seconds of blocking communication once per step."""
     edge: float = 0.0
-    """Seconds once per step that nothing overlaps: gathering the first layer, reducing its gradients."""
+    """Seconds once per step of embed's communication that nothing overlaps: the first gather and the last reduction.
+    """
     sent_each: float = 0.0
     """Seconds of background communication per micro-batch."""
     sent_once: float = 0.0
@@ -190,22 +227,21 @@ class Load:
     sent_late: float = 0.0
     """Seconds of `sent_once` that begin in the last micro-batch's backward."""
     kept: float = 0.0
-    """Bytes kept all the time."""
+    """Bytes of parameters and optimizer state, kept for the complete run."""
     reduced: float = 0.0
     """Bytes of gradients when the optimizer steps."""
     gathered: float = 0.0
-    """Bytes kept during a step."""
+    """Bytes of parameter copies kept during a complete step."""
     gradients: float = 0.0
-    """Bytes of gradients after the first backward."""
+    """Bytes of gradients kept between the step's backwards."""
     saved: float = 0.0
     """Bytes per micro-batch kept between forward and backward."""
     working: float = 0.0
-    """Transient bytes while the layer's backward is computed or its gradients are reduced; these do not add up over
-    layers."""
+    """Transient bytes at the peak of the layer's backward or reduction, in a step of several backwards."""
     fresh: float = 0.0
     """Transient bytes of new gradients in the step's first backward."""
     working_once: float = 0.0
-    """`working` and `fresh` together, for a step with a single backward."""
+    """Transient bytes at the peak of the layer's backward or reduction, in a step with a single backward."""
 
 
 def least_load(
@@ -217,12 +253,12 @@ def least_load(
     update: float,
     pipelined: bool,
 ) -> Load:
-    """Return the least that a layer costs in any plan: the pieces that `StageCost` replays, at the same times.
+    """Return lower bounds of a layer's cost in any plan, from the terms that `StageCost` and `memory` replay.
 
-    rows: images of a micro-batch per stage.
-    moments: bytes that the optimizer keeps for every byte of parameters.
+    rows: images of a micro-batch over all ranks of the stage.
+    moments: bytes of optimizer state per byte of parameters.
     update: seconds of the optimizer per element on the device.
-    pipelined: whether there are other stages.
+    pipelined: whether the plan has several stages.
     """
     work, weights, execution = costs.work(kind, seat, rows), costs.weights(kind, seat), seat.executions[kind]
     in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"
@@ -230,6 +266,8 @@ def least_load(
     gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
     waits = work.forward_sent + work.backward_sent
     once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
+    # The step's first gather and last reduction are embed's: no layer computes before the one or after the other.
+    # On a CPU, wrapped layers block anyway and are counted in waits and waits_once.
     if kind == "embed" and not pipelined:
         edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
     if not execution.wrapped:
@@ -243,8 +281,13 @@ def least_load(
         sent_early = gathers_once
         sent_once = sent_early + sent_late
         once = weights.reduce * (execution.reduced == "end of step")
-    if pipelined:  # the ranks meet after every action, where layers' skews add up as random numbers do
+    if pipelined:
+        # Ranks meet after every action, late by sqrt(sum of skew²). Over n layers that is at least sum(skew) / sqrt(n)
+        # (Cauchy-Schwarz), which adds up over layers as a bound must; no stage has more than depth + 2 layers.
         skew = sum(work.skew) / (costs.config.depth + 2) ** 0.5
+    # The terms below are those of `memory._Walk`: two gathered copies while one layer computes and the next is fetched,
+    # and gradients twice during a reduction, as they are and as the collective's buffer. By then the layer's saved
+    # activations are freed, hence their subtraction.
     workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
     fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.local_bytes, 0.0
     if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:

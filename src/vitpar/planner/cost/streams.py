@@ -1,4 +1,4 @@
-"""Two streams of a rank, computing and communication, that slow each other down while they overlap."""
+"""Clock of one rank with a computing and a communication stream, which slow each other down while both are busy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from vitpar.planner.profile.profiles import Overlap
 
 
 class Spent(defaultdict[str, float]):
-    """Seconds by what for."""
+    """Seconds by purpose, such as "forward" or "gather"; 0 for purposes not yet seen."""
 
     def __init__(self, parts: Mapping[str, float] = {}) -> None:
         super().__init__(float, parts)
 
     def add(self, parts: Mapping[str, float], times: float = 1.0) -> None:
-        """More of it, `times` over."""
+        """Add `times` times the seconds of `parts`."""
         for what, seconds in parts.items():
             self[what] += times * seconds
 
 
 class Transfer:
-    """Something to be sent in the background. left: seconds, were it alone."""
+    """A background transfer. `left` holds its remaining seconds, at full speed."""
 
     __slots__ = ("left",)
 
@@ -30,10 +30,12 @@ class Transfer:
 
 
 class Streams:
-    """A clock that goes on while a rank computes and waits. What is sent in the background goes in order.
+    """Clock of a rank: `at` holds the seconds so far, `spent` the same seconds by purpose.
 
-    overlap: how much slower both are at the same time; None for not at all. share: how many ranks take turns on a core,
-    for what is computed. at: seconds so far. spent: the same by what for.
+    Background transfers run one after the other, in the order in which they were sent.
+
+    overlap: factors by which computing and communication slow down while both are busy; None for 1.
+    share: factor by which computing takes longer because ranks share cores.
     """
 
     def __init__(self, overlap: Overlap | None, share: float = 1.0) -> None:
@@ -46,29 +48,35 @@ class Streams:
         self.spent = Spent()
 
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
-        """Compute for so long, were nothing sent meanwhile. skew: seconds by which the slowest rank takes longer."""
+        """Compute, while background transfers progress.
+
+        seconds: duration without transfers, on a core that is not shared.
+        what: purpose to book the time under.
+        skew: seconds by which the slowest rank takes longer; paid at the next `meet`.
+        """
         self._variance += (skew * self._share) ** 2
         begun, seconds = self.at, seconds * self._share
         while seconds > 0 and self._queue:
             job = self._queue[0]
+            # Both streams are busy, each at its slower speed, for `both` seconds: until one of them has finished.
             both = min(seconds * self._compute, job.left * self._communication)
             seconds -= both / self._compute
             job.left -= both / self._communication
             self.at += both
-            if job.left <= 1e-15:
+            if job.left <= 1e-15:  # rounding can leave a residue of a finished transfer
                 self._queue.popleft()
         self.at += max(0.0, seconds)
         self.spent[what] += self.at - begun
 
     def send(self, seconds: float) -> Transfer:
-        """Send in the background what takes so long alone."""
+        """Queue a background transfer that takes `seconds` at full speed, and return it."""
         job = Transfer(seconds)
         if seconds > 0:
             self._queue.append(job)
         return job
 
     def wait(self, job: Transfer, what: str) -> None:
-        """Until it is sent, with all before it."""
+        """Wait until `job` and all transfers queued before it are done; all of the time is booked under `what`."""
         while job.left > 0 and self._queue:
             first = self._queue.popleft()
             self.at += first.left
@@ -76,15 +84,18 @@ class Streams:
             first.left = 0.0
 
     def meet(self) -> None:
-        """Wait for the slowest rank. Which rank is slow changes from layer to layer, so that over many layers they
-        differ as independent random numbers do."""
+        """Wait for the slowest rank, by the skews since the last meeting."""
+        # A different rank is slow in each layer: delays are independent, so their variances add up, not the delays.
         late = self._variance**0.5
         self._variance = 0.0
         self.at += late
         self.spent["uneven"] += late
 
     def block(self, seconds: float, what: str) -> None:
-        """Do nothing else for so long, as in a collective whose result is needed at once."""
+        """Wait `seconds` without computing, as for a collective whose result is needed at once.
+
+        Background transfers make no progress meanwhile. Ranks meet first, unless `seconds` is 0.
+        """
         if seconds > 0:
             self.meet()
         self.at += seconds
@@ -92,5 +103,5 @@ class Streams:
 
     @property
     def left(self) -> float:
-        """Seconds until all is sent that was given to the background."""
+        """Return the seconds that the queued background transfers still take at full speed."""
         return sum(job.left for job in self._queue)

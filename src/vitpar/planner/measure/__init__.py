@@ -1,2 +1,1 @@
-"""Fills the records of ``vitpar.planner.profile`` by running and timing. The only part of the planner that needs
-devices."""
+"""Measurement of profiles and plans. The only part of the planner that needs devices."""

@@ -1,8 +1,7 @@
-"""Durations of what several processes do at the same time, as if their cores were always equally fast.
+"""Timing of work that several processes do at the same time, corrected for changes in the speed of CPU cores.
 
-On a machine whose cores others use too, the same instructions take up to twice as long as a second ago, and plans that
-are measured minutes after a profile meet another machine. So everything that is timed on a CPU is timed beside a fixed
-piece of work (`CpuSpeedProbe`), and given as if that had always taken equally long.
+On a machine whose cores other programs share, the same instructions may take twice as long a second later. So each
+reading on a CPU is taken between two runs of a fixed piece of work (`CpuSpeedProbe`) and scaled to its usual duration.
 """
 
 from __future__ import annotations
@@ -28,16 +27,18 @@ from vitpar.launch.resources import cpu_cores
 from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.planner.profile.profiles import Timing
 
-SHORTEST = 1e-3  # seconds between two readings at least: what is shorter is repeated
-FEWEST, MOST = 5, 25  # readings of a point, or of what is repeated three readings
-PACES = 25  # readings of the pace at first
+SHORTEST = 1e-3  # seconds of a reading at least: shorter work is repeated within it
+FEWEST, MOST = 5, 25  # readings of a point; work that is repeated within a reading needs only three
+PACES = 25  # runs of the speed probe that define the pace
 Progress = Callable[[int, int, str], None]
-"""Called with (points done, points in all, what is measured next)."""
+"""Callback that receives (points done, points in total, name of the next point)."""
 
 
 class CpuSpeedProbe:
-    """An MLP, forward and backward, that fits into no core's own caches: slowed down by what slows down a ViT's layers,
-    as products alone are not."""
+    """A fixed piece of CPU work: forward and backward of an MLP that exceeds a core's private caches.
+
+    So it slows down with memory traffic as a ViT's layers do; matrix products alone would not.
+    """
 
     def __init__(self, rows: int = 512, width: int = 128) -> None:
         layers = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -45,7 +46,8 @@ class CpuSpeedProbe:
         self._parameters = tuple(self._mlp.parameters())
 
     def read(self) -> float:
-        """Seconds of a core that the work takes, some thousandths: not those in which our other processes have it."""
+        """Run the work once and return its CPU seconds, a few thousandths."""
+        # CPU time of this thread: time in which other processes of ours hold the core does not count.
         begun = time.thread_time()
         torch.autograd.grad(self._mlp(self._x).sum(), self._parameters)
         return time.thread_time() - begun
@@ -53,24 +55,24 @@ class CpuSpeedProbe:
 
 STAT = Path("/proc/stat")
 BUSY = (0, 1, 2, 5, 6, 7)
-"""Columns of a core in `STAT` in which it worked for somebody: user, nice, system, interrupts, and steal, which other
-virtual machines took. Source: proc_stat(5)."""
+"""Columns of a core in `STAT` that count busy time: user, nice, system, irq, softirq, steal (other virtual machines).
+Source: proc_stat(5)."""
 
 
 @dataclass(frozen=True)
 class CoreUse:
-    """CPU seconds so far, on the cores that this process may run on."""
+    """CPU seconds used until now on the cores that this process may run on."""
 
     busy: float
     """CPU seconds of all programs, other virtual machines included."""
     own: float
     """CPU seconds of this process."""
     capacity: float
-    """CPU seconds that the cores could have given, from an arbitrary start."""
+    """CPU seconds that the cores could have provided, from an arbitrary start."""
 
     @classmethod
     def read(cls, stat: Path = STAT) -> Self | None:
-        """The use by now; None where the system does not tell."""
+        """Return the use until now; None where `stat` is missing or shows only zeros."""
         try:
             lines = [line.split() for line in stat.read_text().splitlines()]
             cores = [f"cpu{number}" for number in os.sched_getaffinity(0)]
@@ -82,15 +84,16 @@ class CoreUse:
         return cls(sum(ticks) / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic() * len(cores))
 
     def since(self, before: Self) -> tuple[float, float, float]:
-        """Seconds after `before`: of all programs, of this process, and of the cores together."""
+        """Return the (busy, own, capacity) seconds since the reading `before`."""
         return self.busy - before.busy, self.own - before.own, self.capacity - before.capacity
 
 
 def others_share(ranks: Iterable[tuple[str, float, float, float]]) -> float | None:
-    """The share of the cores, 0 to 1, that programs other than the ranks used, on the machine where it was most.
+    """Return the share of the cores, 0 to 1, that programs other than the ranks used; the largest over all machines.
 
-    ranks: the machine of each rank and what `CoreUse.since` returned there. None where they took less than a few ticks
-    of the system's clock.
+    ranks: for each rank, its machine and the three numbers that `CoreUse.since` returned there.
+
+    Returns None if the measurement was too short for the ticks of the system's clock.
     """
     machines: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for machine, *times in ranks:
@@ -104,7 +107,10 @@ def others_share(ranks: Iterable[tuple[str, float, float, float]]) -> float | No
 
 
 def load_share() -> float | None:
-    """The share of the cores that programs used in the last minute, by the load average; for systems without `STAT`."""
+    """Return the share of the cores used in the last minute, 0 to 1, by the load average; None if it is unknown.
+
+    For systems without `STAT`.
+    """
     try:
         return min(1.0, os.getloadavg()[0] / cpu_cores())
     except (OSError, AttributeError):
@@ -112,35 +118,36 @@ def load_share() -> float | None:
 
 
 class ClockedRanks:
-    """The ranks of the world. The slowest counts: what they do together ends when it has."""
+    """The ranks of the world as one clock: the slowest rank's time counts, since collectives end for all together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def meet(self) -> None:
-        """Wait for the others."""
+        """Wait until all ranks have arrived."""
         if dist.get_world_size() > 1:
             barrier()
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
-        """Return the figures that count over all processes, one by one, and by how much the slowest exceeded them;
-        equal on all ranks."""
+        """Return (maximum over the ranks of each number, zeros as skews); equal on all ranks."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         all_reduce_(found, dist.ReduceOp.MAX)
         return found.tolist(), [0.0] * len(seconds)
 
     def mean(self, seconds: list[float]) -> list[float]:
-        """The mean of all processes' figures, one by one; equal for all."""
+        """Return the mean over the ranks of each number; equal on all ranks."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         all_reduce_(found)
         return (found / dist.get_world_size()).tolist()
 
 
 class Neighbours:
-    """Processes that share a machine but no process group: each may run in a world of its own.
+    """Processes on one machine as one clock, without a process group: each may be in a different, fake world.
 
-    The mean counts, since layers do not wait for other ranks; where something does, it waits for the slowest. Methods
-    are those of `ClockedRanks`.
+    The mean over the processes counts, since layers do not wait for other ranks. The skew is how much the slowest
+    exceeds the mean, which counts where ranks wait for each other. Methods are those of `ClockedRanks`.
+
+    store: exchanges the numbers; None for a single process.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
@@ -165,7 +172,11 @@ class Neighbours:
 
 
 class Clock:
-    """Times functions that all of `together` call at once. seconds: to spend on each point, about."""
+    """Timer of functions that several processes call at the same time.
+
+    together: the processes.
+    seconds: approximate time to spend on each point.
+    """
 
     def __init__(self, device: torch.device, together: ClockedRanks | Neighbours, seconds: float) -> None:
         self.device, self._together, self._seconds = device, together, seconds
@@ -174,20 +185,24 @@ class Clock:
 
     @cached_property
     def pace(self) -> float:
-        """Seconds of `CpuSpeedProbe` in all that is timed; 0 on GPUs. Collective on first use."""
+        """Return the seconds of `CpuSpeedProbe` that all timings are scaled to; 0 on GPUs. Collective on first use."""
         return statistics.fmean(self._together.mean([self._paced() for _ in range(PACES)]))
 
     @property
     def usual(self) -> float:
-        """Mean seconds of the speed probe over all measurements so far."""
+        """Return the mean seconds of the speed probe over all readings until now."""
         return statistics.fmean(self._paces)
 
     def timing(self, size: int, work: Callable[[], object]) -> Timing:
-        """How long `work` takes, in the middle of several times. Collective; equal for all."""
+        """Return the timing of `work`, the median of several readings. Collective; equal on all processes.
+
+        size: size to record in the timing.
+        """
         return self.timings(size, work)[0]
 
     def timings(self, size: int, *phases: Callable[[], object]) -> tuple[Timing, ...]:
         """Return the timings of several functions that run one after the other, such as forward and backward."""
+        # The first call allocates and compiles; it is not timed.
         for phase in phases:
             phase()
         once, _ = self._together.agree(self._read(phases, 1))
@@ -199,17 +214,16 @@ class Clock:
         return tuple(_timing(size, agreed[n::each], statistics.median(more[n::each])) for n in range(each))
 
     def middle(self, read: Callable[[], float], samples: int = 7) -> float:
-        """The median of what `read` returns. Collective."""
+        """Return the median of the seconds that `read` returns over `samples` calls. Collective."""
         return statistics.median(row[0] for row in self._readings(samples, lambda: [read()])[0])
 
     def computed(self) -> None:
-        """Wait until the device has computed what it was given; it may still be sending."""
+        """Wait until the device has finished computing; communication on other streams may continue."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def _readings(self, samples: int, read: Callable[[], list[float]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the seconds that count over all processes and how much more the slowest took, both scaled to our speed
-        probe."""
+        """Return (seconds, skews) of each reading, combined over the processes and scaled to the usual pace."""
         pace, rows, paces = self.pace, [], [self._paced()]
         for _ in range(samples):
             self._together.meet()
@@ -218,6 +232,7 @@ class Clock:
         found = self._together.agree([seconds for row in rows for seconds in row])
         paces = self._together.mean(paces)
         self._paces += paces
+        # Each reading is scaled by the probe's mean before and after it.
         factors = [2 * pace / (before + after) if pace else 1.0 for before, after in pairwise(paces)]
         each = len(rows[0])
         agreed, more = (
@@ -227,13 +242,15 @@ class Clock:
         return agreed, more
 
     def _paced(self) -> float:
+        """Run the speed probe on all processes at once; 0 on GPUs."""
         if self._work is None:
             return 0.0
-        self._together.meet()  # or who is done would take the core from who is not
+        # A process that is done must not run the probe on a core while another still measures on it.
+        self._together.meet()
         return self._work.read()
 
     def _read(self, phases: tuple[Callable[[], object], ...], times: int) -> list[float]:
-        """Seconds that each phase takes `times` times."""
+        """Return the seconds of each phase, each called `times` times in a row."""
         taken = []
         for phase in phases:
             begun = self._now()

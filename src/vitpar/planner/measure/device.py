@@ -1,4 +1,4 @@
-"""A device: its name, its memory, and how much of that this process takes."""
+"""Name and memory of a device, and the memory that this process uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's."""
+    """Return the name of the GPU or the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -27,20 +27,20 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All of the GPU's memory, or of the machine's."""
+    """Return the bytes of memory of the GPU, or of the complete machine for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def date_and_versions() -> dict[str, str]:
-    """When something is measured, and under which versions: notes of a profile."""
+    """Return notes for a profile: today's date (UTC) and the versions of torch and Python."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     return {"date": date, "torch": torch.__version__, "python": platform.python_version()}
 
 
 class Peak:
-    """The most bytes since this was made. None where the system does not tell (it does on GPUs and under Linux)."""
+    """Peak memory of this process since the object was created, on GPUs and under Linux."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,20 +50,21 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
             self._before: int | None = torch.cuda.memory_allocated(device)
         else:
+            # Freed memory that the allocator keeps would hide growth of the resident size.
             if hasattr(ctypes.CDLL(None), "malloc_trim"):
                 ctypes.CDLL(None).malloc_trim(0)
             self._before = _resident("VmRSS")
 
     def forget(self) -> None:
-        """Only what comes from here on counts, beside what was there at first."""
+        """Reset the peak to the current use; `grown` still counts from the object's creation."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif Path("/proc/self/clear_refs").exists():
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
     @property
     def grown(self) -> int | None:
-        """Bytes more than at first."""
+        """Return the peak bytes above those at creation; None where the system does not report them."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device) - (self._before or 0)
@@ -80,9 +81,9 @@ def _resident(key: str) -> int | None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered: how many bytes of what operations made since then are still there, and were at most.
+    """Counter of the live bytes of tensors that operations allocate while the mode is active.
 
-    What an operation takes and gives back within itself is not seen. Compiled code runs uncompiled meanwhile.
+    Memory that an operation allocates and frees internally is not seen. Compiled code runs uncompiled in this mode.
     """
 
     def __init__(self) -> None:
@@ -92,12 +93,12 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes that are there."""
+        """Return the bytes that are live now."""
         self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
         return sum(size for _, size in self._storages.values())
 
     def restart(self) -> None:
-        """Forget the most so far."""
+        """Reset the peak."""
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,6 +107,7 @@ class LiveBytes(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
+                # Views and in-place results share the storage of an input, which is no new memory.
                 if storage._cdata not in given:
                     self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.most = max(self.most, self.now)
@@ -113,23 +115,23 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """Bytes that were requested from a GPU's allocator, by compiled code and inside operations too."""
+    """Counter of the bytes requested from a GPU's caching allocator, by compiled code and inside operations too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
 
     @property
     def now(self) -> int:
-        """Bytes that are there."""
+        """Return the bytes that are live now."""
         return self._asked("current")
 
     @property
     def most(self) -> int:
-        """Bytes that were there at most."""
+        """Return the peak of the live bytes since the last restart."""
         return self._asked("peak")
 
     def restart(self) -> None:
-        """Forget the most so far."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def __enter__(self) -> Self:

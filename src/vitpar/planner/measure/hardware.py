@@ -1,14 +1,18 @@
-"""Measures a `Hardware` profile. Every rank of the world takes part, and all compute and send at the same time, as they
-do in training: on a machine whose ranks share cores, caches or links that is slower than one alone.
+"""Measurement of a `Hardware` profile, collectively over all ranks of the world.
 
-1. what memory ranks take besides tensors, and every operation in every group of the world: all sizes and strides
-   that divide it
+All ranks compute and communicate at the same time, as in training: where ranks share cores, caches or links, that is
+slower than one rank alone. Measured in this order:
+
+1. memory of a rank apart from tensors; transient memory of every operation in every group (all sizes and strides that
+   divide the world)
 2. products of square matrices, by dtype and size
-3. a copy of a large tensor
-4. how long every operation takes in every group
-5. the slow-down of products and of an all-reduce that run beside each other
-6. on GPUs, copies between them and the host, and the optimizer there
-7. a pipeline of two stages that compute nothing
+3. copies of tensors
+4. time of every operation in every group
+5. slow-down of matrix products and of all-reduces that run at the same time
+6. on GPUs, copies from host memory, and AdamW on the host
+7. actions of an empty pipeline of two stages
+
+Memory comes first: once large tensors were freed, new ones reuse their memory and the peaks no longer show.
 """
 
 from __future__ import annotations
@@ -38,22 +42,27 @@ from vitpar.training.recipe import Recipe
 
 TINY = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 ProductShape = tuple[int, int, int]
-"""Shape of a matrix product: rows, features that are summed over, columns."""
+"""(rows, inner features, columns) of a matrix product."""
 
 
 @dataclass(frozen=True)
 class MeasureEffort:
-    """How much is measured. seconds: of each point, about. sides: of matrices. messages, copies: bytes."""
+    """The points of a hardware profile, and the time spent on each."""
 
     seconds: float
+    """Approximate seconds for each point."""
     dtypes: tuple[str, ...]
+    """Names of the data types of matrix products."""
     sides: tuple[int, ...]
+    """Rows and columns of the square matrices."""
     messages: tuple[int, ...]
+    """Bytes of the messages of collectives and p2p."""
     copies: tuple[int, ...]
+    """Bytes that copies read and write."""
 
     @classmethod
     def usual(cls, device: str, seconds: float = 0.25) -> MeasureEffort:
-        """Minutes at most."""
+        """Return the default for a device type, which takes a few minutes at most."""
         if device == "cpu":
             messages = 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
             return cls(
@@ -70,9 +79,12 @@ def profile_hardware(
     effort: MeasureEffort | None = None,
     progress: Progress = lambda done, total, words: None,
 ) -> Hardware:
-    """Measure the machine of this world. Collective: every rank calls it, and all return the same profile.
+    """Measure the hardware of this world. Collective; all ranks return the same profile.
 
-    name: what the profile is to be called. ranks_per_node: neighbouring ranks that share a node.
+    name: name of the profile.
+    ranks_per_node: number of consecutive ranks on one node.
+    effort: points to measure; None for `MeasureEffort.usual`.
+    progress: called before each point.
     """
     effort = effort or MeasureEffort.usual(device.type)
     world = dist.get_world_size()
@@ -136,7 +148,7 @@ def profile_hardware(
 
 
 def _host(clock: Clock, effort: MeasureEffort) -> Host:
-    """Pinned memory to the GPU, and AdamW on the processors, as +offload has it."""
+    """Measure what +offload needs: copies from pinned memory to the GPU, and AdamW on the CPU."""
 
     def timing(size: int) -> Timing:
         source = torch.zeros(size // 4, pin_memory=True)
@@ -153,9 +165,11 @@ def _host(clock: Clock, effort: MeasureEffort) -> Host:
 def products(
     device: torch.device, dtype: torch.dtype, shapes: Iterable[ProductShape], fast_sums: bool = True
 ) -> Callable[[], None]:
-    """Matrix products of these shapes, one after the other; in float8 with a scale for each row and column.
+    """Return a function that computes matrix products of these shapes one after the other.
 
-    fast_sums: `fast` of ``vitpar.parallel.float8.multiply``.
+    Products in float8 have a scale for each row and column.
+
+    fast_sums: argument `fast` of ``vitpar.parallel.float8.multiply``.
     """
     works = [_product(device, dtype, shape, fast_sums) for shape in shapes]
 
@@ -177,17 +191,17 @@ def _product(device: torch.device, dtype: torch.dtype, shape: ProductShape, fast
 
 
 def copied(device: torch.device, size: int) -> Callable[[], object]:
-    """A copy that reads and writes `size` bytes together."""
+    """Return a function that copies a tensor: it reads `size` / 2 bytes and writes as many."""
     source = torch.ones(size // 8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def process_overhead(device: torch.device) -> int:
-    """Bytes that a rank needs besides tensors: objects of models and optimizers, buffers of process groups, gaps.
+    """Return the bytes that a rank needs apart from tensors: Python objects, buffers of process groups, fragmentation.
 
-    In the mean of some plans, on the fullest rank; 0 where the system does not tell. Collective, and before anything
-    large was computed.
+    The mean over small dp and fsdp plans, on the rank where it is largest; 0 where the system reports no peak.
+    Collective. Call it before anything large has been computed.
     """
     config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
@@ -195,13 +209,13 @@ def process_overhead(device: torch.device) -> int:
     with freed_memory_given_back():
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
             plan = validate(parse(words), config, recipe.train.batch_size)
-            training.step(plan, device)()  # what is loaded or made once does not count
+            training.step(plan, device)()  # loads libraries and makes connections, which are not the plan's
             peak = Peak(device)
             step = training.step(plan, device)
             step()
             peak.forget()
             step()
-            copies = 4  # of parameters: themselves, gradients, two moments
+            copies = 4  # parameters, gradients, two moments
             tensors = copies * sum(layer_parameters(config, plan).values()) * torch.float32.itemsize
             found.append(max(0, (peak.grown or 0) - tensors))
     most = torch.tensor(int(statistics.mean(found)), device=device)

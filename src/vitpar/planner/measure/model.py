@@ -1,8 +1,8 @@
-"""Measures a `ModelProfile` on one device.
+"""Measurement of a `ModelProfile` on one device.
 
-Every layer runs as the first rank of a plan would run it, in a world whose other ranks are pretended: what would be
-sent is prepared and unpacked but not sent. So one device is enough for the shapes of any strategy, and each new one of
-the runtime can be measured. Memory is counted, with few rows, and grows in proportion to them.
+Every layer runs as the first rank of a plan would run it, in a fake process group: messages are packed and unpacked,
+but not sent. So one device is enough for the shapes of every strategy of the runtime. Memory is measured at two small
+numbers of rows and extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -45,23 +45,29 @@ from vitpar.training.recipe.sections import OptimizerSection
 
 NAMES: dict[LayerKind, str] = {"embed": "embed", "block": "blocks.0", "head": "head"}
 CHOSEN_FOR = 64
-"""Images of the micro-batch for which the kernel of attention is chosen."""
-LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of a layer's step at most
+"""Images of the micro-batch for which the attention kernel is chosen."""
+LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of forward and backward: no point that would take longer is measured
 MOST_ROWS = 512
+"""Largest number of rows to measure, in units of `LayerBench.unit`."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to profile: `config` in `precision`, for stages of up to `ranks` ranks. attention: as in recipes."""
+    """The model to profile."""
 
     config: ViTConfig
+    """Shape of the model."""
     precision: str
+    """Name of the precision, as in ``vitpar.parallel.precision``."""
     ranks: int
+    """Largest number of ranks of a stage, up to which tensor-parallel modes are measured."""
     compile_blocks: bool = False
+    """Whether blocks are compiled."""
     attention: str = "auto"
+    """Attention kernel, as in recipes."""
 
     def strategies(self) -> Iterator[tuple[str, str, bool]]:
-        """(tensor, checkpoint, wrapped) of all that is measured."""
+        """Yield (tensor, checkpoint, wrapped) of all layer profiles to measure, as `LayerProfile` names them."""
         for tensor in tensors(self.config, self.ranks):
             kinds = (True,) if always_wrapped(tensor) else (False, True)
             for checkpoint in CHECKPOINTS:
@@ -69,7 +75,10 @@ class Subject:
                     yield from ((tensor, checkpoint, wrapped) for wrapped in kinds)
 
     def choose_attention(self, device: torch.device) -> AttentionChoice:
-        """Its kernel from here on, as a run on one rank with `CHOSEN_FOR` images chooses it. Raises RecipeError."""
+        """Choose the attention kernel for this process as a run on one rank with `CHOSEN_FOR` images would.
+
+        Raises RecipeError.
+        """
         plan = validate(parse("dp1"), self.config, CHOSEN_FOR)
         with pretended(1):
             return choose_attention(
@@ -81,7 +90,8 @@ class Subject:
 def pretended(ranks: int) -> Iterator[None]:
     """Pretend to be the first rank in a process group of `ranks` whose other ranks do not exist."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    torch.set_flush_denormal(True)  # what is received is whatever was there: tiny numbers would take long
+    # Fake receives leave uninitialised memory, whose denormal numbers would make arithmetic slow.
+    torch.set_flush_denormal(True)
     try:
         yield
     finally:
@@ -91,7 +101,10 @@ def pretended(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) -> Iterator[ParallelModel]:
-    """The first rank's part of the model, with `depth` blocks, under a strategy that needs no pipeline."""
+    """Yield the first rank's part of the model with `depth` blocks, in a fake process group.
+
+    mesh: the strategy as a string, without a pipeline.
+    """
     config = replace(subject.config, depth=depth)
     smallest = row_parts(parse(mesh).strategy)
     plan = validate(parse(mesh), config, smallest)
@@ -100,8 +113,11 @@ def built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) -> 
 
 
 class LayerBench:
-    """One layer to run forward and backward on any number of rows. If it is wrapped, gathered parameters are
-    kept and gradients wait, unless `syncing`."""
+    """One layer of a model, to run forward and backward on any number of rows.
+
+    Rows are images of a micro-batch that one tensor-parallel group works on. A layer under ``fully_shard`` keeps its
+    gathered parameters and does not reduce gradients, unless `syncing(True)` was called.
+    """
 
     def __init__(self, model: ParallelModel, kind: LayerKind) -> None:
         (stage,) = model.stages.values()
@@ -114,14 +130,14 @@ class LayerBench:
         stage.train()
 
     def syncing(self, sync: bool) -> None:
-        """Whether parameters are dropped and gradients reduced in backward, as in a step's last one."""
+        """Set whether backward frees gathered parameters and reduces gradients, as in a step's last backward."""
         if isinstance(self.layer, FSDPModule):
             self.layer.set_reshard_after_forward(False)
             self.layer.set_reshard_after_backward(sync)
             self.layer.set_requires_gradient_sync(sync)
 
     def prepare(self, rows: int) -> None:
-        """Make the input of a micro-batch with `rows` rows of a tensor group."""
+        """Create this rank's input, labels and keys for `rows` rows of a tensor-parallel group."""
         config, total = self._model.config, rows * self.groups
         if self.kind == "embed":
             here = len(image_layout(self._strategy)[0].row_range(total))
@@ -136,7 +152,7 @@ class LayerBench:
         self._gradient: Tensor | None = None  # of the output; the head ends in the loss, which needs none
 
     def forward(self) -> None:
-        """Once more; `backward` must follow for each."""
+        """Run a forward; one backward must follow each."""
         x = self._x.detach().requires_grad_(self.kind != "embed")
         if self.kind == "head":
             y = self._model.loss(self.layer(x), self._labels)
@@ -157,10 +173,10 @@ class LayerBench:
         torch.autograd.grad(y, x, self._gradient)
 
     def memory(self, rows: int) -> tuple[int, int]:
-        """Bytes that forward leaves, and more than that at most in forward or backward."""
+        """Return (bytes saved between forward and backward, peak of transient bytes above these in either)."""
         self.prepare(rows)
         self.forward()
-        self.backward()  # from here on gradients are there
+        self.backward()  # allocates gradients, which the cost model counts separately
         with live_bytes(self._model.device) as live:
             self.forward()
             saved, most = live.now, live.most
@@ -178,7 +194,11 @@ def profile_model(
 ) -> ModelProfile:
     """Measure a model. Collective over the processes of `clock`; equal for all.
 
-    processes: how many there are. Must not be called inside a process group: it pretends to be in others.
+    clock: timer, with the processes that measure at the same time.
+    processes: how many these are.
+    progress: called before each strategy.
+
+    Must not be called inside a process group, because it creates fake ones.
     """
     assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
     if device.type == "cpu":
@@ -193,7 +213,8 @@ def profile_model(
         with built(subject, mesh, device) as model, model.narrow.in_place():
             for kind in NAMES:
                 bench = LayerBench(model, kind)
-                plain = next((p for p in layers[-3:] if p.layer == kind), None)  # measured just before, if it can be
+                # The same strategy without fully_shard was measured just before, where it exists.
+                plain = next((p for p in layers[-3:] if p.layer == kind), None)
                 if wrapped and not always_wrapped(tensor) and plain:
                     layers.append(_wrapped(bench, clock, plain))
                 else:
@@ -222,6 +243,7 @@ def profile_model(
 
 
 def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrapped: bool) -> LayerProfile:
+    """Measure a layer at rising numbers of rows, until the next would take too long."""
     forward, backward, rows = [], [], bench.unit
     while rows <= MOST_ROWS * bench.unit:
         bench.prepare(rows)
@@ -253,7 +275,10 @@ def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrappe
 
 
 def _wrapped(bench: LayerBench, clock: Clock, plain: LayerProfile) -> LayerProfile:
-    """Return the profile of the layer under ``fully_shard``, which adds the same time for any number of rows."""
+    """Return the profile of the layer under ``fully_shard``.
+
+    It is that of the plain layer plus the hooks' time, measured once: it is the same for any number of rows.
+    """
     first = plain.forward.timings[0], plain.backward.timings[0]
     bench.prepare(first[0].size)
     both = clock.timings(first[0].size, bench.forward, bench.backward)
@@ -266,11 +291,12 @@ def _wrapped(bench: LayerBench, clock: Clock, plain: LayerProfile) -> LayerProfi
 
 
 def _line(unit: int, once: int, twice: int) -> Bytes:
-    """Bytes for `unit` rows and for twice as many, as a line."""
+    """Return the line through the bytes for `unit` rows (`once`) and for 2 * `unit` rows (`twice`)."""
     return Bytes(fixed=max(0, 2 * once - twice), per_row=max(0, twice - once) / unit)
 
 
 def _weights(bench: LayerBench, clock: Clock, tensor: str) -> WeightProfile:
+    """Measure the time to gather parameters and to reduce gradients, apart from communication, which is fake."""
     layer = bench.layer
     assert isinstance(layer, FSDPModule) and isinstance(layer, nn.Module)
 
@@ -298,7 +324,10 @@ def _weights(bench: LayerBench, clock: Clock, tensor: str) -> WeightProfile:
 
 
 def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock) -> Timing:
-    """Time the work done once per step: 16-bit copies, the norm of the gradients, AdamW."""
+    """Time the work done once per step: 16-bit copies, the norm of the gradients, AdamW.
+
+    depth: number of blocks, which sets the number of elements.
+    """
     with built(replace(subject, compile_blocks=False), "dp1", device, depth) as model:
         updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
         parameters = [parameter for _, parameter in model.named_parameters()]
@@ -317,7 +346,7 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
 
 
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
-    """Seconds of a micro-batch that are not of its layers, on one image."""
+    """Return the seconds of a micro-batch of one image beyond those of its layers."""
     with built(subject, "dp1", device) as model, model.narrow.in_place():
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         config, layers = model.config, 0.0

@@ -1,5 +1,4 @@
-"""Measurement of communication: groups, operations, duration, memory, and how communication and computing slow each
-other down."""
+"""Measurement of communication: time and memory of operations in every group, and their overlap with computing."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ from vitpar.planner.profile.cluster import Shape, operations
 from vitpar.planner.profile.profiles import Operation, Overlap, Timing
 from vitpar.strategy import parse
 
-LONG = 0.05  # seconds of either kind of work, with more of the other beside it
+LONG = 0.05  # seconds of the work whose slow-down is measured, while the other kind runs longer
 
 
 def group_of(rank: int, ranks: int, stride: int) -> list[int]:
-    """The members of the group of `rank`."""
+    """Return the members of the group of `rank`, when all groups have `ranks` members that are `stride` apart."""
     block, inside = divmod(rank, ranks * stride)
     first = block * ranks * stride + inside % stride
     return list(range(first, first + ranks * stride, stride))
@@ -37,7 +36,7 @@ def group_of(rank: int, ranks: int, stride: int) -> list[int]:
 
 @contextmanager
 def own_group(ranks: int, stride: int) -> Iterator[ProcessGroup]:
-    """This rank's group of that shape, until the end; all ranks make all of them."""
+    """Create all groups of this shape and yield this rank's; destroy it afterwards. Collective over the world."""
     world = dist.get_world_size()
     if ranks == world:
         assert dist.group.WORLD is not None, "ranks are in a world"
@@ -53,8 +52,11 @@ def own_group(ranks: int, stride: int) -> Iterator[ProcessGroup]:
 def scratch(
     device: torch.device, shapes: Sequence[Shape], sizes: Sequence[int]
 ) -> Mapping[tuple[Shape, Operation, int], int]:
-    """Bytes that every operation takes besides what is sent and received, at most on any rank; 0 where the system does
-    not tell. Before anything large was computed."""
+    """Return the transient bytes of every operation, apart from its inputs and outputs, by (group, operation, size).
+
+    The maximum over the ranks; 0 where the system reports no peak. Collective. Call it before anything large has been
+    computed: memory that was freed before may be reused, and then hides a peak.
+    """
     found = {}
     with freed_memory_given_back():
         for shape in shapes:
@@ -66,7 +68,10 @@ def scratch(
 
 
 def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, scratch: int) -> Timing:
-    """One operation on `size` bytes; of p2p half of there and back. scratch: bytes that it takes."""
+    """Return the timing of one operation on about `size` bytes; of p2p half of a round trip. Collective.
+
+    scratch: transient bytes to record in the timing.
+    """
     work, length, _ = _work(clock.device, operation, group, size)
     timing = clock.timing(4 * length, work)
     times = 2 if operation == "p2p" else 1
@@ -74,9 +79,10 @@ def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, 
 
 
 def overlap(clock: Clock, side: int, size: int) -> Overlap:
-    """Matrix products while all-reduces go on for longer than they do, and the other way round.
+    """Measure how much matrix products slow down during all-reduces, and all-reduces during products. Collective.
 
-    side: of the matrices. size: bytes of an all-reduce.
+    side: rows and columns of the matrices.
+    size: bytes of an all-reduce.
     """
     a = torch.zeros(side, side, device=clock.device)
     out = torch.empty_like(a)
@@ -96,6 +102,7 @@ def overlap(clock: Clock, side: int, size: int) -> Overlap:
     product = clock.timing(1, lambda: compute(1)).seconds
     reduction = clock.timing(1, lambda: wait(send(1))).seconds
     products, reductions = math.ceil(LONG / product), math.ceil(LONG / reduction)
+    # The products must end before the all-reduces, even if overlap makes them several times slower.
     enough = math.ceil(4 * products * product / reduction)
 
     def computed_beside() -> float:
@@ -122,7 +129,7 @@ def overlap(clock: Clock, side: int, size: int) -> Overlap:
 
 
 class _Nothing(nn.Module):
-    """A stage that hands on what it gets."""
+    """A pipeline stage that computes almost nothing: its input times one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +140,7 @@ class _Nothing(nn.Module):
 
 
 def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
-    """Seconds of an action of 1f1b over pairs of ranks: a step has one forward and one backward for every micro-batch,
-    and for the one that the last stage waits for."""
+    """Return the seconds of an empty pipeline action with its message, under 1f1b over pairs of ranks. Collective."""
     plan = replace(parse(f"pp2xdp{dist.get_world_size() // 2}"), microbatches=microbatches)
     pipe = pipeline_mesh(plan, clock.device.type)
     index, one = pipe.get_local_rank("pp"), torch.empty(1, 8, device="meta")
@@ -149,13 +155,14 @@ def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
         else:
             schedule.step(target=target, return_outputs=False)
 
+    # The critical path of m micro-batches over two stages has m + 1 forwards and m + 1 backwards.
     return clock.timing(1, step).seconds / (2 * (microbatches + 1))
 
 
 def _taken(device: torch.device, operation: Operation, group: ProcessGroup, size: int) -> int:
-    """Bytes that it takes besides what is sent and received, at most on any rank; 0 where the system does not tell."""
+    """Return the transient bytes of one operation, the maximum over the ranks; see `scratch`."""
     work, _, given = _work(device, operation, group, size)
-    work()  # what is made once does not count
+    work()  # the first call makes connections and buffers that stay
     barrier()
     peak = Peak(device)
     peak.forget()
@@ -168,8 +175,10 @@ def _taken(device: torch.device, operation: Operation, group: ProcessGroup, size
 def _work(
     device: torch.device, operation: Operation, group: ProcessGroup, size: int
 ) -> tuple[Callable[[], object], int, int]:
-    """An operation on about `size` bytes (p2p: there and back), how many numbers these are, and the bytes of the result
-    that it makes."""
+    """Return (a call of the operation, its float32 elements, bytes of the result that it allocates).
+
+    size: bytes of the tensor, rounded to elements that the ranks divide. A p2p call is a round trip.
+    """
     ranks, me = group.size(), group.rank()
     length = max(1, size // 4 // ranks) * ranks
     whole, part = torch.zeros(length, device=device), torch.zeros(length // ranks, device=device)

@@ -1,4 +1,4 @@
-"""Runs steps of plans and measures them: time, and the memory of every rank."""
+"""Measurement of training steps of plans: their time, and the peak memory of every rank."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ from vitpar.training.recipe import Recipe
 
 T = TypeVar("T")
 
-PACES = 4  # readings of the pace between two steps
-AGREED = 0.1  # two runs of a plan further apart than this are not believed without a third
-LEADING, TURNS = 4, 4  # plans that are compared with each other at the end, and how often each runs then
+PACES = 4  # runs of the speed probe between two steps
+AGREED = 0.1  # largest relative difference of a plan's two runs that needs no third run
+LEADING, TURNS = 4, 4  # plans that take turns at the end, and runs of each then
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training to measure: a recipe's model of shape `config` on random images."""
+    """A training to measure, on random images."""
 
     recipe: Recipe
+    """Settings of the training."""
     config: ViTConfig
+    """Shape of the model."""
 
     def step(self, plan: Plan, device: torch.device) -> Callable[[], None]:
-        """Return a function that runs one step of the trainer without data and records. Collective."""
+        """Return a function that runs one step of the trainer, without loading data or writing records. Collective."""
         trained = build(self.recipe, self.config, plan, device)
         trained.choose_attention()
         update, batch = trained.step(), synthetic_batch(trained.model)
@@ -61,17 +63,20 @@ class Training:
 
 @dataclass(frozen=True)
 class PlanSteps:
-    """Steps of a plan, one after the other."""
+    """Timed steps of one run of a plan, in order."""
 
     seconds: tuple[float, ...]
     """Seconds of each step on the slowest rank."""
     paces: tuple[float, ...] = ()
     """Mean seconds of `CpuSpeedProbe` around each step; empty on GPUs."""
     others: float | None = None
-    """The share of the cores, 0 to 1, that other programs used meanwhile; None on GPUs and where it is not known."""
+    """Share of the cores, 0 to 1, that other programs used meanwhile; None on GPUs and if unknown."""
 
     def middle(self, pace: float) -> float:
-        """The median, had the cores been at `pace`; the clock's where that or theirs is not known."""
+        """Return the median seconds of a step, scaled to cores whose `CpuSpeedProbe` takes `pace` seconds.
+
+        Not scaled if `pace` is 0 or the run has no paces.
+        """
         if not (pace and self.paces):
             return statistics.median(self.seconds)
         return statistics.median(s * pace / found for s, found in zip(self.seconds, self.paces, strict=True))
@@ -79,40 +84,46 @@ class PlanSteps:
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan. runs: one or more, minutes apart. memory: bytes that each rank takes at most, None where the system does
-    not tell."""
+    """Measurements of one plan."""
 
     runs: tuple[PlanSteps, ...]
+    """One or more runs, minutes apart."""
     memory: tuple[int | None, ...]
+    """Peak bytes of each rank; None where the system reports no peak."""
 
     @property
     def apart(self) -> float:
-        """How much longer the slowest run took than the fastest, at equal pace."""
+        """Return the relative difference between the slowest and the fastest run, at equal speed of the cores."""
         middles = [run.middle(1.0) for run in self.runs]
         return max(middles) / min(middles) - 1
 
     @property
     def middle(self) -> float:
-        """Median seconds over the runs, at equal speed of the cores; for comparing plans."""
+        """Return the median over the runs at equal speed of the cores: for comparing plans, no duration on a CPU."""
         return statistics.median(run.middle(1.0) for run in self.runs)
 
 
 class PlanRunner:
-    """Runs plans one after the other, each in processes of its own, forked from the ranks of `world`.
+    """Runner of plans, each in new processes that are forked from the ranks of `world`.
 
-    kind: of device. seconds: to spend on the timed steps of a run, about; there are at least three, after two that do
-    not count.
+    kind: type of device.
+    seconds: approximate time of a run's timed steps. There are at least three, after two warm-up steps.
     """
 
     def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
         self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
-        self._store = meeting_place(world)  # rank 0 keeps it; forked processes go there by themselves
+        self._store = meeting_place(world)  # served by rank 0; every forked process connects to it anew
 
     def measure(self, training: Training, plans: Sequence[Plan], favourite: int) -> Iterator[tuple[int, Measured]]:
-        """`plans`, which are validated and take all ranks: all once, all again, and a third time those whose two runs
-        disagree, so that a minute in which a machine is slow falls into one run of a plan. Then the plan with index
-        `favourite` and the fastest of the others take turns, so that they are compared with each other in the same
-        minutes. Yields a plan's index and what is known of it after each run. Collective; equal for all ranks."""
+        """Measure plans and yield (index of a plan, its measurements until now) after each run.
+
+        All plans run once, then all again, so that a slow minute of the machine affects one run of a plan only. Plans
+        whose two runs disagree by more than `AGREED` run a third time. Then the favourite and the fastest of the others
+        take turns, so that they are compared in the same minutes. Collective; equal for all ranks.
+
+        plans: validated plans of as many ranks as the world.
+        favourite: index of the plan to compare with the fastest others.
+        """
         found: list[Measured] = []
         for index, plan in enumerate(plans):
             memory = self.memory(training, plan)
@@ -131,14 +142,15 @@ class PlanRunner:
         yield from map(again, leading * TURNS if len(leading) > 1 else [])
 
     def memory(self, training: Training, plan: Plan) -> tuple[int | None, ...]:
-        """Bytes at most on each rank. Collective; equal for all ranks."""
+        """Return the peak bytes of each rank, None where the system reports none. Collective; equal for all ranks."""
         return self._run(lambda device: _memory(training, plan, device))
 
     def run(self, training: Training, plan: Plan) -> PlanSteps:
-        """Steps of a plan. Collective; equal for all ranks."""
+        """Run a plan and return its timed steps. Collective; equal for all ranks."""
         return self._run(lambda device: _steps(training, plan, device, self._seconds))
 
     def _run(self, work: Callable[[torch.device], T]) -> T:
+        """Return what `work` returns in a new world of forked processes."""
         self._worlds += 1
 
         def joined() -> T:
@@ -154,9 +166,10 @@ class PlanRunner:
 
 
 def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int | None, ...]:
-    """Bytes at most on each rank."""
+    """Return the peak bytes of each rank, above those before the model was built."""
     with freed_memory_given_back():
-        if device.type == "cpu":  # what programs load for themselves is not the plan's
+        if device.type == "cpu":
+            # A step of a tiny model loads libraries and makes connections first, which are not the plan's memory.
             c = training.config
             replace(training, config=replace(c, embed_dim=8 * c.num_heads, mlp_hidden_dim=16 * c.num_heads)).step(
                 plan, device
@@ -171,6 +184,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
 
 
 def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> PlanSteps:
+    """Time steps of a plan for about `seconds`, at least three, after two warm-up steps. Collective."""
     step = training.step(plan, device)
     step()
     step()
@@ -187,7 +201,7 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken += group.agree([time.perf_counter() - begun])[0]  # no rank goes on before all are done
+        taken += group.agree([time.perf_counter() - begun])[0]  # waits for all ranks before the speed probe runs
         paces.append(paced())
     if work is None:
         return PlanSteps(tuple(taken))
@@ -200,7 +214,7 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
 def run_in_subprocess(work: Callable[[], T]) -> T:
     """Return what `work` returns in a process forked from this one, which must not have used a GPU.
 
-    Threads of process groups and memory that `work` leaves behind end with the process. Raises what `work` raises, or
+    The process takes threads of process groups and leftover memory with it when it ends. Raises what `work` raises, or
     RuntimeError if the process dies.
     """
     context = multiprocessing.get_context("fork")
@@ -220,6 +234,7 @@ def run_in_subprocess(work: Callable[[], T]) -> T:
 
 
 def _send_result(work: Callable[[], T], connection: Connection) -> None:
+    """Send (True, result of `work`) or (False, exception with its traceback as a note)."""
     watch_parent()
     try:
         answer: tuple[bool, T | BaseException] = (True, work())
@@ -228,7 +243,7 @@ def _send_result(work: Callable[[], T], connection: Connection) -> None:
         answer = (False, error)
     try:
         connection.send(answer)
-    except (TypeError, AttributeError):  # an exception that cannot be sent
+    except (TypeError, AttributeError):  # the exception cannot be pickled
         connection.send((False, RuntimeError(str(answer[1]))))
 
 
@@ -239,8 +254,11 @@ PIPELINES = ("pp{a}xdp{b}", "pp{a}xfsdp{b}", "pp{a}xtp{b}")
 
 
 def example_plans(config: ViTConfig, ranks: int, batch_size: int, precision: str, compiled: bool) -> Iterator[Plan]:
-    """Those that fit the model and the batch, validated: every role alone and with others, checkpoints, layerwise
-    plans, pipelines with several schedules and numbers of micro-batches."""
+    """Yield validated example plans that fit the model and the batch.
+
+    They cover every role alone and combined, checkpointing, layerwise plans, and pipelines with several schedules and
+    numbers of micro-batches. Plans that do not fit are left out.
+    """
     splits = [(a, ranks // a) for a in divisors(ranks) if 1 < a < ranks]
     middle = config.depth // 2
     words: list[tuple[str, dict[str, Any]]] = [(text.format(n=ranks), {}) for text in (*DATA, *TENSOR)]

@@ -1,7 +1,7 @@
-"""Clusters of which only the data sheet is known: nodes, devices, links; made into a hardware profile.
+"""Hardware profiles from data sheets: plan for a cluster before it is available.
 
-Rates are the published ones times what is reached in practice (`sustained`, `sustained_bandwidth`), so a plan for a
-cluster can be made before there is one. A measured profile is better: ``vitpar profile hardware`` there.
+Rates are the published ones times the share that is reached in practice (`sustained`, `sustained_bandwidth`). A profile
+measured on the cluster by ``vitpar profile hardware`` is more accurate.
 """
 
 from __future__ import annotations
@@ -37,54 +37,67 @@ from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import divisors, nearest, shown
 
 Shape = tuple[int, int]
-"""Shape of a group: number of ranks, and the distance from each to the next."""
+"""(number of ranks, distance from each rank to the next) of a group."""
 SIZES = (2**10, 2**20, 2**33)
-"""Bytes. Seconds are straight lines over them."""
+"""Sizes in bytes of the points of a curve. Times are linear in them."""
 
 
 class Wire(ProfileRecord):
-    """A way from one device to others. bandwidth: bytes a second that a device sends, and receives at the same time.
-    latency: seconds of a message."""
+    """Connection of a device to others."""
 
     bandwidth: Rate
-    latency: float = Field(ge=0, le=MAX_MEASURE / MAX_AMOUNT)  # so that many messages have a sum
+    """Bytes per second that a device can send while it receives as many."""
+    # The bound keeps the sum over many messages within MAX_MEASURE.
+    latency: float = Field(ge=0, le=MAX_MEASURE / MAX_AMOUNT)
+    """Seconds of an empty message."""
 
 
 class HostMemory(ProfileRecord):
-    """The memory that +offload moves to. bandwidth: bytes a second from and to a device. memory_bandwidth: of the
-    processors, for each device."""
+    """Host memory, which +offload uses."""
 
     bandwidth: Rate
+    """Bytes per second between host memory and one device, in either direction."""
     memory_bandwidth: Rate
+    """Bytes per second that the CPUs read and write, per device."""
 
 
 class Cluster(ProfileRecord):
-    """nodes × devices_per_node of one device.
-
-    memory_bytes: of a device. matmul: FLOPs a second, dense, by dtype. memory_bandwidth: bytes a second. sustained: the
-    part of `matmul` that large products reach. sustained_bandwidth: the part of memory's and links' rates that is
-    reached, as `sustained` if None. intra, inter: within a node, and between nodes for each device. overlap: slow-down
-    of computing and of communication that go on together. host: for +offload, None for none. sources: where the figures
-    stand.
-    """
+    """Data sheet of a cluster of equal nodes with equal devices."""
 
     name: str
+    """Name of the cluster."""
     nodes: Ranks
+    """Number of nodes."""
     devices_per_node: Ranks
+    """Number of devices on each node."""
     device_name: str
+    """Name of the device."""
     memory_bytes: Amount
+    """Bytes of memory of a device."""
     matmul: dict[str, Rate] = Field(min_length=1)
+    """Peak dense FLOPs per second of a device, by dtype."""
     memory_bandwidth: Rate
+    """Peak bytes per second of a device's memory."""
     sustained: float = Field(ge=MIN_SUSTAINED, le=1)
+    """Share of `matmul` that large products reach."""
     sustained_bandwidth: float | None = Field(default=None, ge=MIN_SUSTAINED, le=1)
+    """Share of the rates of memory and links that is reached; None for `sustained`."""
     intra: Wire
+    """Connection of a device within its node."""
     inter: Wire | None = None
+    """Connection of a device to other nodes; needed for plans over several nodes."""
     overlap: Overlap | None = None
+    """Slow-down of computing and communication that overlap; None for none."""
     host: HostMemory | None = None
+    """Host memory; None if +offload is not available."""
     sources: tuple[str, ...] = ()
+    """Sources of the figures."""
 
     def hardware(self, ranks: int | None = None) -> Hardware:
-        """Its profile, for `ranks` devices (all, if None). Raises PlannerError if there are not so many."""
+        """Return the hardware profile of `ranks` devices; None for all.
+
+        Raises PlannerError if the cluster has fewer devices, or lacks `inter` for several nodes.
+        """
         most = self.nodes * self.devices_per_node
         ranks = ranks or most
         refuse_many_ranks(ranks, f"cluster {self.name}")
@@ -129,6 +142,7 @@ class Cluster(ProfileRecord):
         return self.sustained_bandwidth or self.sustained
 
     def _link(self, operation: Operation, ranks: int, stride: int) -> Link:
+        """Return the estimated times of an operation in the group that starts at rank 0."""
         members = [rank * stride // self.devices_per_node for rank in range(ranks)]
         nodes, here = len(set(members)), members.count(members[0])
         messages, share = STEPS[operation](ranks)
@@ -137,28 +151,28 @@ class Cluster(ProfileRecord):
         if nodes > 1:
             assert self.inter is not None
             wire = self.inter
-            # The ranks of a node that are in one group send through as many wires.
+            # Each device has its own wire to other nodes: all members on a node send in parallel.
             bandwidth = min(self.intra.bandwidth, here * self.inter.bandwidth)
         rate = bandwidth * self._moving / share
-        # Trees and hierarchies keep the number of messages that follow each other small.
+        # Tree algorithms need fewer consecutive messages than a ring: about 2 log2(ranks).
         latency = wire.latency * min(messages, 2 * max(1, ranks.bit_length() - 1))
         return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=_line(latency, rate, SIZES))
 
 
 def group_shapes(world: int) -> Iterator[Shape]:
-    """Every way to cut `world` ranks into groups of equally distant ranks, small groups first."""
+    """Return all shapes of equal groups that partition `world` ranks, small groups first."""
     return ((ranks, stride) for ranks in divisors(world)[1:] for stride in divisors(world // ranks))
 
 
 def operations(ranks: int) -> tuple[Operation, ...]:
-    """Those that groups of so many ranks have in a profile."""
+    """Return the operations that a profile has for groups of `ranks` ranks: p2p for pairs only."""
     return tuple(operation for operation in OPERATIONS if operation != "p2p" or ranks == 2)
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster in the file `name`, or a shipped one by name: 8xH100, or 32x8xH200 for 32 nodes of 8.
+    """Return the cluster in the TOML file `name`, or a shipped one by name, such as 8xH100 or 32x8xH200 (nodes first).
 
-    Raises PlannerError for neither, and for a file that is no cluster.
+    Raises PlannerError for an unknown name and for an invalid file.
     """
     if name.endswith(".toml") or os.path.isfile(name):
         return _read(Path(name))
@@ -187,7 +201,7 @@ def find_cluster(name: str) -> Cluster:
 
 def _read(path: Path) -> Cluster:
     try:
-        return Cluster.model_validate({"name": path.stem, **read_toml(path)})
+        return Cluster.model_validate({"name": path.embed, **read_toml(path)})
     except OSError as error:
         raise PlannerError(f"cannot read the cluster {shown(path)}: {error.strerror}") from None
     except ValidationError as error:

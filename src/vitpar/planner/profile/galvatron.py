@@ -1,11 +1,11 @@
-"""Galvatron's profiles as vitpar's records, from the JSON files of its profilers.
+"""Conversion of Galvatron's profiles, from the JSON files of its profilers.
 
-Their figures are taken as Galvatron takes them: GB/s are 2**20 bytes in a thousandth of a millisecond, a forward's
-milliseconds are for one image of a batch, a backward takes twice as long. Every profiled batch size is a point of the
-curve. What batches take even without images, by the line through these points, is not split by tensor parallelism.
-Below the smallest profiled batch a forward takes as long as that one: Galvatron's own line through zero would make
-micro-batches of one image free. What it does not measure (the optimizer, the cost of sharding besides sending, working
-space) is taken as nothing, and `measured` says so.
+The figures are read as Galvatron reads them: a GB/s is 1000 · 2**20 bytes per second, a forward's milliseconds are per
+image of the batch, and a backward takes twice as long. Every profiled batch size is a point of the curve. The line
+through these points has a fixed part, which tensor parallelism does not split. Below the smallest profiled batch a
+forward takes as long as that one: Galvatron's line through zero would make micro-batches of one image free. Costs that
+Galvatron does not measure (optimizer, sharding apart from communication, workspace) are taken as zero, as `measured`
+notes.
 Source: https://github.com/PKU-DAIR/Hetu-Galvatron, its hardware and model profilers.
 """
 
@@ -45,18 +45,21 @@ from vitpar.text import shown
 MB = 2**20
 SIZES = tuple(MB * n for n in (1, 64, 1024))
 LARGEST = math.sqrt(MAX_MEASURE)
-"""Number in a file, so that what follows from it is a measure."""
+"""Largest number accepted in a file, so that products of two stay within MAX_MEASURE."""
 NOTHING = 1e-12
-"""Seconds of what was not measured."""
+"""Seconds for costs that were not measured: a profile needs positive times."""
 Forwards = tuple[tuple[int, float], ...]
-"""(images, seconds), by rising images."""
+"""(images, seconds of a forward), by rising images."""
 UNMEASURED = "taken as nothing: optimizer, gathering and reducing besides sending, working space"
 
 
 def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_bytes: int, device_name: str) -> Hardware:
-    """The links of `nodes` x `devices_per_node` GPUs, from the files of that name in `folder`.
+    """Return a hardware profile of `nodes` x `devices_per_node` GPUs, whose files are in `folder`.
 
-    Raises PlannerError where they are missing or say something else.
+    memory_bytes: bytes of memory of a GPU.
+    device_name: name of the GPU.
+
+    Raises PlannerError if files are missing or invalid.
     """
     ranks, suffix = nodes * devices_per_node, f"{nodes}nodes_{devices_per_node}gpus_per_node.json"
     refuse_many_ranks(ranks, "the hardware")
@@ -90,17 +93,23 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
 def _collectives(
     bandwidths: Mapping[str, float], times: Mapping[str, float], ranks: int, per_node: int
 ) -> Iterator[Link]:
+    """Yield the collectives of every profiled group.
+
+    bandwidths: GB/s of all-reduces, by Galvatron's keys.
+    times: milliseconds by size, which replace the bandwidth in groups of neighbouring ranks; may be empty.
+    """
     for key, bandwidth in bandwidths.items():
         match = re.fullmatch(r"allreduce_size_([0-9]{1,9})_consec_([01])", key)
         if not match or not 2 <= int(match[1]) <= ranks or not bandwidth:
             continue
         size = int(match[1])
+        # consec_1: neighbouring ranks. consec_0: as far apart as possible.
         stride = 1 if match[2] == "1" else ranks // size
         nodes = len({rank * stride // per_node for rank in range(size)})
         _, share = STEPS["all_reduce"](size)
         line = tuple((n, share * n / _rate(bandwidth)) for n in SIZES)
         points = (_sized(times, "allreduce", size) if stride == 1 else ()) or line
-        # Galvatron takes gathering or scattering as half of an all-reduce.
+        # Galvatron counts an all-gather or a reduce-scatter as half an all-reduce.
         parts: tuple[tuple[Operation, float], ...] = (("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5))
         exchange = (_sized(times, "all2all", size) if stride == 1 else ()) or tuple((n, s / 2) for n, s in points)
         for operation, part in parts:
@@ -110,6 +119,7 @@ def _collectives(
 
 
 def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterator[Link]:
+    """Yield the p2p links between pipeline stages, for every profiled pipeline degree."""
     for key, bandwidth in bandwidths.items():
         match = re.fullmatch(r"pp_size_([0-9]{1,9})", key)
         if match and int(match[1]) > 1 and ranks % int(match[1]) == 0 and bandwidth:
@@ -119,12 +129,15 @@ def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterat
 
 
 def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfile:
-    """The layers of `config`, from the computation and memory profiles in `folder`. Raises PlannerError where they are
-    missing, ambiguous, or of another number of tokens."""
+    """Return the model profile of `config`, from the computation and memory profiles in `folder`.
+
+    Raises PlannerError if the files are missing, ambiguous, or for another number of tokens.
+    """
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
     block, others = (_forwards(computed, name, config.tokens, folder) for name in ("0", "other"))
-    ends = tuple((images, seconds / 2) for images, seconds in others)  # of embed and head each
+    # Galvatron measures everything but the blocks together: embed and head get half each.
+    ends = tuple((images, seconds / 2) for images, seconds in others)
     block_memory = _section(memory, "layertype_0", config.tokens, folder)
     saved = _activations(block_memory.get("tp_activation_per_bsz_dict"), folder)
     recomputed = _numbers(block_memory["tp_activation_per_bsz_dict"], folder).get("checkpoint")
@@ -180,19 +193,24 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
 
 
 def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tuple[int, float], ...]:
-    """(bytes, seconds), from the file with times by size."""
+    """Return the measured (bytes, seconds) of an operation among `ranks` ranks, by rising bytes."""
     pattern = re.compile(rf"{operation}_size_{ranks}_([1-9][0-9]{{0,8}})MB_time")
     found = ((pattern.fullmatch(key), milliseconds) for key, milliseconds in times.items() if milliseconds)
     return tuple(sorted((int(match[1]) * MB, milliseconds / 1e3) for match, milliseconds in found if match))
 
 
 def _rate(bandwidth: float) -> float:
-    """Bytes a second of Galvatron's GB/s."""
+    """Return Galvatron's GB/s in bytes per second."""
     return bandwidth * MB * 1e3
 
 
 def _forwards(computed: Mapping[str, float], name: str, tokens: int, folder: Path) -> Forwards:
-    """(images, seconds of their forward) for every profiled batch size."""
+    """Return (images, seconds of their forward) for every profiled batch size.
+
+    name: Galvatron's layer type, "0" for blocks, "other" for the rest.
+
+    Raises PlannerError if no batch was profiled with `tokens` tokens.
+    """
     pattern = re.compile(rf"layertype_{name}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}})")
     matches = [(match, each) for key, each in computed.items() if (match := pattern.fullmatch(key))]
     found = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if int(match[2]) == tokens}
@@ -206,7 +224,7 @@ def _forwards(computed: Mapping[str, float], name: str, tokens: int, folder: Pat
 
 
 def _split(forwards: Forwards, tp: int) -> Forwards:
-    """Return the times on each of `tp` ranks, which share only the part that grows with the number of images."""
+    """Return the times on each of `tp` ranks, which split only the part that grows with the number of images."""
     least = [max(seconds, NOTHING) for _, seconds in forwards]
     fixed = fit([images for images, _ in forwards], least)[0] if len(forwards) > 1 else 0.0
     return tuple(
@@ -227,7 +245,10 @@ def _section(memory: Mapping[str, Any], name: str, tokens: int, folder: Path) ->
 
 
 def _activations(found: Any, folder: Path) -> dict[int, float]:
-    """Megabytes an image, by tensor-parallel degree."""
+    """Return the megabytes of activations per image, by tensor-parallel degree.
+
+    Raises PlannerError without a valid entry for degree 1.
+    """
     by_degree = found if isinstance(found, dict) else {}
     known = {int(key): value for key, value in by_degree.items() if re.fullmatch("[0-9]{1,9}", key)}
     if 1 not in known or not all(isinstance(value, int | float) and value >= 0 for value in known.values()):
@@ -263,7 +284,10 @@ def _numbers(found: Mapping[str, Any], folder: Path) -> dict[str, float]:
 
 
 def _number(key: str, value: float, folder: Path) -> float:
-    """The value of `key` in a file in `folder`."""
+    """Return `value`, which a file in `folder` has for `key`.
+
+    Raises PlannerError if it is outside 1 / `LARGEST` to `LARGEST` and not 0.
+    """
     if value and not 1 / LARGEST <= value <= LARGEST:  # refuses nan too
         raise PlannerError(
             f"{shown(key)} in {folder} is {shown(value)}: give 0, or a number from {1 / LARGEST:g} to {LARGEST:g}"

@@ -1,4 +1,4 @@
-"""Profiles: what a machine and a model cost, whatever the plan. Measured once and kept as JSON."""
+"""Records of hardware and model profiles, which hold for every plan. Measured once and stored as JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vitpar.text import shown
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+"""All operations of a hardware profile."""
 STEPS: dict[str, Callable[[int], tuple[int, float]]] = {
     "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
     "all_gather": lambda n: (n - 1, (n - 1) / n),
@@ -27,30 +28,32 @@ STEPS: dict[str, Callable[[int], tuple[int, float]]] = {
     "all_to_all": lambda n: (n - 1, (n - 1) / n),
     "p2p": lambda n: (1, 1.0),
 }
-"""By operation, for n ranks in a ring: messages one after the other, and the part of the tensor that a rank sends."""
+"""Ring algorithms: functions from n ranks to (consecutive messages, share of the tensor that a rank sends)."""
 HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
 """Default files of `vitpar profile` and of the commands that read profiles."""
 OPTIMIZER_BYTES = 28
-"""Read and written by AdamW for a float32 parameter."""
+"""Bytes that AdamW reads and writes per float32 parameter."""
 LayerKind = Literal["embed", "block", "head"]
+"""Kind of a layer; all blocks of a model are alike."""
 CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
-"""Policies, and how a strategy names them."""
+"""Checkpointing policies, with their flags in a strategy."""
 
 
 class Timing(ProfileRecord):
-    """One measured point.
-
-    size: bytes, or FLOPs, as the curve says. seconds: the median. spread: half the distance between the quartiles over
-    the median. samples: how many were taken. skew: seconds that the slowest process takes more than the others.
-    scratch: bytes that it takes meanwhile, besides what it is given and gives.
-    """
+    """One measured point of a curve."""
 
     size: Amount
+    """Size in the unit of the curve: bytes, FLOPs, rows or elements."""
     seconds: Seconds
+    """Median over the readings."""
     spread: Measure
+    """Half the interquartile range, relative to the median."""
     samples: Amount
+    """Number of readings."""
     skew: Measure = 0.0
+    """Seconds by which the slowest process exceeds the mean of all processes."""
     scratch: int = Field(default=0, ge=0, le=MAX_AMOUNT)
+    """Transient bytes, apart from inputs and outputs."""
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
@@ -58,14 +61,15 @@ class Timing(ProfileRecord):
 
 
 def exact(points: Iterable[tuple[int, float]]) -> tuple[Timing, ...]:
-    """(size, seconds) that were not measured."""
+    """Return (size, seconds) pairs that were computed, not measured, as timings."""
     return tuple(Timing(size=size, seconds=seconds, spread=0, samples=1) for size, seconds in points)
 
 
 class Curve(ProfileRecord):
-    """Seconds over sizes: straight between the measured points, and never falling."""
+    """Seconds as a function of size: linear between the measured points, and never falling."""
 
     timings: Many[Timing] = Field(min_length=1)
+    """Points, by rising size."""
 
     @field_validator("timings")
     @classmethod
@@ -77,12 +81,14 @@ class Curve(ProfileRecord):
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
-        # Made anew: a copy would keep what the curve has remembered.
+        # A new object: model_copy would also copy the values that cached properties hold.
         return type(self)(**{**dict(self), "timings": tuple(timing.slower(factor) for timing in self.timings)})
 
     def seconds(self, size: float) -> float:
-        """How long `size` takes: below the smallest measured size as long as that, above the largest at the rate of
-        the last two."""
+        """Return the seconds for `size`.
+
+        Below the smallest measured size they are constant; above the largest they extend the line of the last two.
+        """
         sizes, rising = self._points
         if size <= sizes[0]:
             return rising[0]
@@ -90,39 +96,42 @@ class Curve(ProfileRecord):
             right = bisect_left(sizes, size)
             share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
             return rising[right - 1] + share * (rising[right] - rising[right - 1])
-        # A noisy last step may be flat, but more work is not free.
+        # Noise can make the last two points flat, but more work is never free: assume at least half the mean time per
+        # unit of size.
         slope = rising[-1] / sizes[-1]
         if len(sizes) > 1:
             slope = max(slope / 2, (rising[-1] - rising[-2]) / (sizes[-1] - sizes[-2]))
         return rising[-1] + slope * (size - sizes[-1])
 
     def skew(self, size: float) -> float:
-        """Seconds by which the slowest process is later than the others: the part that it was of the measured size
-        nearest to `size`."""
+        """Return the seconds by which the slowest process exceeds the mean at `size`.
+
+        The share of the time is that of the nearest measured size.
+        """
         nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
         return nearest.skew / nearest.seconds * self.seconds(size)
 
     def scratch(self, size: float) -> float:
-        """Bytes that `size` takes meanwhile, besides what is given and comes out: the part that it was of the measured
-        size nearest to it."""
+        """Return the transient bytes at `size`, in proportion to those of the nearest measured size."""
         nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
         return nearest.scratch / nearest.size * size
 
     @cached_property
     def least(self) -> float:
-        """Seconds that a unit of size takes at least, at any size."""
+        """Return the smallest seconds per unit of size at any size; a lower bound for the search."""
+        # Piecewise linear: the ratio is smallest at a measured point or, above them all, in the slope of the tail.
         sizes, rising = self._points
         tail = self.seconds(2 * sizes[-1]) - rising[-1]
         return min(tail / sizes[-1], *(seconds / size for size, seconds in zip(sizes, rising, strict=True)))
 
     @property
     def latency(self) -> float:
-        """Seconds that even nothing takes, by the straight line nearest to the points (`fit`)."""
+        """Return the seconds at size 0, by the line that `fit` returns."""
         return self._line[0]
 
     @property
     def rate(self) -> float:
-        """Size a second of more and more, by the same line; infinite where size does not matter."""
+        """Return the asymptotic size per second, by the line that `fit` returns; infinite if the line is flat."""
         return 1 / self._line[1] if self._line[1] else float("inf")
 
     @cached_property
@@ -135,77 +144,88 @@ class Curve(ProfileRecord):
 
 
 class Link(Curve):
-    """One operation among `ranks` ranks, `stride` apart (1: neighbours), while all other ranks do the same in groups of
-    their own.
+    """Times of one operation in a group of ranks, while all other ranks do the same in their groups.
 
-    nodes: how many nodes such a group spans. Sizes are bytes of the whole tensor: what is reduced, gathered or
-    scattered; of all_to_all what each rank holds; of p2p the message.
+    Sizes are bytes of the complete tensor that is reduced, gathered or scattered; for all_to_all the bytes that each
+    rank holds; for p2p the message.
     """
 
     operation: Operation
+    """The operation."""
     ranks: int = Field(ge=2, le=MAX_RANKS)
+    """Number of ranks in the group."""
     stride: Ranks
+    """Distance from one rank of the group to the next; 1 for neighbours."""
     nodes: Ranks
+    """Number of nodes that the group spans."""
 
 
 class Matmul(Curve):
-    """Products of square matrices of one dtype, on all ranks at once. Sizes are FLOPs."""
+    """Times of products of square matrices, on all ranks at once. Sizes are FLOPs."""
 
     dtype: str
+    """Name of the data type, without "torch."."""
 
 
 class Overlap(ProfileRecord):
-    """How many times longer things take while the other kind runs beside them, 1 or more.
-
-    compute: matrix products during an all-reduce. communication: an all-reduce during matrix products.
-    """
+    """Slow-down of computing and communication that run at the same time."""
 
     compute: Factor
+    """Factor by which matrix products take longer during an all-reduce."""
     communication: Factor
+    """Factor by which an all-reduce takes longer during matrix products."""
 
 
 class Host(Curve):
-    """Moving a tensor from a GPU to the host's memory or back, on all ranks at once. Sizes are bytes.
-
-    update: seconds of the optimizer for an element there.
-    """
+    """Times to copy a tensor between a GPU and host memory, on all ranks at once. Sizes are bytes."""
 
     update: Measure
+    """Seconds of the optimizer per element on the host."""
 
 
 class Hardware(Profile):
-    """A profile of `ranks` devices, `ranks_per_node` on each node.
-
-    device: cpu or cuda. device_name: as the system calls it. backend: of torch.distributed. threads: CPU threads of a
-    rank. memory_bytes: of each rank's device (on a CPU its share of the machine's). copy: a tensor copied on all ranks
-    at once; sizes are bytes read and written. pipeline: seconds of an action of a pipeline that computes nothing, its
-    small message included. host: what +offload takes, None where there is no other memory. reserved_bytes: of a device,
-    that no plan can use. pace: of a CPU's cores at which all of this is given (``measure.clock.CpuSpeedProbe``), 0
-    where it is not known. peaks: dense FLOPs a second of a device by dtype, as its data sheet has them; none where they
-    are not known. measured: when, and under which versions. Imported profiles lack matmuls, copy and host.
-    """
+    """Profile of the devices of a world and of their links. Imported profiles lack matmuls, copy and host."""
 
     kind = "hardware"
 
     format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
+    """Format and version of the file."""
     name: str
+    """Name of the machine."""
     device: Literal["cpu", "cuda"]
+    """Type of the devices."""
     device_name: str
+    """Name of a device, as the system reports it."""
     backend: str
+    """Backend of torch.distributed."""
     ranks: Ranks
+    """Number of ranks, each with one device."""
     ranks_per_node: Ranks
+    """Number of ranks on each node."""
     threads: Amount
+    """CPU threads of a rank."""
     memory_bytes: Amount
+    """Bytes of memory of a device; on a CPU the rank's share of the node's memory."""
     matmuls: Many[Matmul] = ()
+    """Times of matrix products, by dtype."""
     copy_: Curve | None = Field(default=None, alias="copy")
+    """Times to copy a tensor on all ranks at once; sizes are bytes read and written."""
     links: Many[Link] = ()
+    """Times of communication, by operation and group."""
     overlap: Overlap | None = None
+    """Slow-down of computing and communication that overlap; None for none."""
     host: Host | None = None
+    """Costs of +offload; None if there is no separate host memory."""
     pipeline: Measure = 0.0
+    """Seconds of a pipeline action that computes nothing, including its small message; 0 if not measured."""
     reserved_bytes: int = Field(default=0, ge=0, le=MAX_AMOUNT)
+    """Bytes of a device's memory that no plan can use."""
     pace: Measure = 0.0
+    """Seconds of ``measure.clock.CpuSpeedProbe`` to which all times are scaled; 0 if unknown, as on GPUs."""
     peaks: dict[str, Rate] = Field(default_factory=dict)
+    """Dense FLOPs per second of a device by dtype, from its data sheet; empty if unknown."""
     measured: Notes = Field(default_factory=dict)
+    """Date, versions and sources of the figures."""
 
     def slower(self, computing: float, sending: float) -> Self:
         """Return a copy with the seconds of computing and of communication multiplied by a factor each."""
@@ -221,42 +241,52 @@ class Hardware(Profile):
         )
 
     def at_pace(self, pace: float) -> Self:
-        """The machine when its cores had that pace; itself where its own is not known."""
+        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0).
+
+        pace: seconds of the speed probe on those cores.
+        """
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
 
 
 class Bytes(ProfileRecord):
-    """Memory that grows with the rows: `fixed` and `per_row` bytes."""
+    """Memory as a linear function of the number of rows."""
 
     fixed: Measure
+    """Bytes at zero rows."""
     per_row: Measure
+    """Bytes of each row."""
 
     def of(self, rows: float) -> float:
-        """Bytes of `rows` rows."""
+        """Return the bytes for `rows` rows."""
         return self.fixed + self.per_row * rows
 
 
 class LayerProfile(ProfileRecord):
-    """One kind of layer as one rank computes it, without anything that is sent.
+    """One kind of layer as one rank computes it, without communication.
 
-    Sizes of curves are rows: images of a micro-batch that one tensor-parallel group works on together.
-    tensor: the part of the strategy that changes the arithmetic, such as tp4+2d; tp1 for none. checkpoint: the policy.
-    wrapped: whether ``fully_shard`` is around it, its parameters gathered already. backward: computing again included.
-    input_share: of the backward that gives the gradients of inputs; the rest gives those of weights. saved: kept from
-    forward to backward. workspace: more than that at most, during either.
+    Sizes of the curves are rows: images of a micro-batch that one tensor-parallel group works on together.
     """
 
     layer: LayerKind
+    """Kind of layer."""
     tensor: str
+    """Tensor-parallel part of the strategy, such as tp4+2d; tp1 for none."""
     checkpoint: Literal["none", "full", "selective"]
+    """Activation checkpointing policy."""
     wrapped: bool
+    """Whether ``fully_shard`` wraps the layer; its parameters are gathered already."""
     forward: Curve
+    """Seconds of forward."""
     backward: Curve
+    """Seconds of backward, recomputation included."""
     input_share: float = Field(ge=0, le=1)
+    """Share of backward that computes gradients of inputs; the rest computes those of weights."""
     saved: Bytes
+    """Bytes kept from forward to backward."""
     workspace: Bytes
+    """Peak of transient bytes on top of `saved`, in forward or backward."""
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
@@ -265,16 +295,18 @@ class LayerProfile(ProfileRecord):
 
 
 class WeightProfile(ProfileRecord):
-    """Cost of a layer's sharded parameters besides communication: gathering and freeing copies, and reducing gradients.
-
-    elements: elements that are gathered.
-    """
+    """Cost of ``fully_shard`` for one layer apart from communication: packing, unpacking and freeing copies."""
 
     layer: LayerKind
+    """Kind of layer."""
     tensor: str
+    """Tensor-parallel part of the strategy, as in `LayerProfile`."""
     elements: Amount
+    """Elements that are gathered."""
     gather: Timing
+    """Time to gather the parameters and to free them."""
     reduce: Measure
+    """Seconds to reduce the gradients."""
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
@@ -282,41 +314,51 @@ class WeightProfile(ProfileRecord):
 
 
 class ModelProfile(Profile):
-    """A profile of `model` (the fields of its ViTConfig) in one precision.
-
-    processes: how many measured at the same time, each with `threads` CPU threads, on `cores` (on GPUs one each).
-    optimizer: a step, the global norm, and copies in 16 bits; sizes are elements. microbatch: seconds that a
-    micro-batch takes besides its layers. pace: as in `Hardware`. error_band: mean relative error of estimated times in
-    their calibration; None where times were measured.
-    """
+    """Profile of one model in one precision."""
 
     kind = "model"
 
     format: Literal["vitpar model 1"] = "vitpar model 1"
+    """Format and version of the file."""
     model: dict[str, Any]
+    """Fields of the model's ViTConfig."""
     device: Literal["cpu", "cuda"]
+    """Type of the device."""
     device_name: str
+    """Name of the device, as the system reports it."""
     precision: str
+    """Name of the precision, as in ``vitpar.parallel.precision``."""
     compiled: bool
+    """Whether blocks are compiled."""
     processes: Amount
+    """Number of processes that measured at the same time."""
     threads: Amount
+    """CPU threads of each process."""
     cores: Amount
+    """CPU cores that all processes shared; on GPUs one for each process."""
     layers: Many[LayerProfile]
+    """Layers, by kind, tensor-parallel part, checkpointing policy and ``fully_shard``."""
     weights: Many[WeightProfile]
+    """Costs of ``fully_shard``, by kind of layer and tensor-parallel part."""
     optimizer: Curve
+    """Seconds of an optimizer step with the global norm and 16-bit copies; sizes are elements."""
     microbatch: Measure
+    """Seconds that a micro-batch takes in addition to its layers."""
     pace: Measure = 0.0
+    """Speed of the CPU cores, as in `Hardware`."""
     error_band: Measure | None = None
+    """Mean relative error of estimated times in their calibration; None if the times were measured."""
     measured: Notes = Field(default_factory=dict)
+    """Date, versions and sources of the figures."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensor-parallel parts of strategies that it knows."""
+        """Return the tensor-parallel parts that the profile covers, such as tp4+2d, in the order of `layers`."""
         return tuple(dict.fromkeys(layer.tensor for layer in self.layers))
 
     @property
     def flags(self) -> frozenset[str]:
-        """Checkpointing flags that the profile covers."""
+        """Return the checkpointing flags that the profile covers, such as ckpt.selective."""
         return frozenset(CHECKPOINTS[layer.checkpoint].lstrip("+") for layer in self.layers) - {""}
 
     def slower(self, computing: float, sending: float) -> Self:
@@ -331,7 +373,10 @@ class ModelProfile(Profile):
         )
 
     def at_pace(self, pace: float) -> Self:
-        """Return a copy scaled to cores of another speed; unchanged if the own speed is not known."""
+        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0).
+
+        pace: seconds of the speed probe on those cores.
+        """
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
@@ -339,14 +384,14 @@ class ModelProfile(Profile):
 
 @cache
 def always_wrapped(tensor: str) -> bool:
-    """Whether ``fully_shard`` is around a layer that is split by nothing but `tensor`."""
+    """Return whether ``fully_shard`` wraps every layer with the tensor-parallel part `tensor`, even without fsdp."""
     return Rules().wraps(parse(tensor).strategy)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency, seconds a unit) of the line nearest to the points, neither below 0.
+    """Return (latency, seconds per unit of size) of the line that fits the points best; neither is negative.
 
-    Least squares of the relative errors: absolute ones would let the largest sizes say everything.
+    Minimises the squares of relative errors: absolute ones would be dominated by the largest sizes.
     """
     w = wx = wxx = wy = wxy = 0.0
     for x, y in zip(sizes, seconds, strict=True):

@@ -1,4 +1,4 @@
-"""Profiles as JSON files: written whole, and checked key by key when they are read."""
+"""Base classes of profiles in JSON files: written atomically, and checked key by key when read."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ from vitpar.records import first_wrong, table_of, text
 from vitpar.text import shown
 
 Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
-"""Seconds of something that takes time."""
+"""Positive seconds."""
 Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
-"""Any other, or seconds of what may take none."""
+"""Seconds or any other measure that may be 0."""
 Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]
+"""Slow-down, 1 or more."""
 Rate = Annotated[float, Field(ge=1, le=MAX_RATE)]
-"""Bytes or operations a second."""
+"""Bytes or operations per second."""
 Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
-"""Bytes, elements or operations."""
+"""Positive number of bytes, elements or operations."""
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+"""Number of ranks."""
 Notes = Annotated[dict[str, str], table_of(text)]
+"""Free-text notes by key."""
 
 
 class ProfileRecord(records.Record):
-    """Base of everything in a profile: unknown keys are errors, numbers are finite, values never change."""
+    """Base of all records in a profile: immutable, with finite numbers, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class Profile(ProfileRecord):
-    """Base of the two profiles. kind: hardware or model, as ``vitpar profile`` calls them."""
+    """Base of the hardware and the model profile."""
 
     kind: ClassVar[str]
+    """Name of the subcommand of ``vitpar profile``: hardware or model."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The profile in the JSON file `path`. Raises PlannerError, naming the key that is wrong."""
+        """Return the profile in the JSON file `path`. Raises PlannerError, which names an invalid key."""
         try:
             return cls.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
         except OSError as error:
@@ -53,7 +57,10 @@ class Profile(ProfileRecord):
             raise PlannerError(f"{wrong}: make one with vitpar profile {cls.kind}") from None
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; a reader sees the old file or the whole new one. Raises PlannerError."""
+        """Write the profile as JSON, atomically: a reader sees the old file or the complete new one.
+
+        Raises PlannerError.
+        """
         try:
             write_text(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
         except OSError as error:

@@ -34,7 +34,7 @@ class StageLayer:
     """One layer of a stage with its costs."""
 
     kind: LayerKind
-    """Stem, block or head."""
+    """Embed, block or head."""
     strategy: Strategy
     """Strategy of the layer."""
     work: Work

@@ -201,7 +201,7 @@ def find_cluster(name: str) -> Cluster:
 
 def _read(path: Path) -> Cluster:
     try:
-        return Cluster.model_validate({"name": path.embed, **read_toml(path)})
+        return Cluster.model_validate({"name": path.stem, **read_toml(path)})
     except OSError as error:
         raise PlannerError(f"cannot read the cluster {shown(path)}: {error.strerror}") from None
     except ValidationError as error:

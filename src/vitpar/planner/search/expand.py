@@ -23,7 +23,7 @@ MISFITS = 4
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """Limits of a search. All but `seconds` of an impatient one leave uniform plans (one strategy, even stages) alone."""
+    """Limits of a search. Uniform plans (one strategy, even stages) are limited only by `seconds`, unless `patient`."""
 
     tolerance: float = 1e-3
     """Relative speedup over the chosen plan that an exact search may miss."""
@@ -137,7 +137,7 @@ class Expansion:
         """Search the kind and offer its plans to `found`. Return whether no plan that could win was skipped."""
         pipeline = self._kind.pipeline
         if pipeline.pipeline_degree == 1:
-            # Plans with one strategy were all tried before, as uniform plans.
+            # Plans with one strategy are uniform plans, which are tried before.
             runs, more = self._stage(0).quickest(self._depth, self._limits, max(1, self._left), mixed=True)
             for run in runs:
                 self._try([run])
@@ -242,7 +242,6 @@ class Expansion:
         """Return the fastest ways to run stage `number` with so many blocks, cached. Records what is dropped."""
         key = number, blocks
         if key not in self._runs:
-            # Asked for separately, so that pairs of strategies cannot crowd out the runs with one strategy beforehand.
             pairs = (self._stage(number).quickest(blocks, self._limits, self._most, mixed) for mixed in (False, True))
             (plain, more), (mixed, yet_more) = pairs
             every = sorted((*plain, *mixed), key=lambda run: run.time)

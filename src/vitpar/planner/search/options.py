@@ -164,7 +164,7 @@ class Options:
     def _key(self, pipeline: Plan) -> tuple[int, bool]:
         """Return a key that is equal for pipelines with the same strategies and costs.
 
-        Those of one degree differ only in whether they allow checkpointing, which schedules that split backward do not.
+        Those of one degree differ only in whether the schedule splits backward, and exactly then it clashes with +ckpt.
         """
         return pipeline.pipeline_degree, self._space.allows(pipeline, Strategy(checkpoint="full"))
 

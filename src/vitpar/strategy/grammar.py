@@ -143,6 +143,7 @@ def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
 
 
 def _parse_axes(span: _Span) -> tuple[Axis, ...]:
+    """Parse axes joined by `x`, as in `dp2xtp2`; at most one can have an open degree."""
     if not span.word:
         raise StrategyError(f"no axis stands before the '+' {span.place}: write one, as in dp1+ckpt")
     axes: dict[str, Axis] = {}
@@ -169,6 +170,7 @@ def _parse_axes(span: _Span) -> tuple[Axis, ...]:
 
 
 def _parse_axis(span: _Span) -> Axis:
+    """Parse one axis, as in `dp2`, or `dp` with an open degree."""
     word = span.word
     if word in FLAGS:
         raise StrategyError(f"'{word}' {span.place} is a flag, not an axis: write +{word} at the end")

@@ -82,6 +82,7 @@ class Strategy:
             )
 
     def _check_axes(self) -> None:
+        """Raise StrategyError for pp, a degree of 1, or a repeated role."""
         roles = [axis.role for axis in self.axes]
         for axis in self.axes:
             if axis.role == "pp":
@@ -92,6 +93,7 @@ class Strategy:
                 raise StrategyError(f"role '{axis.role}' stands twice in a strategy: give each role once")
 
     def _check_choices(self) -> None:
+        """Raise StrategyError for an unknown tensor mode, checkpointing policy or ZeRO stage."""
         for what, value, known in (
             ("tensor mode", self.tensor_mode, TENSOR_MODES),
             ("checkpoint policy", self.checkpoint or CHECKPOINT_POLICIES[0], CHECKPOINT_POLICIES),
@@ -105,6 +107,7 @@ class Strategy:
             raise StrategyError(f"zero is {shown(self.zero)}: use 0, 1 or 2, or the role fsdp for ZeRO-3")
 
     def _check_tensor_mode(self) -> None:
+        """Raise StrategyError if the tensor mode, its depth, +sp and the degree of tp do not fit each other."""
         flag = self.tensor_flag
         if flag and not self.has("tp"):
             raise StrategyError(f"{flag} splits over tp, which '{self}' lacks: add an axis such as tp4")

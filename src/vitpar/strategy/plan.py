@@ -74,6 +74,10 @@ class Plan:
             raise StrategyError(f"split is for {len(self.split):,} stages: give the blocks of at most {MAX_BLOCKS:,}")
 
     def _check_layers(self) -> None:
+        """Raise StrategyError if no block has a strategy, or strategies take different numbers of ranks.
+
+        The number of ranks times that of different strategies is limited too, since every rank has a layout of each.
+        """
         if not any(selector == "*" or blocks_of(selector) for selector, _ in self.layers):
             named = shown(", ".join(selector for selector, _ in self.layers)) or "none"
             raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")

@@ -110,6 +110,7 @@ class _Recorder(Streams):
         return [*self._spans, *sent]
 
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
+        """Record the computing, and the background transfers that advance meanwhile."""
         at, queued = self.at, [(job, job.left) for job in self._queue]
         begun = at
         super().compute(seconds, what, skew)
@@ -122,6 +123,7 @@ class _Recorder(Streams):
                 at += took
 
     def wait(self, job: Transfer, what: str) -> None:
+        """Record the transfers that the rank waits for: `job` and those queued before it."""
         self._awaited[job] = what
         at, queued = self.at, [(other, other.left) for other in self._queue]
         super().wait(job, what)

@@ -111,6 +111,7 @@ def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, en
     hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
 
     def possible(seconds: float) -> bool:
+        """Return whether the stages may hold all blocks in a step of `seconds`."""
         # Every stage takes as many blocks as it can, the first one first. No other split holds more: a block more in an
         # earlier stage delays a stage by no more than one block of its own takes.
         dealt, there, back = 0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Plan search from Python, and the set-up that all searches share.
+"""Plan search from Python, and the setup that all searches share.
 
 import vitpar
 
@@ -41,23 +41,25 @@ def search(
     optimizer: str = "adamw",
     seconds: float = 20.0,
 ) -> Result:
-    """Search the fastest plan whose ranks fit into memory, as `vitpar search` does; needs no GPU.
+    """Search the fastest plan whose ranks fit into memory, as `vitpar search` does. Needs no GPU.
 
-    model: shape of the model, or its name (then with 1,000 classes).
-    batch_size: images of a step over all ranks; the best of several is chosen.
-    cluster: name of a cluster, such as 8xH100, or of a TOML file, whose data sheet predicts times.
-    hardware, model_profile: files that `vitpar profile` wrote, to use instead (default hardware.json, model.json).
-    ranks: number of ranks (default: all of the cluster or profile).
-    precision: fp64, fp32, bf16, fp16, fp8, or auto, which is bf16 on devices that support it.
-    compiled: whether blocks are compiled (default: on GPUs).
-    memory: most memory of a rank, in bytes or as in "40GB" (default: nine tenths of a device).
-    microbatches: micro-batches of a step (default: every number that divides the batch).
-    roles: roles that plans may use. without: flags and schedules to exclude, such as "ckpt" or "gpipe".
-    optimizer: name of the optimizer, which decides how much state a parameter has.
-    seconds: time limit of the search after the first plan is found.
+    model: shape of the model, or its name (with 1,000 classes)
+    batch_size: global images per step; of several sizes the best is chosen
+    cluster: name of a cluster, such as 8xH100, or path of a TOML file; times are estimated from its data sheet
+    hardware, model_profile: files written by `vitpar profile`, used without `cluster` (default: hardware.json,
+        model.json)
+    ranks: number of ranks (default: all of the cluster or profile)
+    precision: fp64, fp32, bf16, fp16, fp8, or auto, which is bf16 on devices that support it
+    compiled: whether blocks are compiled (default: on GPUs)
+    memory: memory limit of a rank, in bytes or as in "40GB" (default: nine tenths of a device)
+    microbatches: micro-batches per step (default: every number that divides the batch)
+    roles: roles that plans may use
+    without: flags and schedules to exclude, such as "ckpt" or "gpipe"
+    optimizer: name of the optimizer, which determines the state per parameter
+    seconds: time limit of the search after the first plan is found
 
-    Returns the plans, best first, with a bound on the speed of any plan. Raises PlannerError for unreadable profiles,
-    unknown names, and if no plan fits.
+    Returns the plans, best first, with an upper bound on the speed of any plan. Raises PlannerError for unreadable
+    profiles, unknown names, and if no plan fits.
     """
     from vitpar.planner.sources import estimated_costs, profiled_costs, usual_budget
     from vitpar.training.optim.optimizer import moments
@@ -99,9 +101,13 @@ def make_search(
     schedules: Sequence[str] = tuple(SCHEDULES),
     seconds: float = 20.0,
 ) -> Search:
-    """Return a search over the plans that `costs` can price; parameters are those of `search`.
+    """Return a search over the plans that `costs` can price.
 
-    moments: copies of the parameters that the optimizer and the running average keep. Raises PlannerError.
+    moments: copies of the parameters that the optimizer and the running average keep
+    schedules: schedules that plans may use
+    Other parameters are those of `search`.
+
+    Raises PlannerError for unknown names and too many ranks.
     """
     from vitpar.planner.search.best import Search
     from vitpar.planner.search.expand import SearchEffort
@@ -135,7 +141,7 @@ def make_search(
 
 
 def run_search(searching: Search, budget: float, progress: Progress | None = None) -> Result:
-    """Run a search for `budget` bytes a rank. Raises PlannerError if no plan fits."""
+    """Run a search with a limit of `budget` bytes per rank. Raises PlannerError if no plan fits."""
     space = searching.space
     result = searching.best(budget, progress) if progress else searching.best(budget)
     if result.plans:
@@ -153,6 +159,7 @@ def run_search(searching: Search, budget: float, progress: Progress | None = Non
 
 
 def _several(numbers: int | Sequence[int], name: str) -> tuple[int, ...]:
+    """Return one or several positive numbers as a tuple, else raise PlannerError about the parameter `name`."""
     found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not found or min(found) < 1:
         raise PlannerError(f"{name} is {shown(numbers)}: use whole numbers from 1")

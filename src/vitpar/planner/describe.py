@@ -1,7 +1,7 @@
-"""Summary of a plan applied to a model, by arithmetic alone: no devices, data or process group are needed.
+"""Summary of a plan applied to a model. No devices, data or process group are needed.
 
 Communication is listed by mesh axis and flag, as in the tables of ``vitpar.parallel.tensor``, ``vitpar.parallel.data``
-and ``vitpar.parallel.checkpointing``; counts are those of one block for one micro-batch.
+and ``vitpar.parallel.checkpointing``. Counts are those of one block for one micro-batch.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from vitpar.strategy.execution import LayerExecution, Rules
 from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
 
 STAGES_GATHERED = 3
-"""Stages of a rank that torch's schedules keep gathered at a time, at most (`max_active_stages`)."""
+"""Maximum number of a rank's stages whose parameters torch's schedules keep gathered (`max_active_stages`)."""
 
 
 @dataclass(frozen=True)
 class AxisSummary:
-    """One axis of a mesh, and the communication along it in words.
-
-    axis: pp, dp, fsdp, tp, or one of the axes that 2d, 2.5d and 3d arrange tp into: d, i, j, k.
-    """
+    """One axis of a mesh and the communication along it."""
 
     axis: str
+    """Name: pp, dp, fsdp, tp, or an axis of 2d, 2.5d and 3d: d, i, j, k."""
     degree: int
+    """Number of ranks."""
     communication: str
+    """Description of the communication."""
 
 
 @dataclass(frozen=True)
 class FlagSummary:
-    """A flag that changes nothing about axes, and its effect in words."""
+    """A flag that does not concern a single axis."""
 
     flag: str
+    """The flag, as in +ckpt."""
     effect: str
+    """Description of its effect."""
 
 
 @dataclass(frozen=True)
 class PipelineRank:
     """Share of the model held by the ranks at one place of the pp axis.
 
-    Not counted: activations, gathered copies of sharded parameters, and gradients that wait for their reduce-scatter.
+    Not counted: activations, gathered copies of sharded parameters, and unreduced gradients.
     """
 
     pp: int
+    """Index on the pp axis."""
     stages: tuple[int, ...]
     """Numbers of the stages; several under some schedules."""
     layers: tuple[tuple[str, ...], ...]
@@ -66,57 +69,65 @@ class PipelineRank:
 
 @dataclass(frozen=True)
 class StrategySummary:
-    """One strategy of a plan: the names of the layers that have it, its axes, outermost first, and its flags.
-
-    shards: whether ranks keep parts of parameters that they gather to compute.
-    """
+    """One strategy of a plan."""
 
     strategy: str
+    """The strategy's canonical string."""
     layers: tuple[str, ...]
+    """Names of the layers that have it."""
     axes: tuple[AxisSummary, ...]
+    """Its axes, outermost first."""
     flags: tuple[FlagSummary, ...]
+    """Its flags that no axis describes."""
     shards: bool
+    """Whether parameters are sharded and gathered for computing."""
 
 
 @dataclass(frozen=True)
 class Redistribution:
-    """Where an activation changes its layout, in front of `layer` on the ranks of `stage`.
-
-    source, target: the strategies of the layers around. forward, backward: how much of a whole micro-batch's activation
-    (and of its gradient, the other way) the rank that receives most has to receive, 0 to 1.
-    """
+    """A change of an activation's layout between two layers."""
 
     layer: str
+    """Name of the layer behind it."""
     stage: int
+    """Stage whose ranks perform it."""
     source: str
+    """Strategy of the layer before it."""
     target: str
+    """Strategy of the layer behind it."""
     forward: float
+    """Share of a micro-batch's complete activation that the busiest rank receives, 0 to 1."""
     backward: float
+    """Share of the activation's complete gradient that the busiest rank receives in backward, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """A plan applied to a model.
-
-    parameters: elements of the whole model. idle_share: see `idle_share`. travel: for each stage but the last, how much
-    of a whole micro-batch's activation each of its ranks sends on, 0 to 1. pipeline_axis: None without pp.
-    """
+    """A plan applied to a model."""
 
     parameters: int
+    """Parameter elements of the complete model."""
     batch: BatchArithmetic
+    """Division of the batch."""
     idle_share: float
+    """Share of a step that a pipeline rank waits, 0 to 1, by ``vitpar.planner.cost.pipeline.idle_share``."""
     pipeline: tuple[PipelineRank, ...]
+    """Share of the model at each place of the pp axis."""
     pipeline_axis: AxisSummary | None
+    """The pp axis; None without pp."""
     travel: tuple[float, ...]
+    """For each stage but the last, the share of a micro-batch's complete activation that each rank sends on, 0 to 1."""
     strategies: tuple[StrategySummary, ...]
+    """The strategies, in the order of layers."""
     redistributions: tuple[Redistribution, ...]
+    """Changes of layout, in the order of layers."""
 
 
 def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_parameter: int) -> PlanSummary:
-    """The summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
+    """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
-    bytes_per_parameter: what a rank keeps for every element of its parameters, as `state_bytes` of
-    ``vitpar.training.optim.optimizer`` counts them.
+    bytes_per_parameter: bytes of state per parameter element of a rank, as `state_bytes` of
+    ``vitpar.training.optim.optimizer`` counts them
     """
     batch = batch_arithmetic(plan, batch_size)
     return PlanSummary(
@@ -132,6 +143,7 @@ def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_paramete
 
 
 def _pipeline(config: ViTConfig, plan: Plan, bytes_per_parameter: int) -> tuple[PipelineRank, ...]:
+    """Return the share of the model at each place of the pp axis."""
     parts, flops = stage_layers(config, plan), config.layer_flops
     held, strategies = layer_parameters(config, plan), plan.strategies(config.layer_names)
     found = []
@@ -154,7 +166,7 @@ def _pipeline(config: ViTConfig, plan: Plan, bytes_per_parameter: int) -> tuple[
 
 
 def _strategies(config: ViTConfig, plan: Plan) -> tuple[StrategySummary, ...]:
-    """The strategies that layers have, in the order of the layers."""
+    """Return the summaries of the strategies that layers have, in the order of layers."""
     layers: dict[Strategy, list[str]] = {}
     for name, strategy in plan.strategies(config.layer_names).items():
         layers.setdefault(strategy, []).append(name)
@@ -171,7 +183,8 @@ def _strategies(config: ViTConfig, plan: Plan) -> tuple[StrategySummary, ...]:
 
 
 def _redistributions(config: ViTConfig, plan: Plan) -> tuple[Redistribution, ...]:
-    """Between two stages it is on the side whose layout does not travel, see `travel_layouts`."""
+    """Return the changes of layout between layers."""
+    # Between two stages the one whose layout does not travel redistributes, see `travel_layouts`.
     strategies, travel = plan.strategies(config.layer_names), travel_layouts(config, plan)
     stage_of = {name: stage for stage, names in enumerate(stage_layers(config, plan)) for name in names}
     found = []
@@ -196,7 +209,7 @@ def _redistributions(config: ViTConfig, plan: Plan) -> tuple[Redistribution, ...
 
 
 def _axis_words(strategy: Strategy, plan: Plan, layers: Collection[str]) -> tuple[AxisSummary, ...]:
-    """The axes of the layers that have `strategy`, outermost first. layers: their names."""
+    """Return the summaries of a strategy's axes, outermost first. layers: names of the layers that have it"""
     found = []
     for axis, degree in mesh_axes(strategy):
         if axis in ("dp", "fsdp", "d", "i"):
@@ -208,7 +221,7 @@ def _axis_words(strategy: Strategy, plan: Plan, layers: Collection[str]) -> tupl
 
 
 def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
-    """The flags of `strategy` that no axis tells of."""
+    """Return the summaries of the strategy's flags that no axis describes."""
     found = []
     if strategy.checkpoint == "full":
         sent = ", with what tp sends there," if strategy.has("tp") else ""
@@ -224,7 +237,7 @@ def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
 
 
 def _data_words(axis: str, strategy: Strategy, plan: Plan) -> str:
-    """An axis that splits the batch: its ranks hold copies of parameters, or parts that they gather."""
+    """Return the communication along an axis that splits the batch, whose ranks hold copies or shards of parameters."""
     sharding = sharding_axes(strategy)
     alike = [name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i")]
     alike = [name for name in alike if (name in sharding) == (axis in sharding)]
@@ -233,7 +246,8 @@ def _data_words(axis: str, strategy: Strategy, plan: Plan) -> str:
     split = "split the batch; " if axis in ("d", "i") else ""
     if axis not in sharding:
         return f"{split}all-reduce {'the shards of ' if sharding else ''}gradients, once a step"
-    execution = Rules.under(plan, "fp32").of(strategy, "blocks.0")  # when data is sent is the same in 16 bits
+    # The precision does not affect when data is sent.
+    execution = Rules.under(plan, "fp32").of(strategy, "blocks.0")
     gather, reduce = _gathers(execution, plan), "once a step"
     if execution.reduced == "every micro-batch":
         reduce = "for every micro-batch"
@@ -243,7 +257,7 @@ def _data_words(axis: str, strategy: Strategy, plan: Plan) -> str:
 
 
 def _gathers(execution: LayerExecution, plan: Plan) -> str:
-    """When sharded parameters are gathered."""
+    """Return when sharded parameters are gathered, in words."""
     if execution.gathers_in_backward:
         return "layer by layer, in forward and in backward of every micro-batch"
     if plan.pp != 1 and plan.virtual_stages > STAGES_GATHERED:
@@ -252,7 +266,8 @@ def _gathers(execution: LayerExecution, plan: Plan) -> str:
 
 
 def _tensor_words(axis: str, strategy: Strategy, layers: Collection[str]) -> str:
-    """An axis that splits arithmetic. Embed and head do little of it; their words are for layers without a block."""
+    """Return the communication along an axis that splits products. layers: names of the layers with the strategy"""
+    # Blocks communicate most, so embed and head are only described if no block has the strategy.
     mode = "sp" if strategy.sequence_parallel else strategy.tensor_mode
     words = _TENSOR_WORDS[mode, axis]
     for part in ("blocks.", "head", "embed"):
@@ -296,4 +311,4 @@ _TENSOR_WORDS = {
         "embed": "split features; send nothing",
     },
 }
-"""By mode, axis, and the first of these that the layers hold: a block, the head, embed."""
+"""Communication by (mode, axis) and kind of layer."""

@@ -25,14 +25,16 @@ from vitpar.training.recipe import Recipe
 
 # The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.
 _TEXT = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
-_SHOWN = 0.1  # of the predicted memory: smaller parts are not named
+_SHOWN = 0.1  # share of the predicted memory below which a part is not named
 
 
 @contextmanager
 def explain_memory(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Raise DeviceMemoryError in place of CUDA's own error where the block runs out of device memory.
+    """Raise DeviceMemoryError in place of CUDA's own error if the ``with`` block runs out of device memory.
 
-    recipe: with its precision resolved. config, plan: what it trains, and how.
+    recipe: recipe with its precision resolved
+    config: shape of the model
+    plan: validated plan of the training
     """
     try:
         yield
@@ -43,7 +45,8 @@ def explain_memory(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether `error`, or one that led to it, says that CUDA is out of memory: pipelining wraps errors."""
+    """Return whether `error` or one of its causes reports that CUDA is out of memory."""
+    # torch's pipelining wraps errors, so the causes count too.
     if error is None:
         return False
     found = isinstance(error, torch.cuda.OutOfMemoryError)
@@ -52,19 +55,25 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: str, moments: int) -> tuple[Memory, ...]:
-    """Return the memory of the fullest rank at each place of the pp axis, by arithmetic.
+    """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
 
-    plan: validated. moments: copies of the parameters that the optimizer and the average keep. Raises PlannerError.
+    plan: validated plan
+    moments: copies of the parameters that the optimizer and the running average keep
+
+    Raises PlannerError if the plan cannot be priced.
     """
+    # Any cluster does: its rates only affect times.
     nodes = -(-plan.world_size // 8)
-    hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)  # its rates matter to times only
+    hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
     profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
     return price(plan, LayerCosts(config, hardware, profile), batch_size, moments).memory
 
 
 def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device, local_ranks: int) -> str | None:
-    """Return a warning where a step is predicted to need more memory than the device has, or the machine for all its
-    `local_ranks` on CPUs; None where it fits."""
+    """Return a warning if a step is predicted to need more memory than there is; None if it fits.
+
+    On a CPU the `local_ranks` ranks of the machine share its memory.
+    """
     try:
         memory = estimate_memory(config, plan, recipe.train.batch_size, recipe.train.precision, moments(recipe))
     except PlannerError:
@@ -78,6 +87,7 @@ def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.
 
 
 def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> str:
+    """Return the message of an out-of-memory error of this rank: need, available memory, remedies."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     train, need = recipe.train, None
     with suppress(PlannerError):
@@ -91,17 +101,20 @@ def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.devic
 
 
 def memory_words(need: Memory) -> str:
-    """Return `a step is predicted to need 91.3 GB (activations 70 GB, parameters 12 GB)`."""
+    """Return the need in words, as in `a step is predicted to need 91.3 GB (activations 70 GB, parameters 12 GB)`."""
     parts = sorted(((getattr(need, part), part) for part in PARTS), reverse=True)
     named = ", ".join(f"{part} {size(number)}" for number, part in parts if number >= _SHOWN * need.total)
     return f"a step is predicted to need {size(need.total)} ({named})"
 
 
 def _available(device: torch.device) -> str | None:
-    """Return `the GPU has 79.2 GB, of which other programs use 3.1 GB`; None where the device does not tell."""
+    """Return the available memory in words; None if the device does not report it.
+
+    Example: `the GPU has 79.2 GB, of which other programs and the CUDA runtime take 3.1 GB`.
+    """
     if device.type != "cuda":
         return None
-    with suppress(RuntimeError):  # a device without memory may not even answer
+    with suppress(RuntimeError):  # the query itself can fail when memory is exhausted
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         used = f", of which other programs and the CUDA runtime take {size(others)}" if others > 0.02 * total else ""
@@ -110,7 +123,7 @@ def _available(device: torch.device) -> str | None:
 
 
 def _ways(need: Memory | None, recipe: Recipe, config: ViTConfig, plan: Plan) -> list[str]:
-    """Return what makes a rank need less, the most helpful first."""
+    """Return options that reduce the memory of a rank, most helpful first."""
     more = _more_microbatches(recipe, config, plan)
     acts = [] if more is None else [f"--microbatches {more}"]
     if any(kind.checkpoint is None for kind in plan.kinds):
@@ -128,7 +141,7 @@ def _ways(need: Memory | None, recipe: Recipe, config: ViTConfig, plan: Plan) ->
 
 
 def _more_microbatches(recipe: Recipe, config: ViTConfig, plan: Plan) -> int | None:
-    """Return the next number of micro-batches that the plan can run; None where there is none."""
+    """Return the next larger number of micro-batches that the plan can run; None if there is none."""
     batch = batch_arithmetic(plan, recipe.train.batch_size)
     for number in divisors(batch.local_batch):
         if number > batch.microbatches:

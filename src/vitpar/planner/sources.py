@@ -18,7 +18,7 @@ from vitpar.training.recipe.machine import automatic_precision
 NO_COSTS = ("name", "norm_eps", "init")
 """Model settings that do not affect costs: a profile with other values of them applies too."""
 USED = 0.9
-"""Share of a device's memory that plans use by default; the rest is for other programs and for fragmentation."""
+"""Default share of a device's memory that plans may use; the rest is for other programs and fragmentation."""
 
 
 def profiled_costs(
@@ -30,9 +30,12 @@ def profiled_costs(
 ) -> LayerCosts:
     """Return the costs of a model on the machine that was profiled.
 
-    model: its shape for a number of classes, which is the profile's. precision: or "auto", the profile's where a
-    training on such devices would choose it. compiled: whether blocks are; None for what was profiled on GPUs, and
-    False on CPUs. Raises PlannerError where profiles and model are not of the same model, precision and kind of device.
+    model: function of a number of classes that returns the model's shape; called with that of the profile
+    precision: name of the precision; "auto" for what a training on such devices would choose
+    compiled: whether blocks are compiled; None for the profile's setting on GPUs, False on CPUs
+    hardware_file, model_file: profiles; None for hardware.json and model.json
+
+    Raises PlannerError if profiles and model differ in shape, precision, compilation or kind of device.
     """
     hardware = Hardware.read(hardware_file or HARDWARE)
     path = model_file or MODEL
@@ -50,7 +53,7 @@ def profiled_costs(
             )
     if precision == "auto":
         precision = automatic_precision(profile.precision, profile.device)
-    if compiled is None:  # on GPUs as it came out when they were profiled
+    if compiled is None:
         compiled = profile.compiled and profile.device == "cuda"
     for name, found, asked in (
         ("precision", profile.precision, precision),
@@ -72,10 +75,14 @@ def profiled_costs(
 def estimated_costs(
     config: ViTConfig, cluster: str, precision: str = "auto", compiled: bool | None = None, ranks: int | None = None
 ) -> LayerCosts:
-    """Return the costs of a model on `ranks` devices of a cluster (all, if None), by arithmetic.
+    """Return the costs of a model on devices of a cluster, estimated from its data sheet.
 
-    cluster: such as 8xH100 or 4x8xA100-40GB, or a TOML file. precision: or "auto", bf16 where the devices have it.
-    compiled: whether blocks are; None for yes, as a training on GPUs compiles them. Raises PlannerError.
+    cluster: name such as 8xH100 or 4x8xA100-40GB, or path of a TOML file
+    precision: name of the precision; "auto" for bf16 if the devices support it
+    compiled: whether blocks are compiled; None for true, as in a training on GPUs
+    ranks: number of devices; None for all
+
+    Raises PlannerError for an unknown cluster or precision.
     """
     hardware, assumed = find_cluster(cluster).hardware(ranks), precision == "auto"
     if assumed:
@@ -90,17 +97,17 @@ def estimated_costs(
 
 
 def usual_budget(costs: LayerCosts) -> float:
-    """Return the bytes that a rank may take where no budget is named."""
+    """Return the default memory limit of a rank, in bytes."""
     return USED * costs.hardware.memory_bytes
 
 
 def known_flags(costs: LayerCosts) -> tuple[str, ...]:
-    """Return the flags of strategies that the profiles know the costs of."""
+    """Return the flags of strategies whose costs are in the profiles."""
     lacking = {"ckpt", "ckpt.selective"} - costs.model.flags | ({"offload"} if costs.hardware.host is None else set())
     return tuple(flag for flag in FLAGS if flag not in lacking)
 
 
 def unprofiled(costs: LayerCosts, ranks: int) -> set[str]:
-    """Return the flags and tensor-parallel parts that model and machine allow, but the profiles do not know."""
+    """Return the flags and tensor-parallel parts that model and machine allow, but whose costs are not profiled."""
     useless = {"offload"} if costs.hardware.device == "cpu" else set()
     return {*FLAGS} - {*known_flags(costs)} - useless | {*tensors(costs.config, ranks)} - {*costs.model.tensors}

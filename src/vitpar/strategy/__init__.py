@@ -1,6 +1,6 @@
-"""Strategies: the language, the plan objects, their JSON, and what follows from a plan by arithmetic alone.
+"""Strategies: the language, plan objects, their JSON format, and layouts, batches and ranks that follow from a plan.
 
-Pure Python; importing it imports neither torch nor pydantic, which plans as JSON (`vitpar.strategy.plan_json`) need.
+Pure Python without torch. Plans as JSON (`vitpar.strategy.plan_json`) need pydantic and are not imported here.
 """
 
 from vitpar.strategy.batch import BatchArithmetic, batch_arithmetic

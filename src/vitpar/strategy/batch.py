@@ -1,4 +1,4 @@
-"""How a batch is divided: global batch -> data-parallel parts -> micro-batches."""
+"""Batch arithmetic: global batch -> data-parallel parts -> micro-batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from vitpar.text import closest, count, divisors, either, shown
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """global_batch = data_parallel × local_batch and local_batch = microbatches × microbatch_size, in images.
+    """Division of a global batch: into data-parallel parts, and each of these into micro-batches.
 
-    Micro-batch m of the step is images [m·n, (m + 1)·n) of the global batch, n = `microbatch_rows`; every layer cuts it
-    among the ranks of its stage as its layout says (`vitpar.strategy.layout`).
+    Micro-batch m of the step is images [m·n, (m + 1)·n) of the global batch, n = `microbatch_rows`. Every layer splits
+    it among the ranks of its stage by its layout (`vitpar.strategy.layout`).
     """
 
     global_batch: int
+    """Images per step: `data_parallel` × `local_batch`."""
     data_parallel: int
+    """Number of data-parallel parts."""
     local_batch: int
+    """Images of a data-parallel part per step: `microbatches` × `microbatch_size`."""
     microbatches: int
+    """Number of micro-batches per step."""
     microbatch_size: int
+    """Images of a micro-batch per data-parallel part."""
 
     @property
     def microbatch_rows(self) -> int:
@@ -34,15 +39,15 @@ class BatchArithmetic:
         return self.data_parallel * self.microbatch_size
 
     def rows(self, part: ActivationPart) -> list[int]:
-        """The images of the global batch that a rank with `part` of every micro-batch works on, in its order."""
+        """Return the indices in the global batch of the images of a rank that holds `part` of each micro-batch."""
         n = self.microbatch_rows
         return [m * n + row for m in range(self.microbatches) for row in part.row_range(n)]
 
 
 def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
-    """How `batch_size` images a step are divided under `plan`.
+    """Return how `batch_size` images per step are divided under `plan`.
 
-    Raises StrategyError when the batch does not divide into the plan's data-parallel parts, or a part does not divide
+    Raises StrategyError if the batch does not divide into the plan's data-parallel parts, or a part does not divide
     into micro-batches that the schedule and the layers can run.
     """
     refuse_both_ways(plan)
@@ -61,16 +66,17 @@ def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
 
 
 def smallest_microbatch(plan: Plan) -> int:
-    """The number of images that must divide every micro-batch of a data-parallel part: more than 1 where a layer cuts
-    its batch further (+sp and 3d, over tp)."""
+    """Return the number of images that has to divide a data-parallel part's micro-batch.
+
+    It exceeds 1 if a layer splits its batch further over tp (+sp and 3d).
+    """
     return math.lcm(plan.data_parallel, *(row_parts(strategy) for strategy in plan.kinds)) // plan.data_parallel
 
 
 def default_microbatches(plan: Plan, working: list[int]) -> int:
-    """The micro-batches of a plan that does not say: one without pp, else of `working` the nearest to twice pp.
+    """Return the default number of micro-batches: 1 without pp, else the number in `working` closest to 2 · pp.
 
-    Twice pp keeps the pipeline's idle share under a third without making the micro-batches small. Of two equally near
-    numbers the larger.
+    2 · pp keeps the pipeline's idle share under a third without making micro-batches small. Ties take the larger one.
     """
     if plan.pipeline_degree == 1:
         return 1
@@ -78,7 +84,7 @@ def default_microbatches(plan: Plan, working: list[int]) -> int:
 
 
 def schedule_objection(plan: Plan, microbatches: int) -> str | None:
-    """Why the plan's schedule cannot run that many micro-batches, None if it can (`vitpar.strategy.schedules`)."""
+    """Return why the plan's schedule cannot run `microbatches` micro-batches; None if it can."""
     pp, stages, schedule = plan.pipeline_degree, plan.num_stages, SCHEDULES[plan.schedule]
     if pp == 1:
         return None
@@ -95,7 +101,7 @@ def schedule_objection(plan: Plan, microbatches: int) -> str | None:
 
 
 def refuse_both_ways(plan: Plan) -> None:
-    """Raise StrategyError when the plan gives its micro-batches by number and by size."""
+    """Raise StrategyError if the plan sets both microbatches and microbatch_size."""
     if plan.microbatches is not None and plan.microbatch_size is not None:
         raise StrategyError(
             f"both microbatches ({plan.microbatches}) and microbatch_size ({plan.microbatch_size}) are given: "
@@ -104,7 +110,7 @@ def refuse_both_ways(plan: Plan) -> None:
 
 
 def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
-    """The number of micro-batches for `local` images per data-parallel part."""
+    """Return the number of micro-batches for `local` images per data-parallel part."""
     unit = smallest_microbatch(plan)
     part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{shown(plan)}')"
     if local % unit:
@@ -142,7 +148,7 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
 
 
 def _cut_objection(plan: Plan, size: int) -> str | None:
-    """Why the layers cannot cut micro-batches of `size` images, None if they can."""
+    """Return why the layers cannot split micro-batches of `size` images per data-parallel part; None if they can."""
     unit = smallest_microbatch(plan)
     if size % unit == 0:
         return None
@@ -150,4 +156,5 @@ def _cut_objection(plan: Plan, size: int) -> str | None:
 
 
 def _most_cut(plan: Plan) -> Strategy:
+    """Return the strategy that splits its batch most beyond its data-parallel parts."""
     return max(plan.kinds, key=lambda strategy: row_parts(strategy) // strategy.data_parallel)

@@ -1,19 +1,19 @@
-"""How the steps of a plan are executed: the settings beside the plan, and what they do with each layer's parameters.
+"""Execution of a plan's steps: settings in addition to the plan, and the rules for each layer's parameters.
 
-This is the one place of these rules. The runtime acts by them (``vitpar.parallel.parallelize``), the cost model prices
-them, the search bounds them (``vitpar.planner``), settings that they leave without effect are refused
-(``vitpar.strategy.support``), and `vitpar plan` tells them.
+These rules are only here. The runtime follows them (``vitpar.parallel.parallelize``), the cost model prices them, the
+search bounds them (``vitpar.planner``), and `vitpar plan` prints them. ``vitpar.strategy.support`` refuses settings
+without effect.
 
-| layer             | ``fully_shard`` over | parameters are gathered             | gradients are reduced          |
-|-------------------|----------------------|-------------------------------------|--------------------------------|
-| dp                | none, or one rank    |                                     | at the step's last micro-batch |
-| +zero1            | dp                   | once a step                         | at the step's last micro-batch |
-| +zero2            | dp                   | once a step                         | at every micro-batch           |
-| fsdp, axis i      | fsdp, i              | for every use; once a step under pp | at the step's last micro-batch |
+| layer             | ``fully_shard`` over | parameters are gathered                | gradients are reduced          |
+|-------------------|----------------------|----------------------------------------|--------------------------------|
+| dp                | none, or one rank    |                                        | at the step's last micro-batch |
+| +zero1            | dp                   | once per step                          | at the step's last micro-batch |
+| +zero2            | dp                   | once per step                          | at every micro-batch           |
+| fsdp, axis i      | fsdp, i              | for each use; once per step under pp   | at the step's last micro-batch |
 
-Under pp what is reduced "at the last micro-batch" is reduced when all micro-batches are done, and so are gradients that
-``fully_shard`` does not reduce, where a schedule computes those of weights in a backward of their own. `Communication`
-can have fsdp and i otherwise: gathered for every use under pp too, reduced at every micro-batch.
+Under pp, ``fully_shard`` reduces after all micro-batches instead of at the last one. Schedules that split backward do
+so for all other gradients too. `Communication` can change fsdp and i: gathering for each use under pp, reducing at
+every micro-batch.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
 
 REDUCE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""By precision that computes in 16 bits: what gradients can be reduced in besides fp32."""
+"""For each precision that computes in 16 or 8 bits, the type besides fp32 in which gradients can be reduced."""
 
 Reduced = Literal["every micro-batch", "last micro-batch", "end of step"]
+"""Time at which gradients are reduced: in each backward, in the last one, or after all of them."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """When gradients and gathered parameters are sent; changes speed and memory, never the result.
-
-    bucket_cap_mb: MiB of gradients of neighbouring layers that share a message, where nothing is sharded; None for
-    ``vitpar.parallel.data.BUCKET_MB``. prefetch: how many layers ahead sharded parameters are gathered, in forward and
-    in backward; None as FSDP2 does by itself. reshard_after_forward: whether layers that shard over fsdp or i free what
-    they gathered after forward; None where that is worth it (not under a pipeline, not in the head).
-    reduce_every_microbatch: whether the same layers reduce gradients at every micro-batch, so that no whole ones wait
-    for the last; None for not.
-    """
+    """Settings of gradient reduction and parameter gathering; they change speed and memory, never the result."""
 
     bucket_cap_mb: float | None = None
+    """MiB of gradients per all-reduce where nothing is sharded; None for ``vitpar.parallel.data.BUCKET_MB``."""
     prefetch: int | None = None
+    """Number of layers that sharded parameters are gathered ahead, in forward and backward; None for FSDP2's default.
+    """
     reshard_after_forward: bool | None = None
+    """Whether layers sharded over fsdp or i free gathered parameters after forward; None: yes, except under a pipeline
+    and in the head."""
     reduce_every_microbatch: bool | None = None
+    """Whether these layers reduce gradients at every micro-batch, so that no unsharded gradients accumulate; None: no.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Execution:
     communication: Communication = field(default_factory=Communication)
 
     def rules(self, plan: Plan) -> Rules:
-        """The rules for the layers of `plan`."""
+        """Return the rules for the layers of `plan`."""
         return Rules.under(plan, self.precision, self.communication)
 
 
@@ -104,16 +104,16 @@ class LayerExecution:
 
 @dataclass(frozen=True)
 class Rules:
-    """From a layer's strategy to its execution.
-
-    pipelined: whether the plan has a pipeline. splits_backward: whether its schedule computes gradients of weights in a
-    backward of their own. narrow: whether layers compute in 16 bits with parameters that are kept in 32.
-    """
+    """Rules that map a layer's strategy to its execution."""
 
     pipelined: bool = False
+    """Whether the plan has a pipeline."""
     splits_backward: bool = False
+    """Whether the schedule computes gradients of inputs and of weights in separate passes."""
     narrow: bool = False
+    """Whether layers compute in 16 bits, with parameters kept in 32."""
     communication: Communication = Communication()
+    """Settings that override the defaults."""
 
     @classmethod
     def under(cls, plan: Plan, precision: str, communication: Communication = Communication()) -> Rules:
@@ -121,7 +121,7 @@ class Rules:
         return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication)
 
     def of(self, strategy: Strategy, layer: str) -> LayerExecution:
-        """The execution of the layer called `layer` ("embed", "blocks.0" …, "head") under `strategy`."""
+        """Return the execution of the layer called `layer` ("embed", "blocks.0" …, "head") under `strategy`."""
         as_fsdp, wrapped = shards_as_fsdp(strategy), self.wraps(strategy)
         reshard = self.communication.reshard_after_forward
         if reshard is None:
@@ -145,6 +145,9 @@ class Rules:
         )
 
     def wraps(self, strategy: Strategy) -> bool:
-        """Whether ``fully_shard`` has anything to do: parameters are sharded or in host memory, or copied to 16 bits
-        under a schedule that looks for the gradients of weights at what is computed with."""
+        """Return whether ``fully_shard`` wraps layers with `strategy`: to shard, to offload, or for 16-bit copies.
+
+        Other layers make their own 16-bit copies. A schedule that splits backward cannot use those: it looks for the
+        gradients of weights at the tensors that are computed with.
+        """
         return bool(sharding_axes(strategy)) or strategy.offload or (self.narrow and self.splits_backward)

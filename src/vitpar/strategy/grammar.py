@@ -1,4 +1,4 @@
-"""The strategy language: text to plan and back.
+"""Parser of the strategy language. `str` of a plan writes it.
 
     uniform := axis { "x" axis } { "+" flag }      pp2xtp2xdp2    tp2xdp    dp2xfsdp4+ckpt
     axis    := role [ degree ]                     at most one axis leaves its degree open
@@ -10,8 +10,8 @@
     group   := layers "=" uniform without pp       pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt
     layers  := "embed" | "head" | N | N "-" M | "*" "*" stands for the layers that no group names
 
-The leftmost axis is the outermost: its rank varies slowest, as in DeviceMesh. Upper case is read too. White space may
-stand around the signs of a layered plan, nowhere else.
+The leftmost axis is the outermost: its rank varies slowest, as in DeviceMesh. Case does not matter. White space is only
+allowed around the signs of a layered plan.
 """
 
 from __future__ import annotations
@@ -32,40 +32,45 @@ _ROLE_NAMED: dict[str, Role] = {role: role for role in ROLES}
 _AXIS = re.compile(r"([a-z]+)(-?[0-9]{1,9})?")
 _LAYERED = re.compile(r"(pp(?:[0-9]{1,9})?)\s*:")
 _CHOICE = {"2d": "tensor mode", "2.5d": "tensor mode", "3d": "tensor mode", "zero1": "zero", "zero2": "zero"}
-"""Flags of which one excludes the other."""
+"""Flags that exclude each other: those with the same value."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """A piece of the text as typed that knows where it stands, so that an error can point at it."""
+    """A piece of the text with its position, for error messages."""
 
     text: str
+    """The complete text as typed."""
     start: int
+    """Index of the first character."""
     end: int
+    """Index behind the last character."""
 
     @property
     def word(self) -> str:
-        """The piece in lower case. Text outside ASCII stays: lowering could change its length, and nothing reads it."""
+        """The piece in lower case."""
+        # Lower case can change the length of text outside ASCII, and with it positions. No such text is valid anyway.
         piece = self.text[self.start : self.end]
         return piece.lower() if piece.isascii() else piece
 
     @property
     def place(self) -> str:
+        """Description of the position for messages, counted from 1."""
         return f"at position {self.start + 1} of '{shown(self.text, self.start)}'"
 
     @property
     def stripped(self) -> _Span:
-        """The piece without white space around it."""
+        """The piece without surrounding white space."""
         piece = self.text[self.start : self.end]
         start = self.start + len(piece) - len(piece.lstrip())
         return _Span(self.text, start, max(start, self.start + len(piece.rstrip())))
 
     def part(self, start: int, end: int) -> _Span:
-        """The piece from `start` up to `end`, both counted from this one's start."""
+        """Return the piece from `start` up to `end`, both relative to the start of this one."""
         return _Span(self.text, self.start + start, self.start + end)
 
     def split(self, separator: str) -> list[_Span]:
-        """The pieces between the separators, empty ones included."""
+        """Return the pieces between the separators, including empty ones."""
         pieces, start = [], 0
         for word in self.word.split(separator):
             pieces.append(self.part(start, start + len(word)))
@@ -74,9 +79,9 @@ class _Span:
 
 
 def parse(text: str) -> Plan:
-    """Return the plan that `text` describes, with other fields at their defaults.
+    """Return the plan that `text` describes, with all other fields at their defaults.
 
-    Raises StrategyError with the position (from 1) of the mistake and the way to fix it.
+    Raises StrategyError with the position (from 1) of the mistake and how to fix it.
     """
     text = text.strip()
     whole = _Span(text, 0, len(text))
@@ -100,7 +105,7 @@ def parse(text: str) -> Plan:
 
 
 def _parse_group(span: _Span) -> tuple[str, Strategy]:
-    """`0-11=tp2xfsdp2`, with white space around it and around the sign."""
+    """Parse a group such as `0-11=tp2xfsdp2`, with optional white space around it and the sign."""
     span = span.stripped
     if not span.word:
         raise StrategyError(f"empty group {span.place}: write layers and their strategy, as in 0-11=dp2")
@@ -124,12 +129,13 @@ def _parse_group(span: _Span) -> tuple[str, Strategy]:
 
 
 def _strategy(axes: tuple[Axis, ...], flags: dict[str, Any]) -> Strategy:
+    """Return the strategy on `axes` without pp and degrees of 1. flags: fields of Strategy"""
     kept = tuple(axis for axis in axes if axis.degree != 1 and axis.role != "pp")
     return Strategy(axes=kept, **flags)
 
 
 def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
-    """Axes (pp and degrees of 1 included) and flags of one strategy."""
+    """Parse one strategy: return its axes, including pp and degrees of 1, and the fields that its flags set."""
     if space := re.search(r"\s", span.word):
         raise StrategyError(f"white space {span.part(*space.span()).place}: write the strategy without it")
     axes_span, *flag_spans = span.split("+")
@@ -137,6 +143,7 @@ def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
 
 
 def _parse_axes(span: _Span) -> tuple[Axis, ...]:
+    """Parse axes joined by `x`, as in `dp2xtp2`; at most one can have an open degree."""
     if not span.word:
         raise StrategyError(f"no axis stands before the '+' {span.place}: write one, as in dp1+ckpt")
     axes: dict[str, Axis] = {}
@@ -163,6 +170,7 @@ def _parse_axes(span: _Span) -> tuple[Axis, ...]:
 
 
 def _parse_axis(span: _Span) -> Axis:
+    """Parse one axis, as in `dp2`, or `dp` with an open degree."""
     word = span.word
     if word in FLAGS:
         raise StrategyError(f"'{word}' {span.place} is a flag, not an axis: write +{word} at the end")
@@ -183,7 +191,7 @@ def _parse_axis(span: _Span) -> Axis:
 
 
 def _parse_flags(spans: list[_Span]) -> dict[str, Any]:
-    """The fields of Strategy that the flags set."""
+    """Return the fields of Strategy that the flags set."""
     flags: dict[str, Any] = {}
     seen: set[str] = set()
     for span in spans:
@@ -202,7 +210,7 @@ def _parse_flags(spans: list[_Span]) -> dict[str, Any]:
 
 
 def _parse_flag(span: _Span) -> tuple[str, dict[str, Any]]:
-    """A flag's name, and the fields of Strategy that it sets."""
+    """Return a flag's name and the fields of Strategy that it sets."""
     if match := re.fullmatch(r"2\.5d@([0-9]{1,9})", span.word):
         return "2.5d", {"tensor_mode": "2.5d", "depth": int(match[1])}
     if span.word in TENSOR_MODES[1:]:
@@ -227,6 +235,7 @@ def _parse_flag(span: _Span) -> tuple[str, dict[str, Any]]:
 
 
 def _about_flags(word: str) -> str:
+    """Return the hint of a message about an unknown flag."""
     match = _AXIS.fullmatch(word)
     if match and match[1] in _ROLE_NAMED:
         return f"axes are joined by 'x' and stand before the flags, as in dp2x{word}+ckpt"

@@ -1,8 +1,7 @@
-"""The strategy of one layer: which role every mesh axis plays in it, and the flags that say how.
+"""Parallelism strategy of one layer: the role of each mesh axis, and flags.
 
-Words: an *axis* is a mesh axis, a *dim* is a tensor dim. The constructors refuse (StrategyError) any field that is
-wrong by itself or beside the others here; what only shows beside a model or a batch is the matter of
-`vitpar.strategy.validate`.
+An *axis* is a mesh axis, a *dim* a tensor dimension. The constructors raise StrategyError if a field is wrong by itself
+or in combination with the others. `vitpar.strategy.validate` checks a strategy against a model and a batch.
 """
 
 from __future__ import annotations
@@ -18,15 +17,19 @@ from vitpar.text import divisors, either, nearest, shown
 Role = Literal["pp", "dp", "fsdp", "tp"]
 ROLES: tuple[Role, ...] = ("pp", "dp", "fsdp", "tp")
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
+"""Ways in which tp splits matrices; 1d is Megatron's."""
 CHECKPOINT_POLICIES = ("full", "selective")
+"""Activation checkpointing policies; the first is the default of +ckpt."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis: `role` and `degree` (its number of ranks; None = open, takes what is left of the world size)."""
+    """One mesh axis."""
 
     role: Role
+    """Kind of parallelism along the axis."""
     degree: int | None
+    """Number of ranks; None is open: the rest of the world size."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -38,7 +41,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """The degree, once it is known."""
+        """Number of ranks. Raises StrategyError if the degree is open."""
         if self.degree is None:
             raise StrategyError(f"the degree of '{self.role}' is open: give it a number or resolve it for a world size")
         return self.degree
@@ -49,23 +52,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Roles of one layer on the ranks of its stage.
-
-    axes: outermost (slowest-varying rank) first, without pp, each role at most once, degrees of 1 left out.
-    tensor_mode: one of TENSOR_MODES, how tp splits matrices. depth: of 2.5d, None for the least above 1 that fits.
-    sequence_parallel: between the matrix products, ranks along tp hold unlike samples instead of copies.
-    zero: what dp shards, as in ZeRO: 0 nothing, 1 optimizer state, 2 gradients too.
-    checkpoint: activation checkpointing policy, None for none. offload: parameters, gradients and optimizer state live
-    in host memory.
-    """
+    """Parallelism of one layer over the ranks of its stage."""
 
     axes: tuple[Axis, ...] = ()
+    """Mesh axes, outermost (slowest-varying rank) first, without pp; each role at most once, no degree of 1."""
     tensor_mode: str = "1d"
+    """How tp splits matrices, one of TENSOR_MODES."""
     depth: int | None = None
+    """Depth of 2.5d; None for the smallest above 1 that fits."""
     sequence_parallel: bool = False
+    """Whether ranks along tp hold different samples, not copies, between the matrix products."""
     zero: int = 0
+    """ZeRO stage of dp: 0 shards nothing, 1 optimizer state, 2 gradients too."""
     checkpoint: str | None = None
+    """Activation checkpointing policy, one of CHECKPOINT_POLICIES; None for no checkpointing."""
     offload: bool = False
+    """Whether parameters, gradients and optimizer state are kept in host memory."""
 
     def __post_init__(self) -> None:
         self._check_axes()
@@ -80,6 +82,7 @@ class Strategy:
             )
 
     def _check_axes(self) -> None:
+        """Raise StrategyError for pp, a degree of 1, or a repeated role."""
         roles = [axis.role for axis in self.axes]
         for axis in self.axes:
             if axis.role == "pp":
@@ -90,6 +93,7 @@ class Strategy:
                 raise StrategyError(f"role '{axis.role}' stands twice in a strategy: give each role once")
 
     def _check_choices(self) -> None:
+        """Raise StrategyError for an unknown tensor mode, checkpointing policy or ZeRO stage."""
         for what, value, known in (
             ("tensor mode", self.tensor_mode, TENSOR_MODES),
             ("checkpoint policy", self.checkpoint or CHECKPOINT_POLICIES[0], CHECKPOINT_POLICIES),
@@ -103,6 +107,7 @@ class Strategy:
             raise StrategyError(f"zero is {shown(self.zero)}: use 0, 1 or 2, or the role fsdp for ZeRO-3")
 
     def _check_tensor_mode(self) -> None:
+        """Raise StrategyError if the tensor mode, its depth, +sp and the degree of tp do not fit each other."""
         flag = self.tensor_flag
         if flag and not self.has("tp"):
             raise StrategyError(f"{flag} splits over tp, which '{self}' lacks: add an axis such as tp4")
@@ -119,25 +124,25 @@ class Strategy:
             _ = self.tensor_shape
 
     def has(self, role: Role) -> bool:
-        """Whether the strategy names `role`, with a degree above 1 or an open one."""
+        """Return whether the strategy has an axis of `role`, with a degree above 1 or an open one."""
         return any(axis.role == role for axis in self.axes)
 
     def degree_or_open(self, role: Role) -> int | None:
-        """The degree of `role`: 1 where the strategy does not name it, None where it is open."""
+        """Return the degree of `role`: 1 without such an axis, None if it is open."""
         return next((axis.degree for axis in self.axes if axis.role == role), 1)
 
     def degree(self, role: Role) -> int:
-        """The degree of `role`, 1 where the strategy does not name it. Raises StrategyError where it is open."""
+        """Return the degree of `role`, 1 without such an axis. Raises StrategyError if it is open."""
         return next((axis.size for axis in self.axes if axis.role == role), 1)
 
     @property
     def size(self) -> int:
-        """Ranks of the stage: the product of the degrees."""
+        """Number of ranks of the stage: the product of the degrees. Raises StrategyError if one is open."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
     def known_size(self) -> int:
-        """The product of the degrees that are known."""
+        """Product of the degrees that are not open."""
         return math.prod(axis.degree for axis in self.axes if axis.degree is not None)
 
     @property
@@ -147,17 +152,17 @@ class Strategy:
 
     @property
     def tensor_flag(self) -> str:
-        """The flag that needs tp: `+2d`, `+2.5d@2`, `+sp`, or nothing."""
+        """Flag of the tensor parallelism: `+2d`, `+2.5d@2`, `+sp`, or empty."""
         if self.tensor_mode != "1d":
             return f"+{self.tensor_mode}" + (f"@{self.depth}" if self.depth else "")
         return "+sp" if self.sequence_parallel else ""
 
     @property
     def tensor_shape(self) -> tuple[tuple[str, int], ...]:
-        """How the tp ranks are arranged, outermost first: 1d (j), 2d (i, j), 2.5d (d, i, j), 3d (i, j, k).
+        """Mesh axes of the tp ranks with their sizes, outermost first: 1d (j), 2d (i, j), 2.5d (d, i, j), 3d (i, j, k).
 
-        The names are those of the table in ``vitpar.parallel.tensor``. Raises StrategyError when tp cannot be arranged
-        so.
+        The table in ``vitpar.parallel.tensor`` explains the names. Raises StrategyError if the degree of tp does not
+        fit the mode.
         """
         tp = self.degree("tp")
         if self.tensor_mode == "2d":
@@ -184,14 +189,16 @@ class Strategy:
 
     @property
     def data_parallel(self) -> int:
-        """Into how many parts this layer's batch is split wherever it is split least: dp × fsdp, and the rows (2d,
-        3d) and depths (2.5d) of the tensor modes."""
+        """Number of parts of this layer's batch where it is split least: dp × fsdp × axes i and d of the tensor mode.
+
+        Other axes (+sp, j of 3d) split it further within the layer: see ``vitpar.strategy.layout.row_parts``.
+        """
         inside = math.prod(size for name, size in self.tensor_shape if name in ("d", "i"))
         return self.degree("dp") * self.degree("fsdp") * inside
 
     @property
     def flags(self) -> str:
-        """All flags in canonical order: `+2.5d@2+zero1+ckpt.selective+offload`, or nothing."""
+        """All flags in canonical order, as in `+2.5d@2+zero1+ckpt.selective+offload`, or empty."""
         flags = self.tensor_flag
         if self.zero:
             flags += f"+zero{self.zero}"
@@ -200,23 +207,24 @@ class Strategy:
         return flags + ("+offload" if self.offload else "")
 
     def __str__(self) -> str:
-        """The canonical string; one rank without axes is `dp1`."""
+        """Return the canonical string; without axes it is `dp1`."""
         return "x".join(map(str, self.axes or (Axis("dp", 1),))) + self.flags
 
 
 def refuse_many_ranks(number: int, what: object) -> None:
-    """Raise StrategyError unless there can be so many ranks. what: takes them."""
+    """Raise StrategyError if `number` exceeds MAX_RANKS. what: whatever needs the ranks, for the message"""
     if number > MAX_RANKS:
         raise StrategyError(f"{shown(what)} takes {shown(f'{number:,}')} ranks: use at most {MAX_RANKS:,}")
 
 
 def _root(number: int, power: int) -> int | None:
-    """The whole root of `number`, 2 or more, None where there is none."""
+    """Return the integer root of `number` if there is one of 2 or more, else None."""
+    # The floating-point root is only a guess, verified in integers.
     root = round(number ** (1 / power))
     return root if root >= 2 and root**power == number else None
 
 
 def _either_power(number: int, power: int) -> str:
-    """`tp4 or tp9`: the powers around `number`, of 2 at least."""
+    """Return the degrees around `number` that are powers of integers from 2, as in `tp4 or tp9`."""
     below = max(2, int(number ** (1 / power)))
     return f"tp{below**power} or tp{(below + 1) ** power}"

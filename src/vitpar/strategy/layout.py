@@ -1,8 +1,8 @@
-"""Layouts: which part of an activation every rank of a stage holds, by arithmetic alone.
+"""Layouts: the part of an activation that each rank of a stage holds, computed without tensors.
 
-An activation [batch, tokens, features] between layers is cut into equal parts of its batch (rows), and under 2d, 2.5d
-and 3d of its features as well. Axes that cut nothing hold copies. The batch's parts follow the rank order: of the axes
-that cut it, the leftmost is the outermost, but j is the innermost.
+An activation [batch, tokens, features] between layers is split into equal parts of its batch (rows), and under 2d, 2.5d
+and 3d also of its features. Ranks along the other axes hold copies. The parts of the batch follow the rank order: of
+the axes that split it, the leftmost is the outermost, except that j is the innermost.
 
 | axis          | embed to head: rows | features | logits: rows |
 |---------------|--------------------|----------|--------------|
@@ -27,40 +27,44 @@ from vitpar.strategy.layer import Strategy
 
 @dataclass(frozen=True)
 class ActivationPart:
-    """Part `row` of `rows` equal parts of the batch, and `feature` of `features` of the features, from 0."""
+    """Equal part of an activation's batch and features."""
 
     row: int = 0
+    """Index of the part of the batch, from 0."""
     rows: int = 1
+    """Number of parts of the batch."""
     feature: int = 0
+    """Index of the part of the features, from 0."""
     features: int = 1
+    """Number of parts of the features."""
 
     def row_range(self, batch: int) -> range:
-        """The rows, of `batch` in all."""
+        """Return the indices of the part's rows in a batch of `batch` rows."""
         return _range(self.row, self.rows, batch)
 
     def feature_range(self, width: int) -> range:
-        """The features, of `width` in all."""
+        """Return the indices of the part's features out of `width`."""
         return _range(self.feature, self.features, width)
 
     def overlap(self, other: ActivationPart, batch: int, width: int) -> tuple[range, range] | None:
-        """Rows and features that are in both, None where there are none."""
+        """Return the rows and features that are in both parts; None if there are none."""
         rows = _meet(self.row_range(batch), other.row_range(batch))
         features = _meet(self.feature_range(width), other.feature_range(width))
         return (rows, features) if rows and features else None
 
     @property
     def share(self) -> float:
-        """How much of the whole it is."""
+        """Share of the activation, above 0 and up to 1."""
         return 1 / (self.rows * self.features)
 
 
 Layout = tuple[ActivationPart, ...]
-"""The part of every rank of a stage, in rank order."""
+"""The part that each rank of a stage holds, in rank order."""
 
 
 @cache
 def mesh_axes(strategy: Strategy) -> tuple[tuple[str, int], ...]:
-    """The axes of a layer's mesh with their degrees, outermost first: dp, fsdp, and what tp is arranged as."""
+    """Return the axes of a layer's mesh with their degrees, outermost first: dp, fsdp, and those of `tensor_shape`."""
     return tuple(
         pair
         for axis in strategy.axes
@@ -70,26 +74,33 @@ def mesh_axes(strategy: Strategy) -> tuple[tuple[str, int], ...]:
 
 @cache
 def sharding_axes(strategy: Strategy) -> tuple[str, ...]:
-    """The axes of a layer's mesh over which ``fully_shard`` shards, outermost first (the axis `shard` in
-    ``vitpar.parallel.mesh``)."""
+    """Return the axes of a layer's mesh over which ``fully_shard`` shards, outermost first.
+
+    ``vitpar.parallel.mesh`` joins them to the axis `shard`.
+    """
     return tuple(name for name, _ in mesh_axes(strategy) if name in ("fsdp", "i") or (name == "dp" and strategy.zero))
 
 
 @cache
 def replicating_axes(strategy: Strategy) -> tuple[str, ...]:
-    """The axes whose ranks hold copies of a parameter and see other samples, outermost first (the axis `replicate`)."""
+    """Return the axes whose ranks hold copies of a parameter and see different samples, outermost first.
+
+    ``vitpar.parallel.mesh`` joins them to the axis `replicate`.
+    """
     sharding = sharding_axes(strategy)
     return tuple(name for name, _ in mesh_axes(strategy) if name in ("dp", "d") and name not in sharding)
 
 
 def shards_as_fsdp(strategy: Strategy) -> bool:
-    """Whether parameters are sharded over fsdp or i, to be gathered whenever they are used; +zero1 and +zero2 gather
-    once a step."""
+    """Return whether parameters are sharded over fsdp or i and gathered for each use.
+
+    Under +zero1 and +zero2 they are sharded over dp, but gathered once per step.
+    """
     return bool(sharding_axes(strategy)) and not strategy.zero
 
 
 def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
-    """The index of a rank of the stage along every axis of `mesh_axes`."""
+    """Return the index of rank `stage_rank` of the stage along each axis of `mesh_axes`."""
     found: dict[str, int] = {}
     for name, size in reversed(mesh_axes(strategy)):
         stage_rank, found[name] = divmod(stage_rank, size)
@@ -117,12 +128,16 @@ def logit_layout(strategy: Strategy) -> Layout:
 
 @cache
 def token_layout_key(strategy: Strategy) -> tuple[tuple[str, int], ...]:
-    """Equal exactly where `token_layout` is, and quick for any number of ranks: what the ranks hold along the axes,
-    outermost first, neighbours that hold the same kind of thing as one."""
+    """Return a key of `token_layout`, equal for exactly the strategies with equal layouts.
+
+    It lists how each axis splits an activation, outermost first, with neighbouring axes of one kind joined. It takes
+    equally long for any number of ranks.
+    """
     rows, features, axes = _token_rows(strategy), _features(strategy), mesh_axes(strategy)
     found: list[tuple[str, int]] = []
     for place, (name, size) in enumerate(axes):
         kind = "features" if name in features else "rows" if name in rows else "copies"
+        # j is innermost in the order of rows. If a row axis follows it in rank order, the two orders differ.
         if kind == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
             kind = "inner rows"
         if found and found[-1][0] == kind:
@@ -132,45 +147,51 @@ def token_layout_key(strategy: Strategy) -> tuple[tuple[str, int], ...]:
 
 
 def copies(layout: Layout, stage_rank: int) -> list[int]:
-    """The ranks of the stage that hold the same part as `stage_rank`, itself included, in order."""
+    """Return the ranks of the stage that hold the same part as `stage_rank`, including itself, in order."""
     return [rank for rank, part in enumerate(layout) if part == layout[stage_rank]]
 
 
 @cache
 def row_parts(strategy: Strategy) -> int:
-    """Into how many parts the batch is split where it is split most: that many images divide every micro-batch which
-    the layer can cut among the ranks of its stage."""
+    """Return the number of parts of the batch where the layer splits it most.
+
+    It has to divide the images of a micro-batch.
+    """
     sizes = dict(mesh_axes(strategy))
     return math.prod(sizes[name] for name in _token_rows(strategy))
 
 
 @cache
 def token_parts(strategy: Strategy) -> int:
-    """Into how many parts a batch's tokens are cut between layers: 1 / share of a part of `token_layout`, without
-    listing the ranks."""
+    """Return the number of parts of an activation between layers: 1 / `share` of a part of `token_layout`."""
     sizes = dict(mesh_axes(strategy))
     return row_parts(strategy) * math.prod(sizes[name] for name in _features(strategy))
 
 
 @dataclass(frozen=True)
 class Move:
-    """Rows and features that rank `sender` of the stage gives to `receiver` (itself, where it has them already)."""
+    """Transfer of a part of an activation between two ranks of a stage."""
 
     sender: int
+    """Rank of the stage that sends; the receiver itself for what it already holds."""
     receiver: int
+    """Rank of the stage that receives."""
     rows: range
+    """Indices of rows in the complete batch."""
     features: range
+    """Indices of features."""
 
     @property
     def elements(self) -> int:
-        """Elements of every token."""
+        """Number of elements per token."""
         return len(self.rows) * len(self.features)
 
 
 def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
-    """Return the transfers that turn layout `source` into `target`; no rank receives what it already has.
+    """Return the transfers that turn layout `source` into `target`.
 
-    If several ranks hold a part, the receivers take turns with them.
+    A rank keeps the data that it already holds. If several ranks hold a part, the receivers take turns with them, which
+    spreads the load.
     """
     holders: dict[ActivationPart, list[int]] = {}
     for rank, part in enumerate(source):
@@ -191,8 +212,8 @@ def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
 
 @cache
 def received_share(source: Layout, target: Layout) -> float:
-    """How much of the whole activation the rank that receives most has to receive (`moves`): what it is to hold but
-    does not. 0 where nothing moves."""
+    """Return the share of the complete activation that the busiest receiver gets in `moves`; 0 if nothing moves."""
+    # In the smallest batch and width that both layouts divide, all parts are integers.
     batch = math.lcm(source[0].rows, target[0].rows)
     width = math.lcm(source[0].features, target[0].features)
     most = 0
@@ -204,6 +225,7 @@ def received_share(source: Layout, target: Layout) -> float:
 
 
 def _token_rows(strategy: Strategy) -> list[str]:
+    """Return the axes that split the batch between layers, outermost first."""
     rows = [name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i")]
     if strategy.sequence_parallel or strategy.tensor_mode == "3d":
         rows.append("j")  # innermost, so that what ranks along j gather are neighbouring rows
@@ -211,10 +233,12 @@ def _token_rows(strategy: Strategy) -> list[str]:
 
 
 def _features(strategy: Strategy) -> tuple[str, ...]:
+    """Return the axes that split the features between layers."""
     return {"1d": (), "2d": ("j",), "2.5d": ("j",), "3d": ("k",)}[strategy.tensor_mode]
 
 
 def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]) -> Layout:
+    """Return the layout whose batch is split over the axes `rows` and whose features over the axes `features`."""
     sizes = dict(mesh_axes(strategy))
     parts = []
     for rank in range(strategy.size):
@@ -224,7 +248,7 @@ def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]
 
 
 def _index(names: Collection[str], at: dict[str, int], sizes: dict[str, int]) -> tuple[int, int]:
-    """The index over several axes together, the first the outermost, and how many there are."""
+    """Return (index over several axes joined, the first outermost; number of indices)."""
     index, count = 0, 1
     for name in names:
         index, count = index * sizes[name] + at[name], count * sizes[name]
@@ -232,15 +256,17 @@ def _index(names: Collection[str], at: dict[str, int], sizes: dict[str, int]) ->
 
 
 def _range(index: int, parts: int, length: int) -> range:
+    """Return part `index` of `parts` equal parts of `length` indices."""
     size, rest = divmod(length, parts)
     assert not rest, f"{length} does not divide into {parts} parts"
     return range(index * size, (index + 1) * size)
 
 
 def _meeting(index: int, parts: int, others: int) -> range:
-    """Which of `others` equal parts of a whole meet part `index` of `parts`."""
+    """Return which of `others` equal parts overlap part `index` of `parts` equal parts of the same range."""
     return range(index * others // parts, -(-(index + 1) * others // parts))
 
 
 def _meet(a: range, b: range) -> range:
+    """Return the intersection of two ranges of step 1."""
     return range(max(a.start, b.start), min(a.stop, b.stop))

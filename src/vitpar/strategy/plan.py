@@ -1,10 +1,8 @@
-"""Plans as frozen objects: the pipeline split, the schedule, the micro-batches and a strategy per layer.
+"""Parallelism plans as frozen objects: a strategy per layer, the pipeline, its schedule and the micro-batches.
 
-A *strategy* (`vitpar.strategy.layer`) gives the roles and degrees of one layer on the ranks of its pipeline stage. This
-package is pure Python; it never imports torch.
-
-The constructors refuse (StrategyError) any field that is wrong by itself, so such a plan never exists. What only shows
-beside other fields, a model or a batch is the matter of `vitpar.strategy.validate`.
+A *strategy* (`vitpar.strategy.layer`) gives the roles and degrees of one layer on the ranks of its pipeline stage. The
+constructor raises StrategyError if a field is wrong by itself. `vitpar.strategy.validate` checks fields against each
+other, a model and a batch.
 """
 
 from __future__ import annotations
@@ -21,32 +19,32 @@ from vitpar.strategy.selectors import Groups, blocks_of, canonical, strategies
 from vitpar.text import count, nearest, shown
 
 SPLITS = ("even", "balanced")
+"""Names of ways to split blocks into stages (`vitpar.strategy.stages.split_blocks`)."""
 _COUNTS = {"virtual_stages": MAX_BLOCKS, "microbatches": MAX_BATCH_SIZE, "microbatch_size": MAX_BATCH_SIZE}
-"""The most that there can be of each."""
+"""Upper limits of fields."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A complete plan.
-
-    layers: (selector, strategy) pairs in canonical order (`vitpar.strategy.selectors`); a uniform plan has the one pair
-    ("*", strategy).
-    pp: pipeline degree, None = open. pp_index: how many of a uniform strategy's axes are outer to pp in the rank order;
-    in a layerwise plan pp is the outermost.
-    schedule: a name in SCHEDULES. virtual_stages: stages a rank holds (interleaved and V-shaped schedules).
-    microbatches: per step; None = one without pp, else `default_microbatches`. microbatch_size: the other way to say
-    it, images per data-parallel part; at most one of the two is given.
-    split: how blocks are dealt to stages: "even", "balanced" (by cost) or the blocks of each stage.
-    """
+    """A complete parallelism plan."""
 
     layers: Groups = (("*", Strategy()),)
+    """(selector, strategy) pairs in canonical order (`vitpar.strategy.selectors`); a uniform plan has only
+    ("*", strategy)."""
     pp: int | None = 1
+    """Pipeline degree; None is open: the rest of the world size."""
     pp_index: int = 0
+    """Number of axes outside pp in the rank order of a uniform plan. In a layerwise plan pp is the outermost axis."""
     schedule: str = "1f1b"
+    """Pipeline schedule, a name in SCHEDULES."""
     virtual_stages: int = 1
+    """Stages per rank; more than 1 under interleaved and V-shaped schedules."""
     microbatches: int | None = None
+    """Micro-batches per step; None for 1 without pp, else `default_microbatches`."""
     microbatch_size: int | None = None
+    """Images of a micro-batch per data-parallel part; only one of this and `microbatches` can be given."""
     split: str | tuple[int, ...] = "even"
+    """Split of the blocks into stages: "even", "balanced" (by cost), or the number of blocks of each stage."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", canonical(self.layers))
@@ -76,6 +74,10 @@ class Plan:
             raise StrategyError(f"split is for {len(self.split):,} stages: give the blocks of at most {MAX_BLOCKS:,}")
 
     def _check_layers(self) -> None:
+        """Raise StrategyError if no block has a strategy, or strategies take different numbers of ranks.
+
+        The number of ranks times that of different strategies is limited too, since every rank has a layout of each.
+        """
         if not any(selector == "*" or blocks_of(selector) for selector, _ in self.layers):
             named = shown(", ".join(selector for selector, _ in self.layers)) or "none"
             raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")
@@ -100,7 +102,7 @@ class Plan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed in a backward of their own."""
+        """Whether the schedule computes gradients of inputs and of weights in separate passes."""
         return self.pp != 1 and SCHEDULES[self.schedule].splits_backward
 
     @property
@@ -116,19 +118,19 @@ class Plan:
 
     @property
     def kinds(self) -> tuple[Strategy, ...]:
-        """The different strategies, in order."""
+        """The distinct strategies, in the order of layers."""
         return tuple(dict.fromkeys(strategy for _, strategy in self.layers))
 
     def strategies(self, layer_names: Sequence[str]) -> dict[str, Strategy]:
-        """The strategy of every layer, by name, in order (names as ``ViTConfig.layer_names`` gives them).
+        """Return the strategy of every layer by name, in the order of `layer_names` (``ViTConfig.layer_names``).
 
-        Raises StrategyError when the plan names other blocks than the model has.
+        Raises StrategyError if a block has no strategy, or the plan names a block that the model lacks.
         """
         return strategies(self.layers, layer_names)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Every axis of a uniform plan including pp, outermost first, degrees of 1 left out."""
+        """Axes of a uniform plan including pp, outermost first, without degrees of 1."""
         axes = list(self.strategy.axes)
         if self.pp != 1:
             axes.insert(self.pp_index, Axis("pp", self.pp))
@@ -141,31 +143,31 @@ class Plan:
 
     @property
     def pipeline_degree(self) -> int:
-        """Ranks along pp."""
+        """Number of ranks along pp. Raises StrategyError if it is open."""
         return Axis("pp", self.pp).size
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks of a stage."""
         return max(strategy.size for strategy in self.kinds)
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks of the plan."""
         return self.pipeline_degree * self.stage_size
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages: pipeline degree × virtual stages."""
+        """Number of pipeline stages: pipeline degree × virtual stages."""
         return self.pipeline_degree * self.virtual_stages
 
     @property
     def data_parallel(self) -> int:
-        """The least number of parts that every layer's own number of batch parts divides."""
+        """Number of data-parallel parts of the batch: the least common multiple of the layers' numbers of parts."""
         return math.lcm(*(strategy.data_parallel for strategy in self.kinds))
 
     def with_axes(self, axes: tuple[Axis, ...]) -> Plan:
-        """Return the uniform plan on other axes, outermost first, which may include pp and degrees of 1."""
+        """Return this uniform plan on other axes, outermost first, which may include pp and degrees of 1."""
         kept = [axis for axis in axes if axis.degree != 1]
         roles = [axis.role for axis in kept]
         pp_index = roles.index("pp") if "pp" in roles else 0
@@ -201,6 +203,7 @@ class Plan:
         return replace(self, layers=tuple(filled)).resolve(world_size)
 
     def _left(self, ranks: int, known: int) -> int:
+        """Return the open degree: `ranks` divided by the product `known` of the other degrees."""
         left, rest = divmod(ranks, known)
         if rest:
             raise StrategyError(
@@ -210,14 +213,14 @@ class Plan:
         return left
 
     def _opened(self) -> str:
-        """An example for a message: the plan's string with its last degree left open."""
+        """Return an example for a message, the plan with its last degree open; empty for a layerwise plan."""
         if not self.is_uniform:
             return ""
         open_axes = (*self.axes[:-1], Axis(self.axes[-1].role if self.axes else "dp", None))
         return f" as in '{self.with_axes(open_axes)}'"
 
     def __str__(self) -> str:
-        """The canonical strategy string; parsing it gives the same layers, axes and flags."""
+        """Return the canonical strategy string; parsing it gives the same layers, axes and flags."""
         if self.is_uniform:
             return "x".join(map(str, self.axes or (Axis("dp", 1),))) + self.strategy.flags
         return f"{Axis('pp', self.pp)}: " + ", ".join(f"{selector}={strategy}" for selector, strategy in self.layers)

@@ -1,14 +1,14 @@
-"""A plan as JSON (`plan.json`). Every key is read; a key that is not known is refused.
+"""Plans as JSON (`plan.json`). Unknown keys are refused.
 
     {
       "vitpar_plan": 1,                   format of this file
       "pp": 2,                            pipeline degree, null = open
-      "pp_index": 0,                      axes that are outer to pp in the rank order
+      "pp_index": 0,                      number of axes outside pp in the rank order
       "layers": [
         {"layers": "*",                 or "embed", "head", "3", "0-11"
          "axes": [["tp", 2], ["dp", 2]], outermost first
          "tensor_mode": "1d",           or "2d", "2.5d", "3d"
-         "depth": null,                 of 2.5d, null = the least
+         "depth": null,                 of 2.5d, null = the smallest that fits
          "sequence_parallel": false,
          "zero": 0,                     or 1, 2
          "checkpoint": null,            or "full", "selective"
@@ -16,13 +16,13 @@
       ],
       "schedule": "1f1b",
       "virtual_stages": 1,
-      "microbatches": 4,                  null = not said
-      "microbatch_size": null,            null = not said
+      "microbatches": 4,                  null = not given
+      "microbatch_size": null,            null = not given
       "split": "even"                     or "balanced", or the blocks of each stage as in [6, 6]
     }
 
-"vitpar_plan" and "layers" must be there, and in a layer "layers" and "axes"; any other key left out takes the default
-of `Plan` or `Strategy`. Galvatron's files (``vitpar.strategy.galvatron``) are read and checked by the same functions.
+"vitpar_plan" and "layers" are required, and in a layer "layers" and "axes". Other keys default to those of `Plan` and
+`Strategy`. Galvatron's files (``vitpar.strategy.galvatron``) are read and checked by the same functions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vitpar.text import nearest, shown
 FORMAT = 1
 _GROUPS = MAX_BLOCKS + len(("embed", "head", "*"))
 
-# Descriptions are parts of messages: what to give.
+# Descriptions become part of error messages ("give a whole number").
 _Whole = Annotated[int, Field(strict=True, description="a whole number")]
 _WholeOrNull = Annotated[int | None, Field(strict=True, description="a whole number or null")]
 _Text = Annotated[str, Field(strict=True, description="text")]
@@ -51,7 +51,7 @@ _Bool = Annotated[bool, Field(strict=True, description="true or false")]
 
 
 class _PlanRecord(BaseModel):
-    """A plan's JSON, of the layers only that they are objects."""
+    """Schema of a plan's JSON; layers are only checked to be objects."""
 
     vitpar_plan: _Whole
     pp: _WholeOrNull = None
@@ -69,7 +69,7 @@ class _PlanRecord(BaseModel):
 
 
 class _LayerRecord(BaseModel):
-    """A layer's JSON: its selector, and the fields of `Strategy`."""
+    """Schema of a layer's JSON: its selector and the fields of `Strategy`."""
 
     layers: _Text
     axes: list[tuple[StrictStr, StrictInt | None]] = Field(
@@ -84,7 +84,7 @@ class _LayerRecord(BaseModel):
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as a dict of JSON values, all keys present."""
+    """Return the plan as a dict of JSON values, with all keys."""
     flags = [key for key in _LayerRecord.model_fields if key not in ("layers", "axes")]
     layers = [
         {
@@ -100,7 +100,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: dict[str, Any]) -> Plan:
-    """The plan that `data` says. Raises StrategyError naming the key that is missing, unknown or wrong."""
+    """Return the plan that `data` describes. Raises StrategyError naming the key that is missing, unknown or wrong."""
     if isinstance(data, dict) and "tp_sizes_enc" in data:
         raise StrategyError("this is a strategy of Galvatron's: turn it into a plan with 'vitpar galvatron import'")
     said = checked(_PlanRecord, data, "the plan")
@@ -111,16 +111,17 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
 
 
 def _layer_from_json(record: dict[str, Any], where: str) -> tuple[str, Strategy]:
+    """Return the (selector, strategy) of a layer's JSON. where: its name in messages"""
     said = checked(_LayerRecord, record, where)
     try:
-        axes = tuple(Axis(cast(Role, role), degree) for role, degree in said.axes)  # Axis refuses what is no role
+        axes = tuple(Axis(cast(Role, role), degree) for role, degree in said.axes)  # Axis checks the role
         return said.layers, Strategy(axes, **said.model_dump(exclude={"layers", "axes"}, exclude_unset=True))
     except StrategyError as error:
         raise StrategyError(f"{where}: {error}") from None
 
 
 def read_plan(path: io.PathLike) -> Plan:
-    """The plan in the file `path`. Raises StrategyError, naming the file, when it is missing or not a plan."""
+    """Return the plan in the file `path`. Raises StrategyError naming the file if it is missing or not a plan."""
     data = read_json(path)
     try:
         return plan_from_json(data)
@@ -129,15 +130,15 @@ def read_plan(path: io.PathLike) -> Plan:
 
 
 def write_plan(path: io.PathLike, plan: Plan) -> None:
-    """Write the plan to `path`, one key and one layer a line. A reader sees the old file or the whole new one.
+    """Write the plan to `path` atomically, one key and one layer per line.
 
-    Raises StrategyError when the file cannot be written.
+    Raises StrategyError if the file cannot be written.
     """
     write_text(path, plan_text(plan))
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as its JSON file has it, one key and one layer a line."""
+    """Return the plan as the text of its JSON file, one key and one layer per line."""
     data = plan_to_json(plan)
     layers = ",\n".join(f"    {json.dumps(record)}" for record in data["layers"])
     values = {key: json.dumps(value) for key, value in data.items()} | {"layers": f"[\n{layers}\n  ]"}
@@ -151,9 +152,12 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def checked(schema: type[R], data: object, where: str) -> R:
-    """Return `data` as a record of `schema`, whose fields describe what they take.
+    """Return `data` as a record of `schema`.
 
-    where: what messages call it. Raises StrategyError naming the first key that is unknown, else wrong, else missing.
+    schema: model whose field descriptions complete the messages
+    where: name of the data in messages
+
+    Raises StrategyError naming the first key that is unknown, else wrong, else missing.
     """
     keys = schema.model_fields
     if not isinstance(data, dict):
@@ -166,7 +170,7 @@ def checked(schema: type[R], data: object, where: str) -> R:
         return schema.model_validate(data)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False, include_input=False)
-    key = str(min(wrong, key=lambda one: one["type"] == "missing")["loc"][0])  # what is there comes first
+    key = str(min(wrong, key=lambda one: one["type"] == "missing")["loc"][0])  # wrong values before missing keys
     if key not in data:
         raise StrategyError(f"{where} has no key '{key}': add it, the value is {keys[key].description}")
     raise StrategyError(f"'{key}' in {where} is {_as_json(data[key])}: give {keys[key].description}")
@@ -175,7 +179,7 @@ def checked(schema: type[R], data: object, where: str) -> R:
 def read_json(path: io.PathLike) -> Any:
     """Return the content of the JSON file `path`.
 
-    Raises StrategyError, naming the file, if it cannot be read or is not JSON.
+    Raises StrategyError naming the file if it cannot be read or is not JSON.
     """
     try:
         return io.parse_json(io.read_bytes(path, MAX_PLAN_BYTES), _unique_keys)
@@ -188,10 +192,7 @@ def read_json(path: io.PathLike) -> Any:
 
 
 def write_text(path: io.PathLike, text: str) -> None:
-    """Write `text` to `path`. A reader sees the old file or the whole new one.
-
-    Raises StrategyError when the file cannot be written.
-    """
+    """Write `text` to `path` atomically. Raises StrategyError if the file cannot be written."""
     try:
         io.write_text(path, text)
     except OSError as error:
@@ -199,9 +200,10 @@ def write_text(path: io.PathLike, text: str) -> None:
 
 
 def _as_json(value: object) -> str:
-    """The value as JSON, as far as a message quotes it."""
+    """Return the value as JSON, shortened for a message."""
     text = ""
-    for piece in json.JSONEncoder(default=str).iterencode(value):  # no more of it than that is made
+    # The value may be huge: stop encoding once there is enough for a message.
+    for piece in json.JSONEncoder(default=str).iterencode(value):
         text += piece
         if len(text) > MAX_QUOTED_CHARS:
             break
@@ -209,7 +211,7 @@ def _as_json(value: object) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; refuses a key that stands twice, where json would keep the last."""
+    """Return the pairs of a JSON object as a dict. Raises StrategyError for a duplicate key, which json accepts."""
     record: dict[str, Any] = {}
     for key, value in pairs:
         if key in record:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each asks of a plan."""
+"""Pipeline schedules and their requirements on a plan, as a table."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """One schedule, which torch.distributed.pipelining runs.
-
-    stages: how many a rank holds: "one", "two", or "several" (2 or more).
-    v_shaped: of two stages the first goes down the ranks and the second back up, so the last stage is on the first
-    rank; else stages go round the ranks.
-    splits_backward: gradients of inputs and of weights are computed apart, so that waiting ranks do the latter.
-    rounds: micro-batches are taken in equal rounds of about pp. needs: the least micro-batches, in stages.
-    """
+    """A schedule of torch.distributed.pipelining."""
 
     name: str
+    """Name in plans."""
     stages: str = "one"
+    """Stages per rank: "one", "two", or "several" (2 or more)."""
     v_shaped: bool = False
+    """Whether stages go down the ranks and back up, so the first and last stage are on rank 0. Otherwise stage s is on
+    rank s mod pp."""
     splits_backward: bool = False
+    """Whether gradients of inputs and of weights are computed in separate passes, the latter in otherwise idle time."""
     rounds: bool = False
+    """Whether micro-batches have to divide into equal rounds of about pp."""
     needs: int = 0
+    """Minimum number of micro-batches, as a multiple of the number of stages."""
 
 
 SCHEDULES = {
@@ -35,4 +35,4 @@ SCHEDULES = {
         Schedule("dualpipev", stages="two", v_shaped=True, splits_backward=True, needs=1),
     )
 }
-"""By name. The limits are those of torch 2.13 (torch/distributed/pipelining/schedules.py)."""
+"""Schedules by name, with the requirements of torch 2.13 (torch/distributed/pipelining/schedules.py)."""

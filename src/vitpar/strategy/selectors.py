@@ -1,4 +1,4 @@
-"""Which layers a group of a plan is for: `embed`, `head`, `3`, `0-11`, or `*` for those that no other group names."""
+"""Layer selectors of a plan's groups: `embed`, `head`, `3`, `0-11`, or `*` for layers that no other group names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from vitpar.strategy.layer import Strategy
 from vitpar.text import count, shown
 
 Groups = tuple[tuple[str, Strategy], ...]
+"""(selector, strategy) pairs."""
 _BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def blocks_of(selector: str) -> range | None:
-    """The blocks that `selector` names, None for a word. Raises StrategyError for what is no selector."""
+    """Return the blocks that `selector` names; None for embed, head and *. Raises StrategyError if it is invalid."""
     if selector in ("embed", "head", "*"):
         return None
     match = _BLOCKS.fullmatch(selector)
@@ -65,10 +66,10 @@ def canonical(groups: Groups) -> Groups:
 
 
 def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy]:
-    """The strategy of every layer, by name, in order (names as ``ViTConfig.layer_names`` gives them).
+    """Return the strategy of every layer by name, in the order of `layer_names` (``ViTConfig.layer_names``).
 
-    Without `*`, embed or head that is not named takes the strategy of the block beside it. Raises StrategyError for a
-    block without a strategy, or a group for blocks that the model lacks.
+    Without `*`, embed or head that is not named takes the strategy of its neighbouring block. Raises StrategyError if
+    a block has no strategy, or a group names blocks that the model lacks.
     """
     words = {selector: strategy for selector, strategy in groups if blocks_of(selector) is None}
     depth = len(layer_names) - 2
@@ -94,9 +95,10 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
 
 
 def example(groups: Iterable[tuple[str, Strategy]]) -> str:
-    """`embed=fsdp4, 0-11=tp2xfsdp2`."""
+    """Return the groups as text, as in `embed=fsdp4, 0-11=tp2xfsdp2`."""
     return ", ".join(f"{selector}={strategy}" for selector, strategy in groups)
 
 
 def _name(span: range) -> str:
+    """Return the selector of a range of blocks."""
     return str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}"

@@ -1,5 +1,4 @@
-"""Which blocks a pipeline stage holds, which stages a rank holds, and where a rank stands: its place on the pp axis,
-its number within its stage, its index along a layer's axes.
+"""Blocks of pipeline stages, stages of ranks, and coordinates of ranks on the axes of a plan.
 
 Stages are contiguous runs of blocks, at least one each; embed belongs to the first stage and the head to the last.
 The leftmost axis varies slowest, as in DeviceMesh. In a layerwise plan pp is the outermost axis.
@@ -21,14 +20,14 @@ from vitpar.text import count, nearest, shown
 def split_blocks(
     num_blocks: int, num_stages: int, how: str | tuple[int, ...], costs: Sequence[float] | None = None
 ) -> tuple[range, ...]:
-    """The block indices of each stage, in order.
+    """Return the block indices of each stage, in order.
 
-    how: "even" (sizes differ by one at most, the larger stages first), "balanced" (the costliest stage as cheap as can
-    be, and among those splits the one with the smallest sum of squared stage costs), or the blocks of each stage.
-    costs: for "balanced", one cost per layer in any unit, in the order embed, blocks, head (num_blocks + 2 values).
+    how: "even" (sizes differ by at most one, larger stages first), "balanced" (minimizes the largest cost of a stage,
+    and among those splits the sum of squared costs), or the number of blocks of each stage
+    costs: for "balanced", one cost per layer in any unit, in the order embed, blocks, head (num_blocks + 2 values)
 
-    Raises StrategyError when there are more stages than blocks, when a split by hand does not fit, and when the costs
-    are missing or wrong.
+    Raises StrategyError if there are more stages than blocks, if given sizes do not fit, or if the costs are missing or
+    invalid.
     """
     assert num_stages >= 1, f"a pipeline has at least one stage, not {num_stages}"
     if num_stages > num_blocks:
@@ -50,19 +49,23 @@ def split_blocks(
 
 
 def rank_of_stage(stage: int, plan: Plan) -> int:
-    """The place on the pp axis that holds `stage`: stages go round the ranks, or down and up again (V-shaped)."""
+    """Return the index on the pp axis of the rank that holds `stage`.
+
+    Stages go round the ranks, or down and back up under V-shaped schedules.
+    """
     assert 0 <= stage < plan.num_stages, f"stage {stage} is outside '{plan}'"
     turn, place = divmod(stage, plan.pipeline_degree)
     return plan.pipeline_degree - 1 - place if SCHEDULES[plan.schedule].v_shaped and turn % 2 else place
 
 
 def stages_of_rank(pp_rank: int, plan: Plan) -> tuple[int, ...]:
-    """The stages that rank `pp_rank` of the pp axis holds, in order."""
+    """Return the stages that rank `pp_rank` of the pp axis holds, in order."""
     assert 0 <= pp_rank < plan.pipeline_degree, f"pp rank {pp_rank} is outside '{plan}'"
     return tuple(stage for stage in range(plan.num_stages) if rank_of_stage(stage, plan) == pp_rank)
 
 
 def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Return `sizes` if they split `num_blocks` blocks into `num_stages` stages, else raise StrategyError."""
     said = f"split {shown(','.join(map(str, sizes))) or '()'}"
     fix = f"give {count(num_stages, 'number')} with sum {num_blocks}"
     if len(sizes) != num_stages:
@@ -76,6 +79,7 @@ def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> 
 
 
 def _checked_costs(costs: Sequence[float] | None, num_blocks: int) -> Sequence[float]:
+    """Return `costs` if there is a valid one for each layer, else raise StrategyError."""
     if costs is None:
         raise StrategyError("split 'balanced' needs the cost of every layer: give the costs or use split 'even'")
     if len(costs) != num_blocks + 2:
@@ -90,10 +94,14 @@ def _checked_costs(costs: Sequence[float] | None, num_blocks: int) -> Sequence[f
 
 
 def _balanced_sizes(num_blocks: int, num_stages: int, costs: Sequence[float]) -> list[int]:
+    """Return the number of blocks of each stage of the balanced split.
+
+    First the smallest possible maximum is found, then the smallest sum of squares under that maximum.
+    """
     upto = list(accumulate(costs[1:-1], initial=0.0))
 
     def stage_cost(start: int, end: int) -> float:
-        """Cost of the stage with blocks start..end-1, with embed or head where it holds them."""
+        """Return the cost of the stage with blocks start..end-1, including embed or head if it holds them."""
         return upto[end] - upto[start] + (start == 0) * costs[0] + (end == num_blocks) * costs[-1]
 
     worst, _ = _best_split(num_blocks, num_stages, stage_cost, max)
@@ -107,12 +115,13 @@ def _balanced_sizes(num_blocks: int, num_stages: int, costs: Sequence[float]) ->
 def _best_split(
     num_blocks: int, num_stages: int, stage_cost: Callable[[int, int], float], fold: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The smallest value over all splits, and the sizes of a split that has it.
+    """Return the smallest value over all splits, and the sizes of a split that has it.
 
-    stage_cost: of the stage with blocks start..end-1; it does not fall when blocks are added. fold(value, cost): the
-    value with one more stage of that cost, given the value of the stages before it. It falls with neither, so the best
-    split is made of best splits.
+    stage_cost: cost of the stage with blocks start..end-1; non-decreasing as blocks are added
+    fold: function (value of the earlier stages, cost of one more stage) -> value of all of them; non-decreasing in both
     """
+    # Dynamic programming: `best[end]` is the best split of the first `end` blocks. As `fold` never decreases in the
+    # value of the earlier stages, a best split consists of best splits.
     none: tuple[float, list[int]] = (math.inf, [])
     best = [(0.0, none[1])] + [none] * num_blocks
     for stage in range(1, num_stages + 1):
@@ -123,7 +132,7 @@ def _best_split(
                 cost = stage_cost(start, end)
                 least = fold(0.0, cost)
                 if least > found or least == math.inf:
-                    break  # so has every longer stage
+                    break  # every longer stage costs at least as much
                 value = fold(best[start][0], cost)
                 if value <= found:
                     found, place = value, start
@@ -134,7 +143,7 @@ def _best_split(
 
 
 def place_of_rank(plan: Plan, rank: int) -> tuple[int, int]:
-    """(index along pp, number within the stage) of a rank of the world."""
+    """Return (index along pp, rank within the stage) of a global rank."""
     assert 0 <= rank < plan.world_size, f"rank {rank} is outside '{plan}'"
     inner = _inner_size(plan)
     outer, low = divmod(rank, inner)
@@ -143,14 +152,14 @@ def place_of_rank(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def rank_of_place(plan: Plan, pp: int, stage_rank: int) -> int:
-    """The rank of the world at `place_of_rank`'s (index along pp, number within the stage)."""
+    """Return the global rank with this index along pp and this rank within the stage: inverse of `place_of_rank`."""
     inner = _inner_size(plan)
     high, low = divmod(stage_rank, inner)
     return (high * plan.pipeline_degree + pp) * inner + low
 
 
 def coordinates(plan: Plan, rank: int) -> dict[Role, int]:
-    """The rank's index along every role of a uniform plan, 0 for the roles that the plan does not name."""
+    """Return the index of a global rank along every role of a uniform plan; 0 for roles that the plan lacks."""
     assert 0 <= rank < plan.world_size, f"rank {rank} is outside '{plan}'"
     place: dict[Role, int] = dict.fromkeys(ROLES, 0)
     for axis in reversed(plan.axes):
@@ -159,12 +168,12 @@ def coordinates(plan: Plan, rank: int) -> dict[Role, int]:
 
 
 def rank_grid(plan: Plan) -> list[dict[Role, int]]:
-    """The coordinates of every rank of a uniform plan, in rank order."""
+    """Return the coordinates of every rank of a uniform plan, in rank order."""
     return [coordinates(plan, rank) for rank in range(plan.world_size)]
 
 
 def _inner_size(plan: Plan) -> int:
-    """Ranks of a stage that vary faster than pp."""
+    """Return the product of the degrees of the axes inside pp, which vary faster in the rank order."""
     if not plan.is_uniform or plan.pp == 1:
         return plan.stage_size
     return math.prod(axis.size for axis in plan.strategy.axes[plan.pp_index :])

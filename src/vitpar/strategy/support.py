@@ -1,7 +1,7 @@
-"""The support matrix: what a plan may be made of, which two things do not go together, and which settings do nothing.
+"""Support matrix: features of a plan, pairs of features that clash, and settings without effect.
 
-One table: refusals, the page ``docs/support.md`` (`page`) and the tests' combinations (`combinations`) follow from it.
-Whatever holds no clash runs, and equals one process.
+Refusals, the page ``docs/support.md`` (`page`) and the combinations of the tests (`combinations`) follow from this one
+table. Every plan without a clash runs, with the same gradients as a single process.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "offload": ("no offload", "+offload"),
     "compile": ("no compile", "compile"),
 }
-"""Choices of each dimension of a combination.
+"""Features of a plan by dimension; a layer has one of each dimension.
 
-Any two layers of a plan may choose differently in data, tensor, checkpoint and offload.
+Layers of one plan can differ in data, tensor, checkpoint and offload.
 """
 APART = "gradients of weights come in a backward of their own, where they cannot be reduced at once"
 SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
@@ -46,12 +46,16 @@ SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.
 
 @dataclass(frozen=True)
 class Clash:
-    """Two things that do not go together: why, and what to use instead."""
+    """Two features that cannot be combined."""
 
     first: str
+    """One feature, from DIMENSIONS."""
     second: str
+    """The other feature."""
     because: str
+    """Reason, a clause for messages and docs."""
     instead: str
+    """Advice on what to use instead, in the imperative."""
 
 
 CLASHES = (
@@ -90,12 +94,14 @@ CLASHES = (
         "use +ckpt, or train.activation_memory_budget, by which the compiler chooses",
     ),
 )
-"""Clashes inside one strategy, such as +sp beside +2d, cannot even be written down as a combination; those are refused
-by ``vitpar.strategy.layer``."""
+"""All pairs of features that clash.
+
+Clashes of one dimension, such as +sp with +2d, cannot occur in a combination; ``vitpar.strategy.layer`` refuses them.
+"""
 
 
 def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
-    """Raise StrategyError if two things of a plan and the settings beside it clash."""
+    """Raise StrategyError if two features of a plan, its precision and compilation clash."""
     present = features(plan, precision, compile_blocks)
     for clash in CLASHES:
         if clash.first in present and clash.second in present:
@@ -109,25 +115,25 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Effect(Generic[Case]):
-    """Settings that change something in some cases alone."""
+    """Settings that only have an effect in some cases."""
 
     keys: tuple[str, ...]
     """Dotted keys of a recipe."""
     used: Callable[[Case], bool]
-    """Whether they change anything in a case: a recipe, or a plan in a precision."""
+    """Function of a case (a recipe, or a plan in a precision): whether the settings have an effect."""
     refusal: str
-    """Message for a user who sets one elsewhere; ``{key}``, its ``{value}`` and the ``{case}`` are filled in."""
+    """Message if one is set without effect, with the fields ``{key}``, ``{value}`` and ``{case}``."""
 
 
 def idle_settings(effects: Iterable[Effect[Case]], case: Case) -> set[str]:
-    """Return the keys that change nothing in `case`."""
+    """Return the keys of the settings that have no effect in `case`."""
     return {key for effect in effects if not effect.used(case) for key in effect.keys}
 
 
 def refuse_idle(
     effects: Iterable[Effect[Case]], case: Case, given: Mapping[str, object], error: type[UserError]
 ) -> None:
-    """Raise `error` if one of the settings `given`, by key, changes nothing in `case`."""
+    """Raise `error` if one of the settings `given`, by key, has no effect in `case`."""
     for effect in effects:
         wrong = [] if effect.used(case) else [key for key in effect.keys if key in given]
         if wrong:
@@ -136,17 +142,24 @@ def refuse_idle(
 
 @dataclass(frozen=True)
 class PlanInPrecision:
-    """The case that decides which communication settings do something."""
+    """A plan and a precision, which decide whether communication settings have an effect."""
 
     plan: Plan
+    """The plan."""
     precision: str
+    """Name of the precision."""
 
     def __str__(self) -> str:
         return f"'{shown(self.plan)}' in {self.precision}"
 
 
 def _communication(names: str, needs: str, test: Callable[[Strategy, Rules], bool]) -> Effect[PlanInPrecision]:
-    """Row of settings of `Communication`: which layers use them, in words and as a test."""
+    """Return the effect of settings of `Communication`.
+
+    names: fields of `Communication`, separated by spaces
+    needs: description of the layers that use them, for messages
+    test: function of a strategy and the plan's rules: whether such layers use them
+    """
 
     def used(case: PlanInPrecision) -> bool:
         rules = Rules.under(case.plan, case.precision)
@@ -169,12 +182,14 @@ COMMUNICATION = (
         lambda s, _: shards_as_fsdp(s),
     ),
 )
-"""When each communication setting does something; ``vitpar.training.recipe.effects`` has the other settings."""
+"""Effects of the communication settings; ``vitpar.training.recipe.effects`` has those of the other settings."""
 
 
 def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object]) -> None:
-    """Raise StrategyError if one of the recipe's `communication` settings would change nothing, or clashes with the
-    schedule."""
+    """Raise StrategyError if one of the recipe's `communication` settings has no effect or clashes with the schedule.
+
+    communication: values by field of `Communication`; None for settings that are not given
+    """
     if communication["reduce_every_microbatch"] and plan.splits_backward:
         raise StrategyError(
             f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{shown(plan)}', as {APART}: "
@@ -185,14 +200,14 @@ def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object
 
 
 def combinations(dimensions: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Every choice of one feature a dimension that holds no clash."""
+    """Yield every choice of one feature per dimension that contains no clash."""
     for choice in product(*(DIMENSIONS[dimension] for dimension in dimensions)):
         if not any(clash.first in choice and clash.second in choice for clash in CLASHES):
             yield choice
 
 
 def page() -> str:
-    """The matrix as Markdown: for every two dimensions a table of what goes together, then the reasons."""
+    """Return the matrix as Markdown: a table for every two dimensions with a clash, then the reasons."""
     lines = ["# What goes with what", "", PREFACE, ""]
     names = list(DIMENSIONS)
     for index, down in enumerate(names):
@@ -218,6 +233,8 @@ divide what they split, which `vitpar plan` checks for a model and a batch.
 
 
 def _table(down: str, across: str) -> list[str]:
+    """Return the lines of the table of two dimensions."""
+
     def cell(a: str, b: str) -> str:
         return "refused" if any({c.first, c.second} == {a, b} for c in CLASHES) else "yes"
 
@@ -227,10 +244,7 @@ def _table(down: str, across: str) -> list[str]:
 
 
 def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
-    """Return the choices that a plan and its settings consist of.
-
-    precision: a name in DIMENSIONS.
-    """
+    """Return the features, by their names in DIMENSIONS, of a plan, its precision and compilation."""
     found = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
     for strategy in plan.kinds:
         dp, fsdp = strategy.has("dp"), strategy.has("fsdp")

@@ -1,7 +1,7 @@
-"""Communication of a layer's ranks for every micro-batch, as a table: operation, group, size.
+"""Collectives of a layer along the tensor axes for each micro-batch, as a table: operation, group, size.
 
-It counts, by arithmetic, the runtime's communication along the tensor axes (``vitpar.parallel.tensor``). Tests compare
-it with the communication of a real step, operation by operation.
+The table mirrors ``vitpar.parallel.tensor``. Tests compare it with the communication of a real step, operation by
+operation.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ from vitpar.strategy.validate import ModelShape
 
 @dataclass(frozen=True)
 class Collective:
-    """`operation` (all_reduce, all_gather, reduce_scatter) over `ranks` ranks along a tensor axis, on a tensor of
-    `elements` (of the whole: what is gathered, or what is scattered)."""
+    """A collective along a tensor axis."""
 
     operation: str
+    """Operation: all_reduce, all_gather or reduce_scatter."""
     axis: str
+    """Name of the tensor axis, as in `Strategy.tensor_shape`."""
     ranks: int
+    """Number of ranks along the axis."""
     elements: int
+    """Number of elements of the complete tensor: the output of all_gather, the input of reduce_scatter."""
 
     @property
     def received(self) -> float:
-        """Elements that a rank receives, by ring algorithms."""
+        """Elements that a rank receives with ring algorithms."""
         share = self.elements * (self.ranks - 1) / self.ranks
         return 2 * share if self.operation == "all_reduce" else share
 
 
 Traffic = Counter[Collective]
+"""Number of times that each collective runs."""
 _Kept = tuple[Traffic, Traffic, Collective | None]
-"""Forward, backward without computing again, and what forward ends with after the last product."""
+"""Traffic of (forward, backward without recomputation), and the collective after the last product of forward."""
 
 
 def block_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
@@ -48,6 +52,7 @@ def block_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Tra
 
 
 def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
+    """Return the communication of a block without checkpointing."""
     shape = dict(strategy.tensor_shape)
     cells = rows // strategy.data_parallel * model.tokens  # tokens of the images that a tensor group works on
     if strategy.tensor_mode == "3d":
@@ -56,6 +61,8 @@ def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
         return _square(model, shape["j"], cells)
     whole = cells * model.embed_dim
     if strategy.sequence_parallel:
+        # Backward gathers two tensors more than forward: the gathered inputs of the two column-parallel products are
+        # not kept, but gathered again for the gradients of weights.
         gather, scatter = (Collective(kind, "j", shape["j"], whole) for kind in ("all_gather", "reduce_scatter"))
         return Counter({gather: 2, scatter: 2}), Counter({gather: 4, scatter: 2}), scatter
     reduce = Collective("all_reduce", "j", shape["j"], whole)
@@ -63,10 +70,10 @@ def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
 
 
 def _again(strategy: Strategy, forward: Traffic, last: Collective | None) -> Traffic:
-    """Return the communication that full checkpointing repeats in backward: forward's, without what follows the last
-    product (`last`).
+    """Return the communication that full checkpointing repeats in backward: that of forward without `last`.
 
-    The selective policy keeps the results of communication.
+    Nothing in backward needs the result of the last collective, so recomputation stops before it. The selective policy
+    keeps the results of communication and repeats none.
     """
     if strategy.checkpoint != "full":
         return Counter()
@@ -103,8 +110,14 @@ def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traf
 
 
 def _square(model: ModelShape, q: int, cells: int) -> _Kept:
-    """2d and 2.5d: features gathered before each of the four products, again in backward, where their gradients are
-    scattered; the statistics of two norms."""
+    """Return the communication of a block under 2d and 2.5d.
+
+    Features are gathered before each of the four products, and again in backward, which reduce-scatters their
+    gradients. The all-reduces are for the statistics of the two norms.
+
+    q: ranks along j
+    cells: tokens of the images that a tensor group works on
+    """
     forward: Traffic = Counter({Collective("all_reduce", "j", q, cells): 4})
     backward: Traffic = Counter({Collective("all_reduce", "j", q, 2 * cells): 2})
     for features in (model.embed_dim, model.embed_dim, model.embed_dim, model.mlp_hidden_dim):
@@ -115,7 +128,14 @@ def _square(model: ModelShape, q: int, cells: int) -> _Kept:
 
 
 def _cube(model: ModelShape, q: int, cells: int) -> _Kept:
-    """3d: rows gathered over one axis, sums scattered over the other, the axes swapped from product to product."""
+    """Return the communication of a block under 3d.
+
+    Each product gathers rows over one axis and reduce-scatters its partial sums over the other. The axes swap from
+    product to product, so the output of one is laid out as the input of the next. The all-reduces are for the norms.
+
+    q: ranks along each axis
+    cells: tokens of the images that a tensor group works on
+    """
     forward: Traffic = Counter({Collective("all_reduce", "k", q, cells // q): 4})
     backward: Traffic = Counter({Collective("all_reduce", "k", q, 2 * cells // q): 2})
     width, hidden = model.embed_dim, model.mlp_hidden_dim

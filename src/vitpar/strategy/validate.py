@@ -1,4 +1,4 @@
-"""Does a plan fit the model and the batch? Every refusal names the numbers and a fix, before any worker starts."""
+"""Checks that a plan fits a model and a batch, before any worker starts. Every error names the numbers and a fix."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ class ModelShape(Protocol):
     def name(self) -> str: ...
     @property
     def depth(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
 
     @property
     def embed_dim(self) -> int:
-        """Features of a token."""
+        """Number of features of a token."""
 
     @property
     def num_heads(self) -> int:
-        """Attention heads of a block."""
+        """Number of attention heads of a block."""
 
     @property
     def mlp_hidden_dim(self) -> int:
-        """Hidden features of a block's MLP."""
+        """Number of hidden features of a block's MLP."""
 
     @property
     def features(self) -> int:
-        """Features that the classifier reads."""
+        """Number of features that the classifier reads."""
 
     @property
     def representation_size(self) -> int | None:
-        """Features of a layer before the classifier, None for no such layer."""
+        """Number of features of the hidden layer before the classifier; None without that layer."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image, those beside its patches included."""
+        """Number of tokens of an image, including class, distillation and register tokens."""
 
     @property
     def num_classes(self) -> int: ...
     @property
     def pool(self) -> str:
-        """How tokens become features, "cls" or "avg"."""
+        """Pooling of tokens, "cls" or "avg"."""
 
     @property
     def distillation(self) -> bool:
-        """Whether there are two tokens with a classifier each."""
+        """Whether the model has a distillation token with a second classifier."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers in order: embed, blocks.0 …, head."""
+        """Names of the layers in order: embed, blocks.0 …, head."""
 
 
 def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
-    """The plan with its micro-batches filled in, ready to run.
+    """Return the plan with its number of micro-batches filled in, ready to run.
 
-    batch_size: global images a step. With None, checks that need it are left out, and so are micro-batches that follow
-    from it.
-    A microbatch_size is turned into microbatches, so validating the result again changes nothing.
+    A microbatch_size is converted to microbatches, so validating the result again changes nothing.
 
-    Raises StrategyError when the plan has an open degree or does not fit the model, the batch or its own schedule.
+    batch_size: global images per step; with None, checks and micro-batches that depend on it are left out
+
+    Raises StrategyError if the plan has an open degree, or does not fit the model, the batch or its schedule.
     """
     _ = plan.world_size  # refuses an open degree
     plan.strategies(model.layer_names)  # refuses layers that the model lacks
@@ -88,7 +88,7 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
 
 
 def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
-    """Refuse degrees of tp, or sides of its square or cube, that do not divide what they split."""
+    """Raise StrategyError if the degree of tp, or the side of its square or cube, does not divide what it splits."""
     tp, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
     split = {"head": model.num_heads, "hidden feature": model.mlp_hidden_dim, "classifier feature": model.features}
     if strategy.tensor_mode != "1d":
@@ -110,6 +110,7 @@ def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
 
 
 def _check_schedule(plan: Plan) -> None:
+    """Raise StrategyError if the schedule does not fit pp and the virtual stages."""
     schedule = SCHEDULES[plan.schedule]
     if plan.schedule != Plan().schedule and plan.pp == 1:
         raise StrategyError(
@@ -133,6 +134,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_stages(plan: Plan, model: ModelShape) -> None:
+    """Raise StrategyError if the model has too few blocks for the stages, or the split does not fit."""
     pp, virtual, stages = plan.pipeline_degree, plan.virtual_stages, plan.num_stages
     if stages > model.depth:
         made = f"pp{pp}" if virtual == 1 else f"pp{pp} with {count(virtual, 'virtual stage')}"
@@ -147,7 +149,7 @@ def _check_stages(plan: Plan, model: ModelShape) -> None:
 
 
 def _check_microbatches(plan: Plan) -> None:
-    """The checks on micro-batches that need no batch size."""
+    """Raise StrategyError if the number of micro-batches is wrong for any batch size."""
     refuse_both_ways(plan)
     if plan.microbatches is None:
         return

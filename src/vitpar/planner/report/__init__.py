@@ -1,1 +1,1 @@
-"""Results of a search, for programs and people."""
+"""Output of searches and predictions: text, JSON, HTML pages with charts, and traces."""

@@ -1,7 +1,7 @@
 """Comparison of predictions with measurements, and corrections of profiles that follow from measured plans.
 
-Factors that bring predictions nearer to measurements are stored in the profiles and named there. Nothing is corrected
-without being asked, since a hidden error is never fixed.
+A correction stores its factors in the profiles and says so there. Nothing is corrected unless the user asks for it,
+since a hidden error is never fixed.
 """
 
 from __future__ import annotations
@@ -15,76 +15,82 @@ from vitpar.planner.measure.steps import Measured
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
 COMPUTING = ("forward", "backward", "optimizer", "uneven", "other")
+"""Parts of a step's time (`Price.time`) that are computing."""
 SENDING = ("tensor", "gather", "gradients", "redistribution")
-"""Parts of a step."""
+"""Parts of a step's time that are communication."""
 BUSY = 0.1
-"""Share of the cores that other programs may use before measured steps are not to be relied on."""
+"""Share of the cores used by other programs above which measured steps are unreliable."""
 LEAST, MOST = 0.2, 5.0
-"""Factors beyond these mean that something else is wrong."""
+"""Limits of correction factors; a factor outside them means that something else is wrong."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One plan. computing, sending: seconds of a step, as predicted; together all of it. seconds: as measured. memory:
-    bytes of the fullest rank, predicted and measured, None where that is not known."""
+    """Predicted and measured time and memory of one plan, for `correction`."""
 
     computing: float
+    """Predicted seconds of computing per step; with `sending` the complete step."""
     sending: float
+    """Predicted seconds of communication per step."""
     seconds: float
+    """Measured seconds per step."""
     memory: tuple[float, float] | None
+    """(predicted, measured) bytes of the fullest rank; None if not measured."""
 
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One plan, as predicted and as measured. pace: of the profiles that it was predicted with, 0 where that is not
-    known."""
+    """One plan with its prediction and measurement."""
 
     price: Price
+    """The prediction."""
     measured: Measured
+    """The measurement."""
     pace: float = 0.0
+    """Seconds of `CpuSpeedProbe` while the profiles were measured; 0 if not known."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step at the profiled speed of the cores: the median of the runs' medians."""
+        """Measured seconds per step, scaled to the cores' speed during profiling: the median of the runs' medians."""
         return statistics.median(run.middle(self.pace) for run in self.measured.runs)
 
     @property
     def clocked(self) -> float:
-        """Seconds of a step by the clock: the median of the runs' medians."""
+        """Measured seconds per step by the clock: the median of the runs' medians."""
         return statistics.median(run.middle(0.0) for run in self.measured.runs)
 
     @property
     def slowdown(self) -> float:
-        """How much longer the cores took for the same work than when they were profiled; 1 where that is not known."""
+        """Time of the cores for the same work, relative to that during profiling; 1 if not known."""
         paces = [pace for run in self.measured.runs for pace in run.paces]
         return statistics.mean(paces) / self.pace if self.pace and paces else 1.0
 
     @property
     def repeat(self) -> float | None:
-        """How much longer the second run took than the first; None before it has."""
+        """Relative difference of the second run's time to the first's; None with a single run."""
         first, *more = (run.middle(self.pace) for run in self.measured.runs)
         return more[0] / first - 1 if more else None
 
     @property
     def memory(self) -> int | None:
-        """Bytes of the fullest rank, measured; None where the system does not tell."""
+        """Measured bytes of the fullest rank; None if the system does not report them."""
         known = [size for size in self.measured.memory if size is not None]
         return max(known) if known else None
 
     @property
     def time_error(self) -> float:
-        """How much the prediction is above the measurement, as a part of it."""
+        """Relative error of the predicted time: positive if the prediction is too slow."""
         return self.price.seconds / self.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the predicted memory."""
+        """Relative error of the predicted memory; None if not measured."""
         return None if self.memory is None else self.price.memory_bytes / self.memory - 1
 
     @property
     def evidence(self) -> Evidence:
-        """Return what the measurement says about the profiles. Waiting for other stages counts as computing and sending
-        in the same proportion."""
+        """Evidence for a correction of the profiles."""
+        # Waiting for other stages is distributed over computing and sending in proportion to them.
         time, memory = self.price.time, self.memory
         computing = sum(time.get(what, 0.0) for what in COMPUTING)
         sending = sum(time.get(what, 0.0) for what in SENDING)
@@ -97,7 +103,7 @@ class AccuracyRow:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Raw figures."""
+        """Return the unrounded numbers as JSON, in seconds and bytes."""
         plan = self.price.plan
         return {
             "strategy": str(plan),
@@ -139,8 +145,7 @@ class Accuracy:
 
 
 def others_used(rows: Sequence[AccuracyRow]) -> float | None:
-    """The share of the cores that other programs used while plans were measured, in the mean of all runs; None where
-    it is not known."""
+    """Return the mean share of the cores that other programs used during the runs, 0 to 1; None if not known."""
     known = [run.others for row in rows for run in row.measured.runs if run.others is not None]
     return statistics.fmean(known) if known else None
 
@@ -164,13 +169,14 @@ def accuracy(rows: Sequence[AccuracyRow]) -> Accuracy:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """The correlation of the ranks of two equally long series; 1 for fewer than two values."""
+    """Return Spearman's correlation of two equally long series; 1 for fewer than two values or a constant series."""
     if len(a) < 2 or len(set(a)) == 1 or len(set(b)) == 1:
         return 1.0
     return statistics.correlation(_ranks(a), _ranks(b))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value, from 0; equal values share their mean rank."""
     order = sorted(values)
     first = {value: order.index(value) for value in set(values)}
     return [first[value] + (order.count(value) - 1) / 2 for value in values]
@@ -178,13 +184,16 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Correction:
-    """computing, sending: by what predicted seconds are multiplied. memory_bytes: what every rank needs besides what is
-    counted. plans: how many it comes from."""
+    """Correction of profiles by measured plans."""
 
     computing: float
+    """Factor on all profiled seconds of computing."""
     sending: float
+    """Factor on all profiled seconds of communication."""
     memory_bytes: int
+    """Bytes per rank that predictions lack."""
     plans: int
+    """Number of plans that it is derived from."""
 
     def __str__(self) -> str:
         return (
@@ -193,11 +202,12 @@ class Correction:
         )
 
     def _said(self, measured: dict[str, str]) -> dict[str, str]:
+        """Return a profile's field `measured` with this correction added to earlier ones."""
         before = f"{measured['corrected']}; then " if "corrected" in measured else ""
         return {**measured, "corrected": f"{before}{self}"}
 
     def of(self, hardware: Hardware, model: ModelProfile) -> tuple[Hardware, ModelProfile]:
-        """Both profiles with all seconds multiplied; `measured` says so."""
+        """Return corrected copies of both profiles, with the correction noted in their fields `measured`."""
         reserved = hardware.reserved_bytes + self.memory_bytes
         return (
             hardware.slower(self.computing, self.sending).model_copy(
@@ -208,8 +218,12 @@ class Correction:
 
 
 def correction(evidence: Sequence[Evidence]) -> Correction:
-    """The factors with the least squares of the relative errors; memory by the median. One factor for all where plans
-    do not tell computing and sending apart."""
+    """Return the correction that fits measured plans best.
+
+    Its factors minimize the sum of squared relative errors of time. If the plans do not distinguish computing from
+    communication, both get the same factor. Memory is corrected by the median difference, upwards only.
+    """
+    # Normal equations of: sum over plans of (f_computing · x + f_sending · y - 1)².
     cc = cs = ss = c = s = 0.0
     for one in evidence:
         x, y = one.computing / one.seconds, one.sending / one.seconds
@@ -217,6 +231,7 @@ def correction(evidence: Sequence[Evidence]) -> Correction:
     determinant = cc * ss - cs * cs
     both = (c + s) / (cc + 2 * cs + ss)
     factors = both, both
+    # A determinant near 0 means that x and y are proportional over the plans: the two factors are not determined.
     if determinant > 1e-6 * cc * ss:
         apart = (ss * c - cs * s) / determinant, (cc * s - cs * c) / determinant
         if all(LEAST <= factor <= MOST for factor in apart):

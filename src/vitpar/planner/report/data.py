@@ -1,4 +1,4 @@
-"""Everything a search found, as data and in words: the command's output, its JSON and the report are made of it."""
+"""Results of searches and predictions as JSON and as words, for the command line and the report."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from vitpar.text import count, size
 COLUMNS = ("micro-batches", "images/s", "beside the best", "a rank")
 """Headings of `figures`."""
 SCALING_COLUMNS = ("ranks", "batch", "images/s", "a rank", "MFU", "efficiency", "gap")
-"""Headings of `scaling_rows`, but for the plan."""
+"""Headings of `scaling_rows`, without the last column, the plan."""
 
 
 def duration(seconds: float) -> str:
-    """`1.36 s`, `262.7 ms`, `45.0 µs`."""
+    """Return a duration with its unit, as in `1.36 s`, `262.7 ms` or `45.0 µs`."""
     if seconds >= 1:
         return f"{seconds:,.2f} s"
     return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
 
 
 def speed_words(price: Price, costs: LayerCosts) -> str:
-    """`3,898.5 images/s ± 4.0 %, 262.7 ms a step of 1,024 images, MFU 49.4 %`, as far as it is known."""
+    """Return the predicted speed in words; uncertainty and MFU only if they are known.
+
+    Example: `3,898.5 images/s ± 4.0 %, 262.7 ms a step of 1,024 images, MFU 49.4 %`.
+    """
     doubt, mfu = uncertainty(price, costs), price.mfu(costs)
     words = f"{price.images_per_second:,.1f} images/s{f' {doubt}' if doubt else ''}"
     words += f", {duration(price.seconds)} a step of {price.batch_size:,} images"
@@ -40,7 +43,10 @@ def speed_words(price: Price, costs: LayerCosts) -> str:
 
 
 def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tuple[str, ...]:
-    """A plan's figures in the order of `COLUMNS`. doubt: of the best plan; marks plans that it covers by `≈`."""
+    """Return a plan's figures in the order of `COLUMNS`.
+
+    doubt: uncertainty of the best plan; plans within it are marked by `≈`
+    """
     return (
         str(price.plan.microbatches or 1),
         f"{price.images_per_second:,.1f}",
@@ -50,33 +56,34 @@ def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tupl
 
 
 def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
+    """Return the mark of a plan that is within the uncertainty of the best, empty for others."""
     return " ≈" if doubt is not None and price is not best and doubt.covers(price, best) else ""
 
 
 def noise_words(doubt: Uncertainty | None) -> str:
-    """Return the meaning of `≈` in a table of `figures`; empty where no uncertainty is known."""
+    """Return the meaning of `≈` in a table of `figures`; empty if no uncertainty is known."""
     within = "within the error of estimates" if doubt and doubt.estimated else "within the noise"
     return f"≈ {within} ({doubt}) of the best: measure both to tell them apart" if doubt else ""
 
 
 def certainty(result: Result) -> str:
-    """How much faster other plans may be."""
+    """Return in words how much faster other plans may be."""
     how = "no plan is faster by 0.1 %" if result.exact else "not every plan was looked at"
     return f"{how}; no mix of strategies can be faster by more than {result.gap:.2%}"
 
 
 def schedule_words(plan: Plan) -> str:
-    """`` 1f1b`` where there are stages: what a strategy does not say."""
+    """Return the schedule with a leading space, as in `` 1f1b``; empty without a pipeline."""
     return f" {plan.schedule}" if plan.pipeline_degree > 1 else ""
 
 
 def plan_title(plan: Plan) -> str:
-    """`pp2xdp4 1f1b, 4 micro-batches`."""
+    """Return a plan's title, as in `pp2xdp4 1f1b, 4 micro-batches`."""
     return f"{plan}{schedule_words(plan)}, {count(plan.microbatches or 1, 'micro-batch')}"
 
 
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
-    """Return notes on the origin of the figures; empty where all was measured."""
+    """Return notes on the origin of the figures; empty if all was measured."""
     notes = []
     if "estimated" in model.measured:
         notes.append("times are estimates: nothing was measured")
@@ -103,7 +110,7 @@ class Provenance:
 
 
 def origin_to_json(origin: Provenance, costs: LayerCosts) -> dict[str, object]:
-    """Return model, machine, precision, command and version of a prediction."""
+    """Return the model, machine, precision, command and version of a prediction as JSON."""
     return {
         "vitpar": origin.version,
         "command": origin.command,
@@ -118,37 +125,40 @@ def origin_to_json(origin: Provenance, costs: LayerCosts) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that a search found."""
+    """Results of a search that found a plan."""
 
     result: Result
+    """Plans, best first, and the bound."""
     budget: float
-    """Bytes that a rank may take."""
+    """Memory limit of a rank, in bytes."""
     frontier: tuple[Price, ...]
-    """The best plans for less and less memory."""
+    """The fastest plans for decreasing memory."""
     reasons: tuple[Reason, ...]
-    """Why the obvious plans were not chosen."""
+    """Reasons why the obvious plans were not chosen."""
     costs: LayerCosts
+    """Costs of layers that the search used."""
     origin: Provenance
+    """Version and command of the search."""
     train: str = ""
-    """The command that trains the best plan."""
+    """Command that trains the best plan; empty for none."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Where the figures come from."""
+        """Notes on the origin of the figures."""
         return provenance(self.costs.hardware, self.costs.model)
 
     @cached_property
     def doubt(self) -> Uncertainty | None:
-        """The uncertainty of the best plan."""
+        """Uncertainty of the best plan; None if it is not known."""
         return uncertainty(self.result.plans[0], self.costs)
 
     def why(self, reason: Reason) -> str:
-        """The sentence of a reason, marked as `figures` marks plans where its plan fits."""
+        """Return the text of a reason, with the mark of `figures` if its plan fits."""
         fits = reason.price is not None and reason.price.memory_bytes <= self.budget
         return reason.why + (_mark(reason.price, self.result.plans[0], self.doubt) if reason.price and fits else "")
 
     def to_json(self) -> dict[str, object]:
-        """Seconds, bytes; plans as plan.json has them."""
+        """Return the results as JSON, in seconds and bytes; plans as in plan.json."""
         result = self.result
         return {
             **origin_to_json(self.origin, self.costs),
@@ -172,7 +182,10 @@ class Findings:
 
 
 def findings(search: Search, result: Result, budget: float, origin: Provenance, train: str = "") -> Findings:
-    """Collect the results of a search that found a plan."""
+    """Collect the results of a search that found a plan.
+
+    Obvious plans that fit and belong to the space join the list of plans.
+    """
     best = result.plans[0]
     obvious = reasons(search, best, budget)
     listed = [price for reason in obvious if (price := reason.price) and search.space.covers(price.plan)]
@@ -181,8 +194,10 @@ def findings(search: Search, result: Result, budget: float, origin: Provenance, 
 
 
 def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
-    """A plan with its predicted time and memory, broken down; memory is of the fullest rank at each place of the pp
-    axis."""
+    """Return a plan with its predicted time and memory, broken down.
+
+    The breakdown of memory is that of the fullest rank at each place of the pp axis.
+    """
     doubt = uncertainty(price, costs)
     return {
         "strategy": str(price.plan),
@@ -200,20 +215,23 @@ def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of one plan. budget: bytes that a rank may take."""
+    """Predicted cost of one plan."""
 
     price: Price
+    """The plan's time and memory."""
     costs: LayerCosts
+    """Costs of layers that it was priced with."""
     budget: float
+    """Memory limit of a rank, in bytes."""
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank needs no more than the budget."""
+        """Whether the fullest rank needs at most the budget."""
         return self.price.memory_bytes <= self.budget
 
 
 def prediction_to_json(found: Prediction, origin: Provenance) -> dict[str, object]:
-    """Seconds, bytes; the plan as plan.json has it."""
+    """Return a prediction as JSON, in seconds and bytes; the plan as in plan.json."""
     return {
         **origin_to_json(origin, found.costs),
         "memory_budget_bytes": found.budget,
@@ -223,7 +241,10 @@ def prediction_to_json(found: Prediction, origin: Provenance) -> dict[str, objec
 
 
 def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> dict[str, object]:
-    """By kind of scaling, a point for each number of ranks; no plan where nothing fits."""
+    """Return a scaling prediction as JSON: by kind of scaling, a record for each number of ranks.
+
+    Records without a plan are those where no plan fits.
+    """
     points = {
         kind: [
             {
@@ -242,7 +263,7 @@ def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, ori
 
 
 def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, ...]]:
-    """`SCALING_COLUMNS` and the plan for each point. gap: by how much any plan could be better at most."""
+    """Return a row for each point: `SCALING_COLUMNS` and the plan. The gap is `Result.gap` of the search."""
     rows = []
     for point, part in zip(points, efficiency(points), strict=True):
         where, price = (str(point.ranks), f"{point.batch_size:,}"), point.price
@@ -265,9 +286,9 @@ def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, 
 
 
 def trace(price: Price, costs: LayerCosts, origin: Provenance) -> dict[str, object]:
-    """The spans of one step in the Trace Event Format, which chrome://tracing and Perfetto show.
+    """Return the spans of one step in the Trace Event Format, for chrome://tracing and Perfetto.
 
-    Times are in microseconds. A process is a line of the timeline.
+    Times are in microseconds. Each row of the timeline is a process.
     Source: "Trace Event Format", Google, complete events (ph X).
     """
     spans = timeline(price, costs)

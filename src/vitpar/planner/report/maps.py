@@ -1,4 +1,4 @@
-"""Where a plan puts layers and ranks: the layer map and the rank grid of a report."""
+"""HTML tables of a plan's placement: layers on stages and ranks, ranks on mesh axes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vitpar.strategy.layout import mesh_axes, place
 from vitpar.text import ranks
 
 MOST_RANKS = 64
-"""In a grid: more are listed by groups."""
+"""Maximum number of ranks shown as a grid; with more, the groups along each axis are listed."""
 AXES = {"j": "tp", "i": "tp i", "k": "tp k", "d": "tp d"}
-"""Names of tensor axes, as a reader knows them."""
+"""Displayed names of tensor axes."""
 
 
 def layer_map(config: ViTConfig, plan: Plan) -> str:
-    """A table of the layers of every stage, their strategies, and the ranks that hold them."""
+    """Return a table of the layers of every stage, their strategies, and the ranks that hold them."""
     strategies, places = plan.strategies(config.layer_names), range(plan.pipeline_degree)
     held = {stage: pp for pp in places for stage in stages_of_rank(pp, plan)}
     rows = []
@@ -34,7 +34,7 @@ def layer_map(config: ViTConfig, plan: Plan) -> str:
 
 
 def rank_grid(plan: Plan) -> str:
-    """The ranks by their place on each axis; a grid for every way in which strategies place them."""
+    """Return grids of the ranks with their index on each axis, one grid for each distinct placement of a strategy."""
     grids: dict[str, list[str]] = {}
     for strategy in plan.kinds:
         grids.setdefault(_grid(plan, strategy), []).append(f"<code>{escape(str(strategy))}</code>")
@@ -44,7 +44,7 @@ def rank_grid(plan: Plan) -> str:
 
 
 def _grid(plan: Plan, strategy: Strategy) -> str:
-    """A row for each place on the pp axis, a cell for each rank in it."""
+    """Return a grid with a row for each index on the pp axis and a cell for each of its ranks."""
     names = [axis for axis, size in mesh_axes(strategy) if size > 1]
     if plan.world_size > MOST_RANKS:
         return "<p>" + "; ".join(_groups(plan, strategy, axis) for axis in names) + "</p>"
@@ -58,14 +58,14 @@ def _grid(plan: Plan, strategy: Strategy) -> str:
                 label = " ".join(f"{AXES.get(axis, axis)} {index[axis]}" for axis in names)
                 cells.append(f"<td><b>{rank}</b><br><small>{label}</small></td>")
         head = f"<th>pp {pp}</th>" if plan.pipeline_degree > 1 else ""
-        step = 16  # cells of a line
+        step = 16  # cells per line
         for start in range(0, len(cells), step):
             rows.append(f"<tr>{head}{''.join(cells[start : start + step])}</tr>")
     return f'<div class="scroll"><table class="ranks">{"".join(rows)}</table></div>'
 
 
 def _groups(plan: Plan, strategy: Strategy, axis: str) -> str:
-    """`tp: ranks 0-3, 4-7, …`: the first groups along an axis."""
+    """Return the first groups of ranks along an axis, as in `tp: 0-3 | 4-7 | …`."""
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(plan.world_size):
         pp, stage_rank = place_of_rank(plan, rank)
@@ -76,14 +76,14 @@ def _groups(plan: Plan, strategy: Strategy, axis: str) -> str:
 
 
 def _listed(members: Sequence[int]) -> str:
-    """`0-3`, `0, 2, 4 … 14`."""
+    """Return the ranks in short, as in `0-3` or `0, 2, 4 … 14`."""
     if len(members) > 8 and members[-1] - members[0] >= len(members):
         return f"{', '.join(map(str, members[:3]))} … {members[-1]}"
     return ranks(members).partition(" ")[2]
 
 
 def _layers(names: Sequence[str]) -> str:
-    """`embed, blocks 0-9`."""
+    """Return the names of layers in short, as in `embed, blocks 0-9`."""
     blocks = [name.removeprefix("blocks.") for name in names if name.startswith("blocks.")]
     middle = [] if not blocks else [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
     return ", ".join([*(["embed"] if "embed" in names else []), *middle, *(["head"] if "head" in names else [])])

@@ -1,4 +1,4 @@
-"""Reports of a search and of scaling: HTML pages that need nothing else."""
+"""Reports of a search and of scaling as self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from vitpar.text import size
 
 SIMULATED = "Simulated, with the best plan for every number of devices"
 WORDS = {"weak": "as many images for each device", "strong": "as many images in all"}
+"""Description of each kind of scaling."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""By how much links could be faster."""
+"""Factors on the speed of links in the sensitivity chart."""
 SHOWN = 5
-"""Plans of the list whose timelines and breakdowns are shown."""
+"""Number of plans whose timelines and breakdowns are shown."""
 MOST_EVENTS = 4000
-"""In a timeline: with more, a page is slow."""
+"""Maximum number of spans in a timeline; browsers are slow with more."""
 STYLE = """
 :root { color-scheme: light dark; --faint: #8883; --accent: light-dark(#14507f, #8cc8f5); }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 1.5rem auto; padding: 0 1rem; }
@@ -65,7 +66,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 
 
 def page(found: Findings, moments: float) -> str:
-    """Write the page of a search. moments: as `price` takes them."""
+    """Return the HTML page of a search. moments: bytes of optimizer state per byte of parameters"""
     best, result, costs, doubt = found.result.plans[0], found.result, found.costs, found.doubt
     title = f"{plan_title(best.plan)}, batch {best.batch_size:,}"
     noise = f'<p class="note">{escape(noise_words(doubt))}</p>' if doubt else ""
@@ -107,13 +108,14 @@ def page(found: Findings, moments: float) -> str:
 
 
 def document(title: str, parts: Sequence[str]) -> str:
-    """A complete page."""
+    """Return a complete HTML page with the given title and parts of its body."""
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{view}<title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
 def _facts(found: Findings) -> str:
+    """Return the table of facts about the best plan."""
     best, costs, doubt = found.result.plans[0], found.costs, found.doubt
     figures = [*(found.notes or ("measured",)), *([doubt.source] if doubt else [])]
     return _about(
@@ -127,7 +129,7 @@ def _facts(found: Findings) -> str:
 
 
 def _source(costs: LayerCosts, origin: Provenance, ranks: int) -> dict[str, str]:
-    """Rows of `_about`: what was predicted by which command."""
+    """Return rows of `_about`: hardware, precision and the command."""
     compiled = ", compiled" if costs.model.compiled else ""
     return {
         "hardware": escape(f"{ranks} ranks of {costs.hardware.device_name} ({costs.hardware.name})"),
@@ -137,13 +139,13 @@ def _source(costs: LayerCosts, origin: Provenance, ranks: int) -> dict[str, str]
 
 
 def _about(rows: Mapping[str, str]) -> str:
-    """A table of names and HTML."""
+    """Return a table with a row for each name and its HTML."""
     cells = "".join(f"<tr><td>{name}</td><td>{words}</td></tr>" for name, words in rows.items())
     return f'<table class="facts">{cells}</table>'
 
 
 def _frontier(found: Findings) -> str:
-    """Memory against speed, where there is more than one point."""
+    """Return the chart of speed over memory, or a sentence if there is only one point."""
     best = found.result.plans[0]
     if len(found.frontier) < 2:
         return f"<p>No plan that takes less memory than {size(best.memory_bytes)} a rank was found.</p>"
@@ -154,6 +156,7 @@ def _frontier(found: Findings) -> str:
 
 
 def _table(found: Findings) -> str:
+    """Return the table of plans with their figures."""
     best, doubt = found.result.plans[0], found.doubt
     rows = [
         [f"<code>{escape(str(p.plan))}</code>{schedule_words(p.plan)}", *figures(p, best, doubt)]
@@ -163,7 +166,7 @@ def _table(found: Findings) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice) -> str:
-    """A table of HTML cells. numbers: which columns are on the right."""
+    """Return a table of HTML cells. numbers: columns that are right-aligned"""
     right = range(len(headings))[numbers]
 
     def row(tag: str, cells: Sequence[str]) -> str:
@@ -175,7 +178,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice
 
 
 def _plan(price: Price, found: Findings, opened: bool) -> str:
-    """One plan's memory, time and timeline."""
+    """Return the charts of a plan's memory, time and timeline. opened: whether they are unfolded at first"""
     memory = [
         (
             f"pp {place}" if len(price.memory) > 1 else "memory",
@@ -197,7 +200,7 @@ def _plan(price: Price, found: Findings, opened: bool) -> str:
 
 
 def _unlike(found: Findings) -> list[Price]:
-    """The best plan, and others of another form."""
+    """Return the best plan and those other plans that fit, one for each form (`form`)."""
     kept: dict[tuple, Price] = {}
     for one in (*found.result.plans, *(r.price for r in found.reasons if r.price), *found.frontier):
         if one.memory_bytes <= found.budget or one is found.result.plans[0]:
@@ -206,6 +209,7 @@ def _unlike(found: Findings) -> list[Price]:
 
 
 def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict[str, list[float]]:
+    """Return the images per second of each plan by title, with all links faster by each of FACTORS."""
     found: dict[str, list[float]] = {plan_title(p.plan): [] for p in prices}
     for factor in FACTORS:
         links = tuple(link.slower(1 / factor) for link in costs.hardware.links)
@@ -216,7 +220,10 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
 
 
 def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> str:
-    """Write images a second of a device over the number of devices, and the plans."""
+    """Return the HTML page of a scaling prediction: images per second per device, and the plans.
+
+    found: points by kind of scaling, for the same numbers of ranks
+    """
     points = next(iter(found.values()))
     ticks = [str(point.ranks) for point in points]
     series = {f"{kind}: {WORDS[kind]}": [point.per_rank for point in points] for kind, points in found.items()}

@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines and points, stacked bars, a step's timeline. Each says in words what it shows."""
+"""Charts as SVG text: lines and points, stacked bars, timelines. Each has a label that describes it in words."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ COLOURS = {
     "buffers": "#e8c4e8",
     "reserved": "#4d2e10",
 }
-"""One colour for each meaning in all charts: Okabe and Ito's for the parts of a step's time, others for the parts of
-memory, told apart by people with red-green colour blindness too (a test simulates it)."""
+"""One colour for each meaning in all charts, distinct with red-green colour blindness too (a test simulates it).
+
+Parts of a step's time have Okabe and Ito's colours, parts of memory others.
+"""
 DARK = ("forward", "gradients", "optimizer", "other", "uneven", "activations")
-"""Colours that white words stand on."""
+"""Names whose colours are dark, so that text on them is white."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 5")
 MARKS = "●■▲◆▼"
-"""Plans are told apart by dashes and marks: colours have other meanings."""
+"""Dashes and marks distinguish plans, since colours have other meanings."""
 WIDTH, LEFT, RIGHT = 760, 74, 24
+"""Width and margins of charts, in units of the view box."""
 Words = Callable[[float], str]
-"""A figure with its unit."""
+"""Function that formats a number with its unit."""
 
 
 def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str) -> str:
-    """Points (memory of a rank in `unit`, images/s, words), joined, with a line at `limit`."""
+    """Draw joined points (memory of a rank in `unit`, images/s, title), with a vertical line at `limit`."""
     height, bottom = 300, 50
     most_x = 1.1 * max(*(x for x, _, _ in points), min(limit, 2 * max(x for x, _, _ in points)))
     most_y = 1.1 * max(y for _, y, _ in points)
@@ -63,7 +66,7 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str
 
 
 def lines(series: Mapping[str, Sequence[float]], ticks: Sequence[str], unit: str, words: str) -> str:
-    """A line for each of `series` over equally distant `ticks`. words: what the chart shows."""
+    """Draw a line for each of `series` over equally distant `ticks`, with a legend. words: description of the chart"""
     height, bottom = 290, 34
     most = 1.1 * max(value for values in series.values() for value in values)
     step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(ticks) - 1)
@@ -89,7 +92,10 @@ def lines(series: Mapping[str, Sequence[float]], ticks: Sequence[str], unit: str
 
 
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: float | None = None) -> str:
-    """A stacked horizontal bar for each (name, parts), with a line at `limit`. unit: writes a figure."""
+    """Draw a stacked horizontal bar for each (name, parts), with a line at `limit` and a legend.
+
+    unit: formats a number with its unit
+    """
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
     totals = [sum(parts.values()) for _, parts in rows]
     most = 1.02 * max(*totals, limit if limit is not None and limit < 3 * max(totals) else 0.0)
@@ -107,7 +113,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: fl
             )
             x += width
         line = LEFT + limit * scale if limit is not None and limit <= most else 0.0
-        x = line if x <= line < x + 60 else x  # the words stand beside the line, not on it
+        x = line if x <= line < x + 60 else x  # keep the text off the line
         drawn.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{unit(totals[row])}</text>')
         said.append(f"{name} {unit(totals[row])}: {', '.join(f'{part} {unit(v)}' for part, v in parts.items())}")
     height = len(rows) * each + 4
@@ -157,19 +163,19 @@ def timeline(spans: Sequence[Span], seconds: float) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Colours and what they stand for."""
+    """Return a legend of the colours of `names`."""
     keys = (f'<span><i style="background:{COLOURS[name]}"></i>{escape(name)}</span>' for name in names)
     return f'<div class="legend">{"".join(keys)}</div>'
 
 
 def _svg(height: float, parts: Sequence[str], words: str) -> str:
-    """A chart in a box that scrolls where the page is narrow. words: says what it shows, for those who cannot see."""
+    """Return a chart in a box that scrolls on narrow pages. words: description for screen readers"""
     drawn = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(words)}">{"".join(parts)}</svg>'
     return f'<div class="scroll">{drawn}</div>'
 
 
 def _axes(bottom: float, most_x: float, most_y: float, x_words: str, y_words: str) -> str:
-    """Lines and ticks."""
+    """Draw grid lines, ticks and names of the axes; no x axis if `most_x` is 0."""
     found = [f'<text x="{LEFT}" y="8" class="small">{escape(y_words)}</text>']
     for value in _ticks(most_y):
         y = (bottom - 16) * (1 - value / most_y) + 16
@@ -185,7 +191,7 @@ def _axes(bottom: float, most_x: float, most_y: float, x_words: str, y_words: st
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to `most`, about five."""
+    """Return about five round numbers from 0 to `most`."""
     step = 10 ** math.floor(math.log10(most / 4))
     step *= next(times for times in (1, 2, 5, 10) if most / (step * times) <= 6)
     return [round(n * step, 12) for n in range(int(most / step) + 1)]

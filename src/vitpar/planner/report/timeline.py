@@ -1,4 +1,4 @@
-"""Timeline of a step: what each place of the pp axis computes, and without a pipeline also what is sent and when."""
+"""Timeline of a step: actions of each place of the pp axis, or computing and communication without a pipeline."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ from vitpar.planner.profile.profiles import Overlap
 from vitpar.strategy import batch_arithmetic
 
 ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-"""Actions of a pipeline, by `Event.kind`."""
+"""Names of pipeline actions by `Event.kind`."""
 COMPUTES, SENDS = "computes", "sends"
+"""Rows of a timeline without a pipeline."""
 LOCAL = ("uneven", "other", "optimizer")
-"""Parts of a step's time that are neither layers nor sent."""
+"""Parts of a step's time that are neither layers nor communication."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank does from `start` to `end`, in seconds of the step."""
+    """An action of a rank in a timeline."""
 
     row: str
-    """The line of the timeline: a place of the pp axis, or `COMPUTES` and `SENDS` where there is only one."""
+    """Row of the timeline: a place of the pp axis, or `COMPUTES` or `SENDS` without a pipeline."""
     what: str
-    """The part of the step, as in `Price.time`, or an action of a pipeline."""
+    """Part of the step, as in `Price.time`, or name of a pipeline action."""
     start: float
+    """Start in seconds from the beginning of the step."""
     end: float
+    """End in seconds from the beginning of the step."""
     microbatch: int | None = None
+    """Index of the micro-batch; None for what belongs to no micro-batch."""
     stage: int = 0
+    """Index of the pipeline stage."""
 
 
 def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
-    """The spans of one step, in the order of their starts."""
+    """Return the spans of one step, in the order of their starts."""
     if price.plan.pipeline_degree > 1:
         found = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in price.events]
         return tuple(sorted(found, key=lambda span: (span.start, span.row)))
@@ -80,14 +85,17 @@ def _joined(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def rows_of(spans: Sequence[Span]) -> list[str]:
-    """The lines of a timeline from the top: places of the pp axis by number."""
+    """Return the rows of a timeline from the top; places of the pp axis in the order of their index."""
     return sorted(
         {span.row for span in spans}, key=lambda row: (int(row.removeprefix("pp ")) if "pp" in row else 0, row)
     )
 
 
 class _Recorder(Streams):
-    """Streams that remember what they did when."""
+    """Streams that record spans.
+
+    microbatch: index that new spans get; None for what belongs to no micro-batch
+    """
 
     def __init__(self, overlap: Overlap | None, share: float) -> None:
         super().__init__(overlap, share)
@@ -97,22 +105,25 @@ class _Recorder(Streams):
         self._awaited: dict[Transfer, str] = {}
 
     def spans(self) -> list[Span]:
-        """All spans. What was sent in the background and not waited for is gradients."""
+        """Return all spans. Background transfers that nothing waited for are gradients."""
         sent = [Span(SENDS, self._awaited.get(job, "gradients"), a, b, number) for job, a, b, number in self._jobs]
         return [*self._spans, *sent]
 
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
+        """Record the computing, and the background transfers that advance meanwhile."""
         at, queued = self.at, [(job, job.left) for job in self._queue]
         begun = at
         super().compute(seconds, what, skew)
         self._note(COMPUTES, what, begun)
-        for job, left in queued:  # one after the other, slower than alone
+        # Transfers run one after the other, each slowed down by the computing that overlaps it.
+        for job, left in queued:
             took = (left - job.left) * self._communication
             if took > 0:
                 self._jobs.append((job, at, at + took, self.microbatch))
                 at += took
 
     def wait(self, job: Transfer, what: str) -> None:
+        """Record the transfers that the rank waits for: `job` and those queued before it."""
         self._awaited[job] = what
         at, queued = self.at, [(other, other.left) for other in self._queue]
         super().wait(job, what)
@@ -131,5 +142,6 @@ class _Recorder(Streams):
         self._note(COMPUTES if what in LOCAL else SENDS, what, self.at - seconds)
 
     def _note(self, row: str, what: str, begun: float) -> None:
+        """Record a span from `begun` until now, unless it is empty."""
         if self.at > begun:
             self._spans.append(Span(row, what, begun, self.at, self.microbatch))

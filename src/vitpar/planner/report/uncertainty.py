@@ -1,15 +1,16 @@
 """Uncertainty of predicted step times: the spread of the timings behind them, or the error of estimates.
 
-Every part of a step (`Price.time`) has a relative spread: that of the timings it is made of, half the distance between
-their quartiles over the median. Parts are weighed by their seconds and added up, not squared: what disturbs a machine
-for minutes disturbs all that is measured in them.
+The relative spread of a timing is half its interquartile range over its median. Every part of a step (`Price.time`) has
+the spread of its timings, and the step has the mean of its parts, weighted by seconds. Spreads are not combined in
+quadrature, because they are not independent: a disturbance of some minutes affects all measurements of that time.
 
 | part                                     | timings                                                                |
 |------------------------------------------|------------------------------------------------------------------------|
-| forward, backward                        | of the plan's kinds of layers, at the size nearest to its micro-batch  |
-| tensor, gather, gradients,               | of the operations that it may consist of: the median of all sizes and  |
+| forward, backward                        | those of the plan's kinds of layers, at the size nearest to its        |
+|                                          | micro-batch                                                            |
+| tensor, gather, gradients,               | those of the operations in `SENT`: the median over all sizes and       |
 | redistribution                           | groups                                                                 |
-| optimizer                                | of the optimizer, the median of all sizes                              |
+| optimizer                                | those of the optimizer: the median over all sizes                      |
 | the others, such as waiting for a stage  | the mean of the parts above                                            |
 """
 
@@ -30,34 +31,35 @@ SENT: dict[str, tuple[Operation, ...]] = {
     "gradients": ("all_reduce", "reduce_scatter"),
     "redistribution": ("all_to_all",),
 }
-"""Operations of the parts of a step that are sent."""
+"""Collectives that each communication part of a step can consist of."""
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How far a step may be from its prediction: `share` of it, more or less."""
+    """Uncertainty of a predicted step time."""
 
     share: float
+    """Relative uncertainty: the step may take this share of its time more or less."""
     estimated: bool
-    """Whether it is the error of estimated times in their calibration, not a spread of measured ones."""
+    """Whether it is the calibration error of estimated times; otherwise it is the spread of measured ones."""
 
     def __str__(self) -> str:
         return f"± {self.share:.1%}".replace("%", " %")
 
     @property
     def source(self) -> str:
-        """Origin of the uncertainty."""
+        """Origin of the uncertainty, in words."""
         if self.estimated:
             return f"{self}: mean error of such estimates on the runs that they were calibrated on"
         return f"{self}: spread of the timings in the profiles, weighed by what each contributes to a step"
 
     def covers(self, price: Price, other: Price) -> bool:
-        """Whether the two are too close together to say which is faster."""
+        """Return whether two plans are too close to say which is faster."""
         return abs(price.images_per_second / other.images_per_second - 1) < self.share
 
 
 def uncertainty(price: Price, costs: LayerCosts) -> Uncertainty | None:
-    """The uncertainty of a step's seconds; None where the profiles hold no spread (estimates, imported profiles)."""
+    """Return the uncertainty of a step's time; None if the profiles have neither spreads nor a calibration error."""
     if costs.model.error_band is not None:
         return Uncertainty(costs.model.error_band, estimated=True)
     spreads = {
@@ -75,11 +77,12 @@ def uncertainty(price: Price, costs: LayerCosts) -> Uncertainty | None:
 
 
 def _median(curves: list[Curve]) -> float:
+    """Return the median spread of all timings of the curves; 0 without timings."""
     return statistics.median([timing.spread for curve in curves for timing in curve.timings] or [0.0])
 
 
 def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
-    """The mean over the plan's kinds of layers, weighed by their number."""
+    """Return the mean spread of the timings in one direction ("forward" or "backward") over the plan's layers."""
     rows = batch_arithmetic(price.plan, price.batch_size).microbatch_rows
     found = []
     for profile, data in _profiles(price, costs):
@@ -89,7 +92,7 @@ def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
 
 
 def _profiles(price: Price, costs: LayerCosts) -> Iterator[tuple[LayerProfile, int]]:
-    """Every layer's profile, and how many parts of the batch its ranks work on."""
+    """Yield the profile of every layer that has one, and the number of parts of its batch (dp × fsdp)."""
     known: dict[tuple[str, str, str], LayerProfile] = {
         (layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers
     }

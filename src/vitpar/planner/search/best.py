@@ -1,9 +1,10 @@
-"""The search: the most promising kind of plan first, until nothing left can be better than what was found.
+"""Best-first branch and bound over kinds of plans.
 
-Every kind has a bound that holds for any mix of strategies (`bounds`). Within a kind the plans of `space` are taken in
-the order of bounds of their own, and only those are priced whose bound is below the best price so far. So what is found
-is the best of the space, unless `SearchEffort` cut a kind short; then `Result.exact` says so, and `Result.bound` still
-holds.
+A kind is a pipeline with a batch size and a number of micro-batches. Its bound holds for any mix of strategies
+(`bounds`, `relaxed`). The kind with the lowest bound is expanded first, until no remaining bound beats the best price.
+Within a kind, plans are visited in the order of their own bounds, and priced only if that bound beats the best price.
+The result is therefore the best plan of the space, unless `SearchEffort` cut a kind short. In that case `Result.exact`
+is false, and `Result.bound` still holds.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 
 ROUNDING = 1e-9
+"""Relative tolerance of the memory budget in bounds."""
 WORTH_MORE = 0.01
-"""The gap from which on a search that is not exact looks again."""
+"""`Result.gap` above which an inexact search runs the additional searches of `Search._again`."""
 FEWER: tuple[dict[str, tuple[str, ...]], ...] = (
     {"flags": ()},
     {"flags": ("ckpt",)},
@@ -38,9 +40,10 @@ FEWER: tuple[dict[str, tuple[str, ...]], ...] = (
     {"roles": ("pp", "dp", "fsdp")},
     {"schedules": ("1f1b",)},
 )
-"""Restricted spaces that are searched separately: with fewer strategies the same effort reaches further."""
+"""Restrictions of the space for additional searches: with fewer strategies, the same effort covers more of the plans.
+"""
 Progress = Callable[[int, int, Price | None], None]
-"""Called with (kinds done, kinds in all, the best so far)."""
+"""Progress callback: (steps done, total steps, best price so far or None)."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +51,30 @@ class Result:
     """Outcome of a search."""
 
     plans: tuple[Price, ...]
-    """Plans, best first: the simplest of those within the tolerance, then the next best. Empty where nothing fits."""
+    """Prices, best first: the simplest plan within the tolerance of the fastest, then the others by images per second.
+    Empty if no plan fits into memory."""
     bound: float
-    """Images per second that no plan with any mix of strategies exceeds."""
+    """Images per second that no plan of the space exceeds, with any mix of strategies."""
     exact: bool
-    """Whether the complete space was priced or ruled out."""
+    """Whether every plan of the space was priced or ruled out by a bound."""
     kinds: int
-    """Number of pipelines with micro-batches."""
+    """Number of kinds: combinations of pipeline, batch size and number of micro-batches."""
     priced: int
-    """Number of plans that were priced."""
+    """Number of plans priced by this `Search` so far."""
     strategies: int
-    """Number of different strategies of a layer."""
+    """Number of layer strategies considered, counted per pipeline degree."""
     seconds: float
-    """Duration of the search."""
+    """Duration of the search in seconds."""
 
     @property
     def gap(self) -> float:
-        """By how much a plan could be faster than the best at most, as a part of it."""
+        """Largest possible relative speedup over the best plan: `bound` / its images per second - 1."""
         if not (self.plans and self.bound):
             return 0.0
         return max(0.0, self.bound / self.plans[0].images_per_second - 1)
 
     def with_alternatives(self, prices: Iterable[Price]) -> Self:
-        """Return a copy with more plans among the next best."""
+        """Return a copy with `prices` added to the plans after the best; duplicates are dropped."""
         best, *others = self.plans
         known = {(price.plan, price.batch_size) for price in self.plans}
         others += [price for price in prices if (price.plan, price.batch_size) not in known]
@@ -78,9 +82,12 @@ class Result:
 
 
 class Search:
-    """Searches `space` for one model on one machine; profiles are looked up once for all budgets.
+    """Search of one space of plans for one model and cluster. Prices are cached across calls and budgets.
 
-    moments: bytes that the optimizer keeps for every byte of parameters.
+    space: plans to consider
+    costs: costs of layers from the profiles
+    moments: bytes of optimizer state per byte of parameters (2 for AdamW)
+    effort: default limits of the search
     """
 
     def __init__(
@@ -95,11 +102,12 @@ class Search:
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: SearchEffort | None = None
     ) -> Result:
-        """The plans with the most images a second whose ranks need no more than `budget` bytes.
+        """Return the plans with the most images per second whose ranks need at most `budget` bytes.
 
-        Plans with one strategy come first, all that could be the best, whatever the effort. Then those of several
-        strategies or uneven stages, as far as the effort goes. Where that is not far enough to rule out plans that are
-        faster by more than a hundredth, it looks again (`_again`).
+        Uniform plans (one strategy, even stages) come first. A patient search prices all of them that could be the
+        best, whatever the other limits of the effort. Plans with several strategies or uneven stages follow, within the
+        limits of the effort. If a plan could still be faster by more than `WORTH_MORE`, a patient search also runs the
+        searches of `_again`.
         """
         effort = effort or self.effort
         begun = time.perf_counter()
@@ -110,12 +118,15 @@ class Search:
         return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
 
     def _again(self, found: Result, budget: float, effort: SearchEffort, until: float) -> Result:
-        """Return `found` with what other searches found that fits: with fewer strategies to choose from, and short ones
-        for less memory, those of the frontier among them."""
+        """Return `found` with better plans from additional searches: restricted spaces and smaller budgets.
+
+        Every plan that one of them prices competes in the end, if it fits into `budget`.
+        """
         for fewer in FEWER:
             if time.perf_counter() > until:
                 break
-            part = copy(self)  # with the same prices
+            # The shallow copy shares the cache of prices, through which its plans reach `_known` below.
+            part = copy(self)
             part.space = _part(self.space, fewer)
             part._options = Options(part.space, self.costs, self._moments)
             part._best(budget, effort, until)
@@ -124,6 +135,7 @@ class Search:
                 break
             self._best(smaller, self._short, until)
         best = None
+        # Searching the frontier of the best plan can price a faster plan: repeat until the best stays the same.
         while (known := self._known(budget, effort)).plans and known.plans[0] is not best:
             best = known.plans[0]
             self.frontier(known.ranked[0], until=until)
@@ -137,11 +149,15 @@ class Search:
         until: float,
         progress: Progress = lambda done, total, best: None,
     ) -> Result:
-        """One search. until: when it ends, by `time.perf_counter`, once a plan is found."""
+        """Run one search over all kinds.
+
+        until: `time.perf_counter` value after which the search stops; a patient one only once it has found a plan
+        """
         begun, found = time.perf_counter(), self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
+        # Uniform plans first: they are few, and a good price early lets the bounds rule out most of the mixed plans.
         self._uniform(kinds, budget, found, progress, math.inf if effort.patient else until)
-        # With several stages a rank the space has nothing but plans with one strategy.
+        # With several stages per rank the space contains only uniform plans, so these kinds are done.
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
         least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
         fastest = max((price.images_per_second for price in found.plans), default=0.0)
@@ -156,7 +172,10 @@ class Search:
         )
 
     def _known(self, budget: float, effort: SearchEffort) -> BestPlans:
-        """The best of all plans that were ever priced."""
+        """Return the best of all cached prices within `budget` bytes.
+
+        Starting from them keeps a search with more memory from finding a slower plan than an earlier one.
+        """
         found = BestPlans(effort)
         for known in self._prices.values():
             if known.memory_bytes <= budget:
@@ -165,7 +184,7 @@ class Search:
 
     @property
     def _short(self) -> SearchEffort:
-        """Effort for plans that only serve as alternatives."""
+        """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
         seconds = min(3.0, self.effort.seconds)
         return replace(
             self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, runs=4, seconds=seconds, patient=False
@@ -174,11 +193,13 @@ class Search:
     def _uniform(
         self, kinds: list[tuple[float, Kind]], budget: float, found: BestPlans, progress: Progress, until: float
     ) -> None:
-        """Offer every plan with one strategy and even stages that fits and could be the best, or those up to `until`.
+        """Offer to `found` every uniform plan that fits and could be the best, until the time `until`.
 
-        Each comes up when nothing has a lower bound, so that none is priced that a bound rules out.
+        Plans are priced in the order of their bounds, so none is priced that a bound rules out.
         """
         order = count()
+        # (seconds per image at least, tie-breaker, kind, its strategies not yet tried). None stands for all strategies:
+        # their bounds are only computed once the kind's cheaper bound comes up.
         heap: list[tuple[float, int, Kind, list[tuple[float, Strategy]] | None]]
         heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
@@ -197,8 +218,7 @@ class Search:
                 heapq.heappush(heap, (bound, next(order), kind, strategies))
 
     def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Strategy]]:
-        """Strategies for all layers that may fit, and the seconds of a step that each takes at least; the quickest
-        last."""
+        """Return (lower bound on the seconds of a step, strategy) of the uniform plans that may fit, fastest last."""
         choices, machine = self.options(kind), self.machine(kind, budget)
         if not choices.options:
             return []
@@ -216,9 +236,12 @@ class Search:
         effort: SearchEffort,
         until: float,
     ) -> tuple[float, bool]:
-        """Offer plans of several strategies and of uneven stages. Returns the seconds an image that nothing is faster
-        than, and whether everything was looked at that could be."""
+        """Offer to `found` plans with several strategies or uneven stages.
+
+        Returns (lower bound on the seconds per image of all `kinds`, whether no plan that could win was skipped).
+        """
         order = count()
+        # (seconds per image at least, tie-breaker, number of improvements of that bound, kind)
         heap = [(ideal, next(order), 0, kind) for ideal, kind in kinds]
         heapq.heapify(heap)
         exact, least, looked = True, math.inf, 0
@@ -228,11 +251,13 @@ class Search:
             if bound >= found.limit or late:
                 least, exact = min(least, bound), exact and not late
                 break
-            if sharp < 2:  # dearer bounds only for those that cheap ones leave
+            # Tighter bounds cost more: compute them only when the cheaper bound is the lowest of all, and requeue.
+            if sharp < 2:
                 bound = max(bound, self._bound(kind, budget, found.limit, quick=sharp == 0))
                 if bound < math.inf:
                     heapq.heappush(heap, (bound, next(order), sharp + 1, kind))
                 continue
+            # The heap holds bounds only, and this is the lowest: it bounds this kind and all kinds behind it.
             least = min(least, bound)
             looked += 1
             if looked > effort.kinds and found.plans:
@@ -252,10 +277,14 @@ class Search:
         return least, exact
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7, until: float = math.inf) -> tuple[Price, ...]:
-        """The best plans for less and less memory, `best` first: each needs at most `step` of what the one before
-        needs. They are searched with less effort, seconds for each, among all plans that were ever priced.
+        """Return the fastest plans for decreasing memory, `best` first. Cached per plan.
 
-        until: when nothing more is searched, by `time.perf_counter`. What was found for a plan is remembered."""
+        Each plan needs at most `step` times the memory of the one before. Short searches for these budgets add prices;
+        the plans are then chosen from all cached prices.
+
+        points: number of plans at most
+        until: `time.perf_counter` value after which no search starts
+        """
         key = best.plan, best.batch_size
         if key in self._frontiers:
             return self._frontiers[key]
@@ -266,6 +295,7 @@ class Search:
             if not plans:
                 break
             budget = plans[0].memory_bytes
+        # Choose from all prices only now: a search for a smaller budget may have found the fastest for a larger one.
         found = [best]
         while len(found) < points:
             budget = step * found[-1].memory_bytes
@@ -287,7 +317,7 @@ class Search:
         return price(plan, self.costs, batch_size, self._moments)
 
     def memory_bytes(self, plan: Plan, batch_size: int) -> float:
-        """Bytes of the fullest rank of a validated plan."""
+        """Return the peak bytes of the fullest rank of a validated plan."""
         return memory_bytes(plan, self.costs, batch_size, self._moments)
 
     def _fits(self, plan: Plan, batch_size: int, budget: float) -> bool:
@@ -301,11 +331,11 @@ class Search:
                     yield Kind(pipeline, batch_size, microbatches)
 
     def options(self, kind: Kind) -> Choices:
-        """The strategies worth looking at in plans of a kind."""
+        """Return the strategies that layers of a kind's plans choose from, with their costs."""
         return self._options.of(kind.pipeline, kind.rows)
 
     def machine(self, kind: Kind, budget: float) -> Machine:
-        """The rates of a rank in plans of a kind."""
+        """Return the cluster's rates and memory as the bounds of a kind need them."""
         costs, config, pipeline = self.costs, self.space.config, kind.pipeline
         pp = pipeline.pipeline_degree
         size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
@@ -322,14 +352,14 @@ class Search:
             norm=norm_seconds(costs, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
             send=lambda share: travel_seconds(costs, size, share * tokens) if pp > 1 else 0.0,
-            # Bounds add the same bytes up in another order than prices do.
+            # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
             images=kind.batch_size * config.channels * config.image_size**2 * costs.precision.compute.itemsize,
             tokens=tokens,
         )
 
     def _ideal(self, kind: Kind) -> float:
-        """Seconds an image, were all layers computed at the highest rate and nothing sent."""
+        """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""
         machine = self.machine(kind, math.inf)
         return (
             ideal_seconds(kind, self._options.least_work(kind.pipeline, kind.rows), self.depth, machine)
@@ -337,9 +367,10 @@ class Search:
         )
 
     def _bound(self, kind: Kind, budget: float, limit: float, quick: bool) -> float:
-        """Return the bound over the available strategies.
+        """Return a lower bound on the seconds per image of all plans of a kind; infinite if none fits into memory.
 
-        limit: stop as soon as the bound is known to be this high.
+        limit: value of the bound that is high enough; tightening stops there
+        quick: whether to skip the relaxation over mixes and the bound over splits
         """
         machine, enough = self.machine(kind, budget), limit * kind.batch_size
         steps = 0 if quick else STEPS
@@ -350,13 +381,15 @@ class Search:
 
     @property
     def depth(self) -> int:
-        """Blocks of the model."""
+        """Number of blocks of the model."""
         return self.space.config.depth
 
 
 def _smaller(budget: float) -> list[float]:
-    """Budgets below `budget` down to an eighth. They are powers of 2 ** 0.5, so that searches with slightly different
-    budgets take the same ones."""
+    """Return budgets from about an eighth of `budget` up to just below it, in bytes.
+
+    They are powers of 2 ** 0.5, so that searches with slightly different budgets use the same ones.
+    """
     if not 1 < budget < math.inf:
         return []
     last = math.ceil(2 * math.log2(budget)) - 1
@@ -364,7 +397,7 @@ def _smaller(budget: float) -> list[float]:
 
 
 def _part(space: Space, fewer: Mapping[str, tuple[str, ...]]) -> Space:
-    """The part of a space that has nothing but `fewer`."""
+    """Return a copy of `space` whose fields named in `fewer` keep only the values listed there."""
     kept: dict[str, Any] = {
         name: tuple(one for one in getattr(space, name) if one in some) for name, some in fewer.items()
     }

@@ -1,11 +1,10 @@
-"""Lower bounds on the seconds and bytes of plans of one kind: a pipeline with its micro-batches, whatever the
-strategies of its layers are.
+"""Lower bounds on the seconds and bytes of plans of one kind.
 
-A search skips what cannot beat the best plan so far, so every bound here has to hold for the price that
-``vitpar.planner.cost.price`` would give. Two sets of plans are bounded:
+A kind is a pipeline with a batch size and a number of micro-batches; the strategies of the layers are open. The search
+skips what cannot beat the best plan so far, so no bound may exceed what `vitpar.planner.cost.price` would return.
 
-- here: each plan with one strategy for all layers and even stages, by arrays over strategies;
-- in `vitpar.planner.search.relaxed`: all plans, with any mix of strategies and any split.
+- This module bounds each uniform plan (one strategy for all layers, even stages), by arrays over strategies.
+- `vitpar.planner.search.relaxed` bounds all plans at once, with any mix of strategies and any split.
 """
 
 from __future__ import annotations
@@ -22,55 +21,66 @@ from vitpar.strategy.stages import split_blocks, stages_of_rank
 
 Array = NDArray[np.float64]
 TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
+"""Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes."""
 LIMITED = [0, 1, 2, 3, 4, 6, 7]
-"""Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes; and those that a limit is set to."""
+"""Rows of `stage_sums` with an upper limit: `TIMES` and `BYTES`."""
 BLOCK = 1
-"""Row of blocks in arrays by kind of layer; embed and head are around it."""
+"""Row of blocks in arrays by kind of layer (embed, block, head)."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """pipeline: degree, schedule and virtual stages, without layers."""
+    """A set of plans that differ only in the strategies of layers and the split into stages."""
 
     pipeline: Plan
+    """Pipeline degree, schedule and virtual stages; a plan without layers."""
     batch_size: int
+    """Global images per step."""
     microbatches: int
+    """Number of micro-batches per step."""
 
     @property
     def rows(self) -> int:
-        """Images of a micro-batch."""
+        """Images per micro-batch."""
         return self.batch_size // self.microbatches
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a rank in plans of one kind, at best.
-
-    alone, sending: how many times longer than profiled it computes with a core for itself, and waits for what is sent.
-    speed: the part of a core it gets while ranks share cores. lanes: how many places of the pp axis compute at full
-    speed at a time. overhead: seconds of a micro-batch without a pipeline, besides its layers. action: seconds of each
-    action of a pipeline, besides its layers. norm: seconds of a step to agree on the gradients' norm. overlap: how many
-    times longer computing and sending take beside each other. send: seconds to send a share of a micro-batch's tokens
-    to the next stage. budget: bytes of memory for the model. images, tokens: bytes of the batch, and of a micro-batch's
-    tokens.
-    """
+    """Best-case rates and memory of a rank in plans of one kind."""
 
     alone: float = 1.0
+    """Computing time relative to the profiled time, for a rank with a core to itself."""
     sending: float = 1.0
+    """Waiting time for communication relative to the profiled time, at `speed` 1."""
     speed: float = 1.0
+    """Share of a core that a rank gets while only its own stage computes, at most 1."""
     lanes: float = float("inf")
+    """Number of places on the pp axis that can compute at full speed at a time."""
     overhead: float = 0.0
+    """Seconds per micro-batch outside its layers, without a pipeline."""
     action: float = 0.0
+    """Seconds per pipeline action outside its layers."""
     norm: float = 0.0
+    """Seconds per step to all-reduce the gradient norm."""
     overlap: tuple[float, float] = (1.0, 1.0)
+    """Slow-down factors of (computing, communication) while both run, at least 1."""
     send: Callable[[float], float] = lambda share: 0.0
+    """Function of a share of a micro-batch's tokens, 0 to 1: seconds to send it to the next stage."""
     budget: float = float("inf")
+    """Bytes of a rank that the model may use."""
     images: float = 0.0
+    """Bytes of the images of a global batch."""
     tokens: float = 0.0
+    """Bytes of one activation of all tokens of a micro-batch."""
 
 
 class Costs:
-    """Arrays of a kind's strategies, by row of layers (embed, block, head): seconds of a micro-batch and of a step."""
+    """Costs of layers on a `Machine` in seconds: arrays [3, strategies] with rows for embed, block and head.
+
+    The attributes are the fields of `Load`, scaled by the machine's rates. `work` is computing plus waiting per
+    micro-batch, `optimizer` the seconds of the optimizer per step.
+    """
 
     def __init__(self, choices: Choices, machine: Machine) -> None:
         a, slow = choices.loads, machine.sending / machine.speed
@@ -86,11 +96,14 @@ class Costs:
         self.sent_early, self.sent_late = a["sent_early"], a["sent_late"]
 
     def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
-        """Sums over layers that a step of `m` micro-batches without a pipeline takes at least.
+        """Return three lower bounds on a step of `m` micro-batches without a pipeline, as seconds per layer to sum up.
 
-        While x seconds pass in which computing, C seconds, and sending, S seconds, both go on, x / slow_c of C and
-        x / slow_s of S are done. So both take C + S - k·x with k = 1 / slow_c + 1 / slow_s - 1, where x is at most
-        slow_c·C and at most slow_s·S: a sum for either. The third: gradients are sent from the last backward on.
+        Let C be the seconds of computing and S those of communication in the background, each without the other. During
+        x seconds of overlap, x / slow_c of C and x / slow_s of S are done. So both together take C + S - k·x with
+        k = 1 / slow_c + 1 / slow_s - 1. x is at most slow_c·C and at most slow_s·S, which gives the first two bounds.
+        The third: gradients are only reduced from the last backward on, after all computing before it.
+
+        overlap: (slow_c, slow_s), as `Machine.overlap`
         """
         compute, send = overlap
         k = max(0.0, 1 / compute + 1 / send - 1)
@@ -105,14 +118,21 @@ class Costs:
 
 
 def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
-    """Return what a block, what comes before the first and what comes behind the last block of stage `number` takes
-    under every strategy, [sums, strategies] each.
+    """Return the costs of (a block, what precedes the first block, what follows the last block) of stage `number`.
 
-    The sums are, in seconds: a step from the stage's first micro-batch until its last one is back at the first stage,
-    and the optimizer; a step from the first micro-batch on, with what the rank waits for after the last one; the same
-    with gradients that are sent from the last backward on; the same with parameters that the first forward waits for;
-    what is sent in the background; one micro-batch. In bytes: when the optimizer steps; when the last backward begins.
-    Without a pipeline the first are those of `Costs.unpipelined`.
+    Each is an array [8, strategies]. A stage costs at least the sum over its blocks plus the two others. Rows:
+
+    - 0: seconds from the stage's first micro-batch to its last, plus the optimizer. To this the time of the earlier
+      stages can be added: the first micro-batch passes through them before, the last one after.
+    - 1: row 0 plus what the rank waits for after its last micro-batch
+    - 2: row 1 for gradients whose reduction in the background only starts in the last backward
+    - 3: row 1 with a first forward that waits for gathered parameters
+    - 4: seconds of communication in the background, plus the optimizer
+    - 5: seconds of one micro-batch, forward and backward
+    - 6: bytes while the optimizer steps
+    - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
+
+    Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
     """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     costs, pp = Costs(choices, machine), pipeline.pipeline_degree
@@ -125,24 +145,27 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
         once = computing + costs.waits_once
         times = [computing, once, late, once - costs.forward + costs.sent_early, sent + costs.optimizer]
     alive = in_flight(pipeline, m)[number]
-    waiting = m > (1 if pp == 1 else alive)  # gradients of micro-batches before
+    # With more micro-batches than are alive, the gradients of earlier ones exist at the peak of row 7.
+    waiting = m > (1 if pp == 1 else alive)
     busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
     layers = np.stack([*times, costs.work, a["kept"] + a["reduced"], busy])
     last = pipeline.num_stages - 1
     embed, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
     hops = (number > 0) + (number < last)
+    # torch keeps receive buffers for every micro-batch on each side. Their layout is set by the neighbouring stage too,
+    # whose strategy is open: the smallest share of all strategies is the only one that holds for any mix.
     bytes_besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
         choices.image_share.min()
     )
     embed[BYTES] += bytes_besides
-    # When the last block's backward begins, the head's is done.
+    # The peak is before the head's backward, or in that of the last block, when the head's activations are freed.
     working = a["working_once"][BLOCK] if m == 1 else a["working"][BLOCK] + a["fresh"][BLOCK] * (not waiting)
     head[-1] += np.maximum(0.0, working - a["saved"][2] * (number == last))
     return block, embed, head
 
 
 def uniform_bounds(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:
-    """Return (seconds of a step, bytes of the fullest rank) that plans with one strategy take at least, by strategy."""
+    """Return lower bounds on (seconds of a step, bytes of the fullest rank) of the uniform plan of each strategy."""
     pipeline, m = kind.pipeline, kind.microbatches
     sizes = [len(blocks) for blocks in split_blocks(depth, pipeline.num_stages, "even")]
     counts = np.array([[number == 0, size, number == len(sizes) - 1] for number, size in enumerate(sizes)], float)
@@ -158,23 +181,26 @@ def uniform_bounds(kind: Kind, choices: Choices, depth: int, machine: Machine) -
 
 
 def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
-    """1f1b and gpipe: stage j works on m micro-batches after the first one came through the stages before it, and the
-    last one has to go back through them.
+    """Return the least seconds of a step under 1f1b and gpipe, by strategy.
 
-    Of the micro-batches, stage j keeps at most as many between forward and backward as its schedule lets it; each stays
-    until it is back from the stages behind. So those stays, added up, pass no faster than that many at a time.
+    Stage j works on m micro-batches after the first one passed the stages before it, and the last one has to go back
+    through them. Each micro-batch stays between its forward and backward at stage j until it is back from the later
+    stages. At most `in_flight` of them stay at a time, so m stays take at least m / in_flight times one stay.
     """
     m, send = kind.microbatches, choices.by_share(machine.send)
     work = counts @ costs.work + 2 * machine.action
     forward = counts @ costs.forward + machine.action
     number = np.arange(len(counts))[:, None]
-    first = np.maximum(forward, counts @ costs.sent_early)  # gathers what the others find gathered
+    # The first forward of a stage gathers its parameters; the later ones find them gathered.
+    first = np.maximum(forward, counts @ costs.sent_early)
     there = np.cumsum(first, 0) - first + number * send
     slower = first - forward
     back = np.cumsum(work - forward, 0) - (work - forward) + number * send
     optimizer, once = counts @ costs.optimizer, counts @ costs.waits_once
     behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (len(counts) - 1 - number) * send
     alive = np.array(in_flight(kind.pipeline, m), float)[:, None]
+    # Waiting after the last backward (`once`, `sent_late`) is not added to `back`: the earlier stages continue with the
+    # last micro-batch meanwhile.
     found = [
         there + back + slower + m * work + optimizer,
         there + slower + m * work + once + optimizer,
@@ -187,7 +213,10 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind,
 
 
 def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
-    """A rank works on m micro-batches of each of its stages; the last rank begins after those before it."""
+    """Return the least seconds of a step with several stages per rank, by strategy.
+
+    A rank works on m micro-batches in each of its stages. The last rank begins after the first pp - 1 stages.
+    """
     pipeline, m, send = kind.pipeline, kind.microbatches, choices.by_share(machine.send)
     pp = pipeline.pipeline_degree
     places = np.zeros((pp, len(counts)))
@@ -195,6 +224,8 @@ def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: 
         places[place, list(stages_of_rank(place, pipeline))] = 1
     work = counts @ costs.work + 2 * machine.action
     forward = counts @ costs.forward + machine.action
+    # The last micro-batch also has to go back through these stages. With split backward the last rank can compute
+    # gradients of weights meanwhile, so that only the forward there counts.
     before = forward[: pp - 1].sum(0) if pipeline.splits_backward else work[: pp - 1].sum(0)
     hops = (pp - 1) * (1 if pipeline.splits_backward else 2)
     optimizer = places @ counts @ costs.optimizer
@@ -208,6 +239,11 @@ def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: 
 
 
 def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine) -> Array:
+    """Return the least bytes of the fullest rank, by strategy: the larger of two moments of the step.
+
+    The moments are the step of the optimizer, and the backward of the last block with all micro-batches alive.
+    counts: layers of each stage, [stages, 3], columns for embed, block and head
+    """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     last = len(counts) - 1
     number = np.arange(len(counts))[:, None]
@@ -217,10 +253,12 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine
     resting = held + counts @ a["reduced"]
     if pipeline.virtual_stages > 1:
         places = [list(stages_of_rank(place, pipeline)) for place in range(pipeline.pipeline_degree)]
+        # Schedules differ in what they keep; under each, some micro-batch is alive in all stages of the rank at once.
         busy = [held[p].sum(0) + gathered[p].sum(0) + saved[p].sum(0) for p in places]
         return np.asarray(np.max([*busy, *(resting[p].sum(0) for p in places)], axis=0))
     alive = np.array(in_flight(pipeline, m))[:, None]
-    again = m > (1 if pipeline.pipeline_degree == 1 else alive)  # gradients wait while more micro-batches come
+    # With more micro-batches than are alive, gradients of earlier ones exist when the peak is reached.
+    again = m > (1 if pipeline.pipeline_degree == 1 else alive)
     blocks = alive * saved - counts[:, 2:] * a["saved"][2]
     if m == 1:
         working = a["working_once"][BLOCK]
@@ -231,26 +269,29 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine
 
 
 def ideal_seconds(kind: Kind, work: float, depth: int, machine: Machine) -> float:
-    """Return the seconds of a step, were nothing sent and no memory needed.
+    """Return the least seconds of a step without communication and memory limits: the cheapest bound of a kind.
 
-    work: seconds that all blocks compute for a micro-batch, at least.
+    work: least profiled seconds to compute one micro-batch in all blocks
     """
     pp, m = kind.pipeline.pipeline_degree, kind.microbatches
     if pp == 1:
         return m * (work * machine.alone / machine.speed + machine.overhead) + machine.norm
     alone = work * machine.alone / machine.speed
     if kind.pipeline.virtual_stages == 1:
+        # Stage j takes w_j per micro-batch, and the step at least w_0 + … + w_(j-1) + m·w_j for every j. The split that
+        # minimizes the largest has all equal, with w_(j+1) = (1 - 1/m)·w_j: later stages get less work.
         filled = alone / (1 - (1 - 1 / m) ** pp)
     else:
+        # Stages are even, so each has at least floor(depth / stages) blocks.
         stages, before = kind.pipeline.num_stages, 0.0 if kind.pipeline.splits_backward else pp - 1.0
         filled = depth // stages / depth * (before + m * kind.pipeline.virtual_stages) * alone
     return max(m * alone / pp, m * alone * machine.speed / machine.lanes, filled) + machine.norm
 
 
 def in_flight(pipeline: Plan, microbatches: int) -> tuple[int, ...]:
-    """How many micro-batches each stage keeps between forward and backward at most, with one stage a rank.
+    """Return how many micro-batches each stage holds between forward and backward at most, with one stage per rank.
 
-    Under gpipe all of them; under 1f1b as many as have to come in before the first one is back.
+    gpipe runs all forwards first. Under 1f1b stage j runs min(m, stages - j) forwards before its first backward.
     """
     stages = pipeline.num_stages
     if pipeline.schedule == "gpipe" and stages > 1:

@@ -1,4 +1,4 @@
-"""The plans of one kind, most promising first: how its stages can be run, and how blocks are dealt to them."""
+"""Expansion of one kind: branch and bound over the split into stages and the strategies of each stage."""
 
 from __future__ import annotations
 
@@ -16,50 +16,54 @@ from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.stages import split_blocks
 
 ALONE = 4
+"""Factor on `SearchEffort.prices` without a pipeline, where a price is quick."""
 MISFITS = 4
-"""How many plans of a kind may turn out not to fit, for every one that may be priced."""
+"""Plans of a kind that may be found not to fit, for each plan that may be priced."""
 
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """Where a search stops looking.
-
-    Plans with one strategy and even stages are not limited by it. tolerance: no plan that is left is better than the
-    chosen one by more than this part. kinds: looked at in detail at most. prices, nodes: plans of a kind to price, and
-    parts of pipelines to look at, at most. runs: ways to run a stage that are kept at most, by stage and number of
-    blocks. alternatives: plans to remember besides the best. seconds: to search at most; a search that has found
-    nothing yet continues if it is patient.
-    """
+    """Limits of a search. Uniform plans (one strategy, even stages) are limited only by `seconds`, unless `patient`."""
 
     tolerance: float = 1e-3
+    """Relative speedup over the chosen plan that an exact search may miss."""
     kinds: int = 40
+    """Kinds to expand at most."""
     prices: int = 16
+    """Plans to price at most, per expanded kind."""
     nodes: int = 2000
+    """Nodes of the tree of splits to visit at most, per expanded kind."""
     runs: int = 8
+    """Ways to run a stage to keep at most, per stage and number of blocks."""
     alternatives: int = 10
+    """Plans to keep besides the best."""
     seconds: float = 20.0
+    """Duration of the search at most."""
     patient: bool = True
+    """Whether to exceed `seconds` until all uniform plans are done and a plan is found."""
 
 
 class BestPlans:
-    """The best plans so far, of each form the best.
+    """The best prices so far, at most one per `form`.
 
-    limit: seconds an image from which on nothing is better by more than the tolerance. plain: the best with one
-    strategy for all layers.
+    plans: fastest first
+    plain: the fastest with one strategy for all layers; None if there is none
     """
 
     def __init__(self, effort: SearchEffort) -> None:
         self.plans: list[Price] = []
         self.plain: Price | None = None
-        # Half for what is not looked at, half for choosing what is simple.
+        # Half of the tolerance is for ruling out plans, half for preferring a simple plan (`ranked`): together they
+        # stay within it.
         self._most, self._tolerance = 1 + effort.alternatives, effort.tolerance / 2
 
     @property
     def limit(self) -> float:
+        """Seconds per image from which on a plan is not better than the best by more than the tolerance."""
         return (1 - self._tolerance) / self.plans[0].images_per_second if self.plans else math.inf
 
     def offer(self, found: Price) -> None:
-        """A plan that fits."""
+        """Add the price of a plan that fits into memory, if it is the fastest of its form."""
         if len(found.plan.kinds) == 1 and (not self.plain or found.images_per_second > self.plain.images_per_second):
             self.plain = found
         mine = form(found)
@@ -72,8 +76,10 @@ class BestPlans:
 
     @property
     def ranked(self) -> tuple[Price, ...]:
-        """The best first; of those as good but for the tolerance the simplest: one strategy, few micro-batches, little
-        memory."""
+        """The simplest plan within the tolerance of the fastest, then the other plans, fastest first.
+
+        Simple means, in this order: few strategies, few micro-batches, little memory.
+        """
         if not self.plans:
             return ()
         enough = (1 - self._tolerance) * self.plans[0].images_per_second
@@ -84,16 +90,22 @@ class BestPlans:
 
 
 def form(price: Price) -> tuple:
-    """Equal for plans that differ only in where strategies change."""
+    """Return a key that is equal for plans that differ only in the split and in where strategies change."""
     plan = price.plan
     return plan.pp, plan.schedule, plan.virtual_stages, frozenset(plan.kinds), plan.microbatches, price.batch_size
 
 
 class Expansion:
-    """The plans of one kind with several strategies or uneven stages, most promising first.
+    """Search of one kind's plans with several strategies or uneven stages.
 
-    choices: strategies of layers. depth: blocks of the model. fits: whether the ranks of a plan have the memory for it.
-    price: of a plan and a batch size. found: gets the plans.
+    kind: pipeline, batch size and number of micro-batches
+    choices: strategies that layers choose from
+    machine: rates and memory for the bounds
+    depth: number of blocks of the model
+    fits: function of a plan and a batch size: whether the plan fits into memory
+    price: function of a plan and a batch size that returns its price
+    found: receives the prices; its limit prunes the search
+    effort: limits of the search
     """
 
     def __init__(
@@ -109,9 +121,7 @@ class Expansion:
     ) -> None:
         self._kind, self._choices, self._machine, self._depth = kind, choices, machine, depth
         self._fits, self._price, self._found, self._most = fits, price, found, effort.runs
-        # Plans that do not fit are not priced. They are counted separately, since their memory takes a fraction of
-        # the time of a price.
-        # Without a pipeline there is one run a plan and its price is quick, so more of them are tried.
+        # Plans that do not fit are counted separately: computing memory takes a fraction of the time of a price.
         self._left = effort.prices * (1 if kind.pipeline.pipeline_degree > 1 else ALONE)
         self._misfits = MISFITS * self._left
         self._stages: dict[int, Ways] = {}
@@ -120,29 +130,32 @@ class Expansion:
         self._nodes = effort.nodes
         share = float(choices.token_share.min())
         self._hop = 2 * machine.action + 2 * machine.send(share)  # seconds from a stage to the next and back
-        self._cut = False
-        self._dropped = math.inf  # the quickest run that is not looked at
+        self._cut = False  # whether a limit of the effort ended the search
+        self._dropped = math.inf  # lower bound on the seconds of a step of the runs that `_ways` dropped
 
     def run(self) -> bool:
-        """Offer what is better. False if the effort ended before the kind did."""
+        """Search the kind and offer its plans to `found`. Return whether no plan that could win was skipped."""
         pipeline = self._kind.pipeline
         if pipeline.pipeline_degree == 1:
+            # Plans with one strategy are uniform plans, which are tried before.
             runs, more = self._stage(0).quickest(self._depth, self._limits, max(1, self._left), mixed=True)
             for run in runs:
                 self._try([run])
             self._cut |= more and runs[-1].time < self._limit
         else:
+            # Cheap and usually good: its prices lower the limit that prunes `_deal`.
             self._one_strategy()
             self._deal(0, self._depth, 0.0, 0.0, [])
+        # The limit may have fallen since runs were dropped: those above it now could not have won.
         return not self._cut and self._dropped >= self._limit
 
     @property
     def _limit(self) -> float:
-        """Seconds of a step that would be as good as the best."""
+        """Seconds of a step below which a plan would be better than the best by more than the tolerance."""
         return self._found.limit * self._kind.batch_size
 
     def _try(self, runs: list[BlockRun]) -> None:
-        """Price the plan of these stages."""
+        """Price the plan with these stages if it can win, fits, and the effort allows it."""
         if max(run.time for run in runs) >= self._limit:
             return
         if self._left <= 0 or self._misfits <= 0:
@@ -166,10 +179,11 @@ class Expansion:
         self._found.offer(self._price(plan, self._kind.batch_size))
 
     def _one_strategy(self) -> None:
-        """Try each strategy for all layers with the stages that suit it best.
+        """Try each strategy for all layers, with the split that has its lowest bound.
 
-        Dynamic programming over stages: the least seconds of a step with `used` blocks in the stages so far. Those
-        before a stage take as long for a micro-batch however these blocks are dealt to them.
+        Dynamic programming over stages, for all strategies together: `least[used]` is the lowest bound on a step with
+        `used` blocks in the stages so far. One value per number of blocks is enough: with one strategy, a micro-batch
+        takes equally long through the earlier stages however their blocks are split.
         """
         options, depth = self._choices.options, self._depth
         stages, limits = self._kind.pipeline.num_stages, self._limits
@@ -184,9 +198,10 @@ class Expansion:
             for blocks in range(1, depth - stages + 2):
                 sums = start + end + blocks * block
                 fits = (sums[BYTES] <= limits.memory).all(0)
-                # Blocks in the stages before: one each at least, and one is left for each behind.
+                # Each of the earlier and of the later stages has at least one block.
                 used = slice(number, depth - blocks - (stages - 1 - number) + 1)
                 after = slice(used.start + blocks, used.stop + blocks)
+                # Seconds of a micro-batch in the earlier stages, both ways: see row 0 of `stage_sums`.
                 before = np.arange(used.start, used.stop)[:, None] * block[EACH] + (embed + number * self._hop) * (
                     number > 0
                 )
@@ -210,7 +225,7 @@ class Expansion:
             self._try([BlockRun(blocks, blocks, (option, option), time, time, 0.0) for blocks in split])
 
     def _stage(self, number: int) -> Ways:
-        """The ways to run a stage."""
+        """Return the ways to run stage `number`, cached."""
         if number not in self._stages:
             sums = stage_sums(self._kind, self._choices, self._machine, number)
             self._stages[number] = Ways(self._choices.options, *sums)
@@ -218,12 +233,13 @@ class Expansion:
 
     @property
     def _limits(self) -> SearchLimits:
+        """Limits of the ways to run a stage, by the best price so far."""
         m, machine = self._kind.microbatches, self._machine
         each = machine.overhead if self._kind.pipeline.pipeline_degree == 1 else 2 * machine.action
         return SearchLimits(self._limit, m * each + machine.norm, machine.budget)
 
     def _ways(self, number: int, blocks: int) -> list[BlockRun]:
-        """The quickest ways to run a stage."""
+        """Return the fastest ways to run stage `number` with so many blocks, cached. Records what is dropped."""
         key = number, blocks
         if key not in self._runs:
             pairs = (self._stage(number).quickest(blocks, self._limits, self._most, mixed) for mixed in (False, True))
@@ -235,15 +251,19 @@ class Expansion:
         return self._runs[key]
 
     def _room(self, number: int) -> int:
-        """How many blocks a stage can have at most; fewer are easier."""
+        """Return the maximum number of blocks of stage `number`: a run with fewer blocks is faster and smaller."""
         if number not in self._rooms:
             sizes = range(1, self._depth + 1)
             self._rooms[number] = next((n - 1 for n in sizes if not self._ways(number, n)), self._depth)
         return self._rooms[number]
 
     def _deal(self, number: int, left: int, before: float, longest: float, runs: list[BlockRun]) -> None:
-        """Give stage `number` and those behind it the `left` blocks. before: seconds in which the stages before it work
-        on one micro-batch. longest: seconds of a step so far."""
+        """Try the splits of the last `left` blocks over stage `number` and the later ones, depth first.
+
+        before: seconds of one micro-batch in the earlier stages, forward and backward
+        longest: lower bound on the seconds of a step by the earlier stages
+        runs: ways to run the earlier stages
+        """
         stages = self._kind.pipeline.num_stages
         if number == stages:
             self._try(runs)
@@ -254,8 +274,9 @@ class Expansion:
             return
         behind = stages - number - 1
         even = left / (behind + 1)
-        room = sum(map(self._room, range(number + 1, stages)))  # of those behind
+        room = sum(map(self._room, range(number + 1, stages)))  # blocks that the later stages can have
         sizes = range(max(1, left - room), min(self._room(number), left - behind) + 1)
+        # Nearly even splits first: they are usually best, and a good price early prunes the others.
         for blocks in sorted(sizes, key=lambda n: abs(n - even)):
             for run in self._ways(number, blocks):
                 here = max(longest, run.time, before + run.through)
@@ -265,6 +286,6 @@ class Expansion:
 
 
 def _split(sizes: tuple[int, ...], depth: int) -> str | tuple[int, ...]:
-    """How `Plan` writes stages of so many blocks."""
+    """Return `sizes`, the blocks of each stage, as the field `Plan.split`."""
     even = tuple(len(blocks) for blocks in split_blocks(depth, len(sizes), "even"))
     return "even" if sizes == even else sizes

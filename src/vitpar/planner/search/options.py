@@ -1,4 +1,4 @@
-"""Costs of each strategy for each kind of layer, and which strategies are dominated by another."""
+"""Costs of each strategy for each kind of layer, without strategies that another one dominates."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ KINDS: tuple[LayerKind, ...] = ("embed", "block", "head")
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy for layers of every kind, for one number of rows. loads: by kind."""
+    """A strategy with its least costs for micro-batches of one size."""
 
     strategy: Strategy
+    """The strategy of a layer."""
     loads: dict[LayerKind, Load]
+    """Least costs by kind of layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The strategies worth looking at in plans of one kind, and their costs as arrays."""
+    """The strategies that layers choose from in plans of one kind, and their costs as arrays."""
 
     options: tuple[Option, ...]
+    """The strategies; arrays have one column for each, in this order."""
 
     @cached_property
     def loads(self) -> dict[str, Array]:
-        """The fields of `Load`, [kinds of layers, strategies] each."""
+        """The fields of `Load` by name, as arrays [3, strategies] with rows for embed, block and head."""
         return {
             field.name: np.array([[getattr(o.loads[kind], field.name) for o in self.options] for kind in KINDS])
             for field in fields(Load)
@@ -50,16 +53,17 @@ class Choices:
 
     @cached_property
     def token_share(self) -> Array:
-        """The part of a micro-batch's tokens that a rank has between layers, by strategy."""
+        """Share of a micro-batch's tokens that a rank holds between layers, by strategy."""
         return np.array([1 / token_parts(option.strategy) for option in self.options])
 
     @cached_property
     def image_share(self) -> Array:
-        """The part of a batch's images that a rank has, by strategy."""
+        """Share of a batch's images that a rank holds, by strategy."""
         return np.array([1 / row_parts(option.strategy) for option in self.options])
 
     def by_share(self, seconds: Callable[[float], float]) -> Array:
-        """`seconds` of each strategy's share of the tokens."""
+        """Return `seconds` of each strategy's share of the tokens, as an array by strategy."""
+        # There are few different shares, and `seconds` is slow compared with an array operation.
         shares, inverse = np.unique(self.token_share, return_inverse=True)
         return np.array([seconds(float(share)) for share in shares])[inverse]
 
@@ -68,23 +72,23 @@ Numbers = tuple[float, ...]
 
 
 class _Order:
-    """Rows of numbers by number, and which of them are no larger than which others in anything."""
+    """Store of rows of costs by index, with a cached partial order: a row below another is nowhere larger."""
 
     def __init__(self) -> None:
         self._rows: list[Numbers] = []
         self._known: dict[tuple[int, int], bool] = {}
 
     def add(self, row: Numbers) -> int:
-        """Its number."""
+        """Store `row` and return its index."""
         self._rows.append(row)
         return len(self._rows) - 1
 
     def total(self, number: int) -> float:
-        """Its sum."""
+        """Return the sum of a row. A row below another has no larger sum."""
         return sum(self._rows[number])
 
     def below(self, one: int, other: int) -> bool:
-        """Whether `one` is nowhere above `other`."""
+        """Return whether row `one` is nowhere larger than row `other`."""
         if one == other:
             return True
         key = one, other
@@ -95,25 +99,30 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A strategy whose parameters another one's do not make needless. layout: equal where tokens lie alike. keeps:
-    what its parameters cost, by number. unit: what divides its rows."""
+    """A strategy that remains after parameter costs are compared."""
 
     seat: PipelinePosition
+    """The strategy with its process groups."""
     layout: tuple
+    """Key that is equal for strategies with the same token layout."""
     keeps: int
+    """Index of the costs of its parameters in `Options._weights`."""
     unit: int
+    """Number that has to divide the rows of a micro-batch."""
 
 
 class Options:
-    """The strategies worth looking at, by pipeline and rows of a micro-batch.
+    """The strategies that layers choose from, by pipeline and rows of a micro-batch, cached.
 
-    A strategy is left out where another one with the same layouts is no worse in anything that a price depends on.
-    moments: bytes that the optimizer keeps for every byte of parameters.
+    A strategy is dropped if another one with the same token layout is at least as good in everything that a price
+    depends on. Replacing it in any plan then makes no price worse: redistribution and transfers depend on layouts only.
+
+    moments: bytes of optimizer state per byte of parameters
     """
 
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
-        self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # seconds for an element
+        self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # least seconds per element
         self._works, self._weights = _Order(), _Order()
         self._work_numbers: dict[tuple[int, int], int] = {}
         self._weight_numbers: dict[tuple[int, bool], int] = {}
@@ -123,7 +132,7 @@ class Options:
         self.strategies = 0
 
     def of(self, pipeline: Plan, rows: int) -> Choices:
-        """Those for a stage of `pipeline` and micro-batches of `rows` images."""
+        """Return the strategies for a stage of `pipeline` and micro-batches of `rows` images."""
         key = *self._key(pipeline), rows
         if key not in self._found:
             pipelined = pipeline.pipeline_degree > 1
@@ -141,8 +150,10 @@ class Options:
         return self._found[key]
 
     def least_work(self, pipeline: Plan, rows: int) -> float:
-        """Seconds that a rank of a stage computes at least, were all blocks in it, for micro-batches of `rows` images;
-        infinite where no strategy can cut them."""
+        """Return the least profiled seconds to compute all blocks on one stage for a micro-batch of `rows` images.
+
+        Infinite if no strategy can split that many rows.
+        """
         key = *self._key(pipeline), rows
         if key not in self._least:
             seats = {found.seat.computes: found.seat for found in self._lightest(pipeline) if rows % found.unit == 0}
@@ -151,11 +162,17 @@ class Options:
         return self._least[key]
 
     def _key(self, pipeline: Plan) -> tuple[int, bool]:
-        """Pipelines of a degree are alike, but that schedules clash with checkpoints or do not."""
+        """Return a key that is equal for pipelines with the same strategies and costs.
+
+        Those of one degree differ only in whether the schedule splits backward, and exactly then it clashes with +ckpt.
+        """
         return pipeline.pipeline_degree, self._space.allows(pipeline, Strategy(checkpoint="full"))
 
     def _lightest(self, pipeline: Plan) -> list[_Candidate]:
-        """Return, among strategies that compute alike, those whose parameters are not worse in everything."""
+        """Return the strategies that are not dominated by one with equal computing and layout but cheaper parameters.
+
+        This is independent of the rows of a micro-batch, so it runs once per pipeline and leaves less for `of`.
+        """
         key = self._key(pipeline)
         if key in self._light:
             return self._light[key]
@@ -175,6 +192,7 @@ class Options:
         return self._light[key]
 
     def _work_number(self, seat: PipelinePosition, rows: int) -> int:
+        """Return the index in `_works` of the costs of computing `rows` images under a strategy."""
         key = seat.computes, rows // seat.data
         if key not in self._work_numbers:
             works = (self._costs.work(kind, seat, rows) for kind in KINDS)
@@ -182,6 +200,7 @@ class Options:
         return self._work_numbers[key]
 
     def _weight_number(self, seat: PipelinePosition, pipelined: bool) -> int:
+        """Return the index in `_weights` of the costs of a strategy's parameters."""
         key = seat.keeps, pipelined
         if key not in self._weight_numbers:
             parts = (_of_weights(self._costs.weights(kind, seat), seat.executions[kind]) for kind in KINDS)
@@ -202,7 +221,11 @@ class Options:
 
 
 def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
-    """Return the parts of `weights` that a price depends on; more of any is never better."""
+    """Return the costs of parameters that a price depends on; a larger value of any never lowers a price.
+
+    A cost has one entry for each way in which a step can spend it. Only strategies that spend it the same way are
+    comparable: overlapped communication, for example, costs less than the same seconds of waiting.
+    """
     every, wrapped = execution.reduced == "every micro-batch", execution.wrapped
     freed, here = execution.reshard_after_forward, not weights.offloaded
     return (
@@ -225,7 +248,7 @@ def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
 
 
 def _of_work(work: Work) -> Numbers:
-    """Return the parts of `work` that a price depends on; more of any is never better."""
+    """Return the costs of computing that a price depends on; a larger value of any never lowers a price."""
     return (
         work.forward,
         work.backward,
@@ -239,7 +262,8 @@ def _of_work(work: Work) -> Numbers:
 
 
 def _front(pairs: list[tuple[T, N]], total: Callable[[N], float], below: Callable[[N, N], bool]) -> list[T]:
-    """Those that no other is as good as in everything; the first of equals."""
+    """Return the Pareto front: the items that no other is below; the first of equal ones."""
+    # In the order of sums only items that come before can be below one, so the kept ones are the only candidates.
     kept: list[tuple[T, N]] = []
     for item, number in sorted(pairs, key=lambda pair: total(pair[1])):
         if not any(below(other, number) for _, other in kept):

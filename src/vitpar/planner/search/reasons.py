@@ -1,4 +1,4 @@
-"""Why the obvious plans were not chosen: what they would take, and what that is spent on."""
+"""Reasons why the obvious plans were not chosen: their price, and where the additional time or memory goes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from vitpar.strategy import Plan, parse, validate
 from vitpar.text import size
 
 OBVIOUS = ("dp{n}", "dp{n}+zero1", "dp{n}+zero2", "fsdp{n}", "fsdp{n}+ckpt", "tp{n}", "tp{n}+sp", "pp{n}")
+"""Plans with one axis; n: number of ranks."""
 MIXED = ("dp{half}xtp2", "pp2xdp{half}", "pp2xtp2xdp{quarter}")
+"""Plans with several axes, for more than 4 ranks."""
 MOST = 8
-"""Micro-batches that are tried, for each place on the pp axis."""
+"""Micro-batches to try at most, per pipeline rank."""
 SPENT = {
     "tensor": "waiting for the other ranks along tp",
     "gather": "gathering parameters",
@@ -27,20 +29,26 @@ SPENT = {
     "other": "the step's overhead",
     "uneven": "waiting for ranks that are slower by chance",
 }
-"""Parts of a step's time, in words."""
+"""Description of each part of a step's time (`Price.time`)."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """An obvious plan, and in a sentence why it is not the best. price: None where it cannot run at all."""
+    """An obvious plan and why it is not the best."""
 
     plan: str
+    """The plan as written in the grammar."""
     price: Price | None
+    """Its price with the best number of micro-batches; None if it cannot run."""
     why: str
+    """The reason, a phrase for output."""
 
 
 def reasons(search: Search, best: Price, budget: float) -> tuple[Reason, ...]:
-    """Those of the obvious plans for as many ranks and images as the best one has."""
+    """Return why each of the obvious plans, with the ranks and the batch size of `best`, is not the best.
+
+    budget: bytes of memory per rank
+    """
     ranks, found = best.plan.world_size, []
     for words in (*OBVIOUS, *MIXED):
         halves = ("half" in words and ranks % 2) or ("quarter" in words and ranks % 4)
@@ -56,7 +64,7 @@ def reasons(search: Search, best: Price, budget: float) -> tuple[Reason, ...]:
 
 
 def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:
-    """The plan with as many micro-batches as are best for it."""
+    """Return the reason for `plan`, with the number of micro-batches that is best for it."""
     tries: list[Price] = []
     problem = ""
     for microbatches in search.space.microbatches(plan, best.batch_size):
@@ -84,7 +92,7 @@ def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:
 
 
 def _needs(price: Price) -> str:
-    """`31.2 GB on rank 0: optimizer 18.4, …`, the largest parts first."""
+    """Return the memory of the fullest rank, largest parts first, as `31.2 GB on rank 0: optimizer 18.4 GB, …`."""
     place = max(range(len(price.memory)), key=lambda pp: price.memory[pp].total)
     memory: Memory = price.memory[place]
     parts = sorted(((getattr(memory, name), name) for name in PARTS), reverse=True)
@@ -94,7 +102,7 @@ def _needs(price: Price) -> str:
 
 
 def _more(price: Price, best: Price) -> tuple[str, float]:
-    """Return the part of the step that a plan spends most on compared with the best, and its share of the step."""
+    """Return the part of the step that exceeds that of the best plan most, and its share of the plan's step, 0 to 1."""
     more = {what: price.time.get(what, 0.0) - best.time.get(what, 0.0) for what in SPENT}
     what = max(more, key=lambda name: more[name])
     return what, price.time.get(what, 0.0) / price.seconds

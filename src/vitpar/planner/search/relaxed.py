@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of all plans of one kind, with any mix of strategies and any split.
 
-- `least_seconds`: layers choose their strategies one by one, as a price of time and memory asks for.
-- `split_seconds`: whole blocks are dealt to the stages of a pipeline, each within its time and memory.
+- `least_seconds`: Lagrangian relaxation of time and memory, in which every layer chooses its strategy independently.
+- `split_seconds`: the stages of a pipeline take complete blocks, each stage within its time and memory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from vitpar.planner.search.options import Array, Choices
 from vitpar.strategy import SCHEDULES
 
 STEPS = 40
-"""Steps of the relaxation, at most."""
+"""Maximum number of subgradient steps of `least_seconds`."""
 SPLIT_STEPS = 12
-"""Halvings of the seconds that a split takes."""
+"""Number of bisection steps of `split_seconds`."""
 WEIGHTS = np.array(
     [list(row) for row in np.eye(7)]
     + [
@@ -26,7 +26,10 @@ WEIGHTS = np.array(
     ]
     + [[t / 4, *((4 - t) / 4 * (row == at) for at in (1, 2, 3, 4)), 0, 0] for t in range(1, 4) for row in (2, 3, 4)]
 )
-"""Weights of the limited rows that are tried together."""
+"""Dual weights that `_StageLimits.blocks` tries, [tries, rows of `LIMITED`]; each row sums to 1.
+
+Single limits; a limit of time with one of memory; the computing of a stage with another limit of time.
+"""
 
 
 def least_seconds(
@@ -38,23 +41,24 @@ def least_seconds(
     steps: int = STEPS,
     enough: float = float("inf"),
 ) -> float:
-    """Return the seconds of a step that no plan of the kind is faster than, whatever mix of `choices` its layers have;
-    infinite where none fits into memory.
+    """Return a lower bound on the seconds of a step over every mix of `choices`; infinite if none fits into memory.
 
-    A step takes at least each of several sums over layers (`_sums`), and layers need no more memory than there is.
-    Each layer is relaxed to choose for itself what is best for a weighted mean of these sums plus a price of memory
-    (Lagrange): the weights and prices that give the highest bound are approached by subgradients. Any weights bound.
+    A step takes at least each of several sums over layers (`_sums`). It therefore takes at least any weighted mean of
+    them. A plan that fits does not exceed the memory, so adding price · (bytes needed / budget - 1) keeps a lower bound
+    for any price >= 0. The total is a sum over layers, so its minimum lets each layer choose its own cheapest strategy.
+    Subgradient steps approach the weights and prices with the highest bound (the Lagrangian dual).
 
-    steps: of that. enough: a bound that high needs no improvement.
+    steps: maximum number of subgradient steps; with 0 only the single sums are used
+    enough: value of the bound at which to stop
     """
     if not choices.options:
         return float("inf")
     sums, constants = _sums(kind, choices, depth, machine)
     needs, budgets = _needs(kind, choices, machine)
-    times = np.array([1.0, depth, 1.0])
+    times = np.array([1.0, depth, 1.0])  # layers of each row: embed, blocks, head
 
     def least(costs: Array) -> tuple[float, Array]:
-        """The least total of costs [3, strategies], and the strategy of each row of layers that has it."""
+        """Return the least total of `costs` [3, strategies] over all layers, and each row's strategy, an index [3]."""
         chosen = costs.argmin(1)
         return float(times @ costs[range(3), chosen]), chosen
 
@@ -65,6 +69,7 @@ def least_seconds(
     if best >= enough or not steps:
         return best
     limited = [n for n, budget in enumerate(budgets) if 0 < budget < float("inf")]
+    # As shares of the budget, so that prices are in seconds.
     relative = needs[limited] / np.array(budgets)[limited][:, None, None]
     weights, prices = np.zeros(len(sums)), np.zeros(len(limited))
     weights[int(np.argmax(alone))] = 1.0
@@ -79,10 +84,12 @@ def least_seconds(
             break
         uphill = sums[:, range(3), chosen] @ times + constants
         over = relative[:, range(3), chosen] @ times - 1 if limited else prices
-        # A step towards a value that is not known: what is wanted, or somewhat above the best bound.
+        # Polyak's step length needs the optimum, which is unknown: use `enough`, or 5 % above the best bound.
         wanted = min(enough, 1.05 * best)
+        # Weights sum to 1, so only the part of the gradient within that plane counts. A price of 0 cannot fall.
         tilted = uphill - uphill.mean()
         over_free = np.where((prices > 0) | (over > 0), over, 0.0)
+        # `best**2` makes the seconds of `tilted` comparable with the shares of `over_free`.
         norm = float(tilted @ tilted) / best**2 + float(over_free @ over_free)
         if norm < 1e-12:
             break
@@ -93,21 +100,24 @@ def least_seconds(
 
 
 def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, enough: float = float("inf")) -> float:
-    """Return the seconds of a step that no plan of the kind, with one stage a rank, is faster than: whole blocks are
-    dealt to stages, and every stage fits into memory.
+    """Return a lower bound on the seconds of a step over every mix of `choices` and every split, one stage per rank.
 
-    For a step of T seconds every stage can have at most so many blocks (`_most_blocks`). If all stages together cannot
-    have `depth` blocks, all plans take longer; the largest such T is approached from below. enough: as in
-    `least_seconds`.
+    In a step of T seconds each stage can hold at most a certain number of blocks (`_StageLimits.blocks`). If the stages
+    together cannot hold `depth` blocks, every plan takes longer than T. Bisection finds the largest such T, from below.
+
+    enough: value of the bound at which to stop
     """
     stages = [_StageLimits(kind, choices, machine, number) for number in range(kind.pipeline.num_stages)]
     hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
 
     def possible(seconds: float) -> bool:
+        """Return whether the stages may hold all blocks in a step of `seconds`."""
+        # Every stage takes as many blocks as it can, the first one first. No other split holds more: a block more in an
+        # earlier stage delays a stage by no more than one block of its own takes.
         dealt, there, back = 0, 0.0, 0.0
         for number, stage in enumerate(stages):
             most = stage.blocks(seconds - machine.norm, there, back)
-            # The stages behind need a block each.
+            # Each of the later stages needs at least one block.
             most = min(most, depth - dealt - (len(stages) - 1 - number))
             if most < 1:
                 return False
@@ -127,28 +137,32 @@ def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, en
 
 
 class _StageLimits:
-    """How many blocks stage `number` of a kind can have at most."""
+    """Maximum number of blocks of stage `number` within given seconds and the memory of a rank."""
 
     def __init__(self, kind: Kind, choices: Choices, machine: Machine, number: int) -> None:
         block, start, end = stage_sums(kind, choices, machine, number)
         self._block = block[LIMITED]
         self._ends = start[LIMITED].min(1) + end[LIMITED].min(1)
         m = kind.microbatches
+        # A stage runs 2m actions; the bounds of rows 2 and 3 leave out one of them.
         self._ends[:4] += machine.action * np.array([2 * m, 2 * m, 2 * m - 1, 2 * m - 1])
         self._budget = machine.budget
         costs = Costs(choices, machine)
         self._forward, self._work = float(costs.forward[BLOCK].min()), float(costs.work[BLOCK].min())
 
     def each(self, blocks: int) -> tuple[float, float]:
-        """Seconds of a micro-batch through so many blocks, at least: forward, and both ways."""
+        """Return the least seconds of a micro-batch in `blocks` blocks: (forward, forward and backward)."""
         return blocks * self._forward, blocks * self._work
 
     def blocks(self, seconds: float, there: float, back: float) -> int:
-        """The most blocks that a rank can run in so many seconds of a step, within its memory. there, back: of these,
-        before its first micro-batch comes, and after its last one has left.
+        """Return an upper bound on the number of blocks of the stage in a step of `seconds`, within the rank's memory.
 
-        Blocks with different strategies in any proportion are as many as a linear program allows; by its duality, not
-        more than 1 / the least share of a weighted mean of all limits that a block takes, for any weights.
+        The number of blocks with any mix of strategies is at most the optimum of a linear program. Dual solutions bound
+        it: for any weights of the limits that sum to 1, each block takes at least the least weighted share of them
+        over strategies, and all blocks take at most 1.
+
+        there: seconds of the step before the stage's first micro-batch arrives
+        back: seconds of the step after its last one has left
         """
         limits = [seconds - there - back, *[seconds - there] * 3, seconds, self._budget, self._budget]
         left = np.array(limits) - self._ends
@@ -160,7 +174,7 @@ class _StageLimits:
 
 
 def _on_simplex(point: Array) -> Array:
-    """The nearest weights that are not negative and add up to 1.
+    """Return the point nearest to `point` whose coordinates are non-negative and sum to 1.
 
     Source: "Projection onto the probability simplex" (arXiv 1309.1541), algorithm 1.
     """
@@ -171,7 +185,10 @@ def _on_simplex(point: Array) -> Array:
 
 
 def _sums(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:
-    """Ways to bound the seconds of a step from below: each a sum over layers, [ways, 3, strategies], and a constant."""
+    """Return lower bounds on the seconds of a step: (seconds per layer [bounds, 3, strategies], constants [bounds]).
+
+    Each bound is its constant plus the sum over embed, blocks and head.
+    """
     pipeline, m = kind.pipeline, kind.microbatches
     pp, costs = pipeline.pipeline_degree, Costs(choices, machine)
     if pp == 1:
@@ -184,15 +201,16 @@ def _sums(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[A
 def _pipelined_sums(
     kind: Kind, choices: Choices, depth: int, machine: Machine, costs: Costs
 ) -> list[tuple[Array, float]]:
-    """Those of a pipeline.
+    """Return the bounds of `_sums` for a pipeline, as (seconds per layer [3, strategies], constant) each.
 
-    - Of pp ranks one has at least its share of all work, of what is sent in the background, and of what is done once.
-    - A micro-batch goes through all layers and back, one after the other.
-    - All work is done by as many ranks at a time as there are cores.
-    - One stage a rank: stage j begins after the stages before it, which end after it. The least step has all these
-      bounds equal: they are added up with weights that count every stage as often. And all micro-batches stay between
-      their first forward and last backward, as many at a time as the first stage keeps.
-    - Several, even stages a rank: the last rank begins after pp - 1 stages.
+    - One of the pp ranks has at least the mean work, background communication and waiting once per step.
+    - A micro-batch passes through all layers, forward and backward, one after the other.
+    - All ranks together compute at most as fast as `Machine.lanes` ranks.
+    - One stage per rank: stage j starts after the earlier stages, which finish after it. A weighted mean of the stages'
+      bounds that counts the work of every stage equally depends on the sum over layers only, not on the split.
+    - One stage per rank: at most as many micro-batches as the first stage keeps are between their first forward and
+      last backward at a time.
+    - Several even stages per rank: the last rank starts after the first pp - 1 stages.
     """
     pipeline, m = kind.pipeline, kind.microbatches
     pp, stages, schedule = pipeline.pipeline_degree, pipeline.num_stages, SCHEDULES[pipeline.schedule]
@@ -201,6 +219,7 @@ def _pipelined_sums(
     late = costs.late if schedule.splits_backward else 0.0
     one = schedule.stages == "one"
     late_sent, early = (costs.sent_late, costs.sent_early) if one else (0.0, 0.0)
+    # The mean over ranks is at most the maximum: sums over all layers divided by pp bound the fullest rank.
     found = [
         ((m * costs.work + costs.waits_once) / pp + optimizer, m * actions * stages / pp),
         ((m * costs.sent_each + costs.sent_once) / pp + optimizer, 0.0),
@@ -211,6 +230,8 @@ def _pipelined_sums(
         (m * costs.work * machine.speed / machine.lanes, m * actions * stages * machine.speed / machine.lanes),
     ]
     if schedule.stages == "one":
+        # Stage j gives: step >= w_0 + … + w_(j-1) + m·w_j. These weights sum to 1, and in the weighted mean each w_i
+        # has the same factor `every`.
         every = 1 / (1 - (1 - 1 / m) ** pp)
         weights = [every / m * (1 - 1 / m) ** (pp - 1 - j) for j in range(pp)]
         sends = sum(2 * j * weight for j, weight in enumerate(weights)) * send
@@ -228,16 +249,21 @@ def _pipelined_sums(
 
 
 def _needs(kind: Kind, choices: Choices, machine: Machine) -> tuple[Array, list[float]]:
-    """Bytes that layers need, added up over the places of the pp axis, [2, 3, strategies], and how many there are: when
-    the optimizer steps, and when the last backward begins."""
+    """Return (bytes needed per layer [2, 3, strategies], bytes available), summed over the places of the pp axis.
+
+    The two moments are the step of the optimizer, and the beginning of the last backward. Summing over places drops the
+    split into stages, and only makes it easier to fit.
+    """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     pp = pipeline.pipeline_degree
-    alive = m if pipeline.schedule == "gpipe" else 1  # of the stage that keeps least
+    # Under other schedules than gpipe the last stage keeps one micro-batch. Any layer could be there.
+    alive = m if pipeline.schedule == "gpipe" else 1
     waiting = a["gradients"] if pp == 1 and m > 1 else 0.0
     travelling = 2 * (pipeline.num_stages - 1) * m * machine.tokens * float(choices.token_share.min())
     left = pp * machine.budget - travelling - machine.images * float(choices.image_share.min())
     working = 0.0
-    if pp == 1:  # the head's backward is done when that of the last block begins
+    # Without a pipeline the head's activations are freed before the backward of the last block begins.
+    if pp == 1:
         working = float(a["working_once" if m == 1 else "working"][BLOCK].min() - a["saved"][2].max())
     busy = a["kept"] + a["gathered"] + waiting + alive * a["saved"]
     return np.stack([a["kept"] + a["reduced"], busy]), [left, left - max(0.0, working)]

@@ -1,4 +1,4 @@
-"""Ways to run a pipeline stage: its first blocks under one strategy, the rest under another, the quickest first."""
+"""Ways to run a pipeline stage: its first blocks under one strategy, the rest under another, fastest first."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from vitpar.strategy import Strategy
 
 @dataclass(frozen=True)
 class BlockRun:
-    """The blocks of a stage: `first` of them under one option, the rest under another. time: seconds of a step for a
-    rank, at least. through: of these, those between which the stages before it have to work on a micro-batch. each:
-    seconds of one micro-batch."""
+    """A way to run the blocks of a stage, with lower bounds on its time."""
 
     blocks: int
+    """Number of blocks of the stage."""
     first: int
+    """Number of blocks, from the first on, with the first of `options`; the others have the second."""
     options: tuple[Option, Option]
+    """The two strategies, equal if there is only one."""
     time: float
+    """Least seconds of a step."""
     through: float
+    """Least seconds from the stage's first micro-batch to its last, to which earlier stages' time can be added (row 0
+    of `stage_sums`)."""
     each: float
+    """Least seconds of one micro-batch, forward and backward."""
 
     def groups(self, start: int) -> list[tuple[str, Strategy]]:
-        """Selectors and strategies, for blocks from `start` on."""
+        """Return (selector, strategy) pairs, if the stage's first block is block `start` of the model."""
         one, other = self.options
         spans = ((start, self.first, one), (start + self.first, self.blocks - self.first, other))
         return [(f"{at}-{at + size - 1}", option.strategy) for at, size, option in spans if size]
@@ -35,27 +40,39 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """seconds: of a step, from which on a way is no better. overhead: of these, besides layers. memory: bytes."""
+    """Limits that a way to run a stage has to meet."""
 
     seconds: float
+    """Seconds of a step that it has to stay below."""
     overhead: float
+    """Seconds of a step outside layers, a part of `seconds`."""
     memory: float
+    """Bytes of a rank."""
 
 
 class Ways:
-    """The ways to run one stage: `block`, `start` and `end` are what `stage_sums` gives for `options`."""
+    """The ways to run one stage.
+
+    options: strategies to choose from
+    block, start, end: arrays of `stage_sums`, with a column for each of `options`
+    """
 
     def __init__(self, options: Sequence[Option], block: Array, start: Array, end: Array) -> None:
         self._options, self._block, self._start, self._end = options, block, start, end
 
     def quickest(self, blocks: int, limits: SearchLimits, most: int, mixed: bool) -> tuple[list[BlockRun], bool]:
-        """Those of `blocks` blocks within `limits`, `most` at most, and whether there are more. mixed: under two
-        options."""
+        """Return (the fastest ways within `limits`, fastest first, whether there are more).
+
+        blocks: number of blocks of the stage
+        most: maximum number of ways to return
+        mixed: whether the ways have two different strategies; otherwise one
+        """
         layer_seconds = limits.seconds - limits.overhead
-        bounds = np.array([layer_seconds] * 5 + [limits.memory] * 2)
-        found: list[tuple[float, int, BlockRun]] = []  # the slowest first
+        bounds = np.array([layer_seconds] * 5 + [limits.memory] * 2)  # in the order of `LIMITED`
+        found: list[tuple[float, int, BlockRun]] = []  # heap of (-time, -number, way): the slowest is at the top
         number = 0
         for least, one, other, low, high in self._pairs(blocks, bounds) if mixed else self._alone(blocks, bounds):
+            # Pairs come in the order of their least time: no later one is faster than the slowest kept one.
             if len(found) >= most and least + limits.overhead > -found[0][0]:
                 return self._sorted(found), True
             for first in range(low, high + 1):
@@ -68,7 +85,7 @@ class Ways:
         return self._sorted(found), number > most
 
     def _alone(self, blocks: int, bounds: Array) -> Iterator[tuple[float, int, int, int, int]]:
-        """One option for all blocks."""
+        """Yield what `_pairs` does, for one strategy for all blocks: both are the same, and all blocks are "first"."""
         totals = self._start + self._end + blocks * self._block
         least = totals[TIMES].max(0)
         (fits,) = np.nonzero((totals[LIMITED] <= bounds[:, None]).all(0))
@@ -76,24 +93,30 @@ class Ways:
             yield float(least[one]), one, one, blocks, blocks
 
     def _pairs(self, blocks: int, bounds: Array) -> Iterator[tuple[float, int, int, int, int]]:
-        """(seconds at least, options, fewest and most blocks of the first that may stay within `bounds`), the quickest
-        first. All grow or fall steadily with the blocks of the first option."""
+        """Yield (least seconds, first strategy, second strategy, fewest and most blocks of the first), fastest first.
+
+        Strategies are indices. Outside of the range of blocks, the pair exceeds `bounds`, limits in the order of
+        `LIMITED`. Every sum is linear in the number of blocks with the first strategy, so each limit cuts off a range.
+        """
         if blocks < 2:
             return
         block, start, end = self._block[LIMITED], self._start[LIMITED], self._end[LIMITED]
+        # Sums with no block under the first strategy, [limits, first strategy, second strategy], and their change for
+        # each block that moves to it. The stage begins with the first strategy, so `start` is the first one's.
         none = start[:, :, None] + end[:, None, :] + blocks * block[:, None, :]
         slope = block[:, :, None] - block[:, None, :]
         bounds = bounds[:, None, None]
         with np.errstate(divide="ignore", invalid="ignore"):
             turn = (bounds - none) / slope
         inside = (none + slope <= bounds) & (none + (blocks - 1) * slope <= bounds)
-        # A number too many on the safe side: what is rounded here is computed again.
+        # Rounding may include a number of blocks just outside of a limit; `quickest` computes the time again.
         low = np.where(inside | (slope >= 0), 1.0, np.ceil(turn - 1e-9)).clip(min=1).max(0)
         high = np.where(inside | (slope <= 0), blocks - 1.0, np.floor(turn + 1e-9)).clip(max=blocks - 1).min(0)
         possible = (low <= high) & ~(~inside & (slope == 0)).any(0)
         np.fill_diagonal(possible, False)
         with np.errstate(invalid="ignore"):
             ends = np.minimum(none[TIMES] + low * slope[TIMES], none[TIMES] + high * slope[TIMES]).max(0)
+        # `ends`: each sum is smallest at one end of its range, so the largest of these minima bounds the pair's time.
         ones, others = possible.nonzero()
         least, lows, highs = (table[ones, others] for table in (ends, low, high))
         order = least.argsort(kind="stable")
@@ -101,6 +124,7 @@ class Ways:
         yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
     def _run(self, one: int, other: int, blocks: int, first: int, overhead: float) -> BlockRun:
+        """Return the way with `first` blocks under strategy `one` and the rest under `other`."""
         b = self._block
         sums = self._start[:, one] + self._end[:, other] + first * b[:, one] + (blocks - first) * b[:, other]
         options = self._options[one], self._options[other]

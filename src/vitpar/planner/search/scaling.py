@@ -1,4 +1,4 @@
-"""How speed grows with devices: the best plan for every number of them, by simulation."""
+"""Predicted scaling: the best plan for each number of devices, by simulation."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ Kind = Literal["weak", "strong"]
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan on `ranks` devices; None where nothing fits into memory or divides. gap: as in `Result`."""
+    """The best plan on one number of devices."""
 
     ranks: int
+    """Number of devices."""
     batch_size: int
+    """Global images per step."""
     price: Price | None
+    """Price of the best plan; None if no plan fits into memory or divides the model and the batch."""
     gap: float = 0.0
+    """`Result.gap` of the search."""
 
     @property
     def per_rank(self) -> float:
-        """Images a second of a device, 0 without a plan."""
+        """Images per second per device; 0 without a plan."""
         return self.price.images_per_second / self.ranks if self.price else 0.0
 
 
 def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
-    """Return the images of a step on `ranks` devices: `batch_size` on any number (strong scaling), or on `most` and
-    proportionally fewer (weak scaling).
+    """Return the global batch size on `ranks` devices.
 
-    Raises PlannerError where that is not a whole number.
+    With strong scaling it is always `batch_size`. With weak scaling it is proportional to `ranks`: `batch_size` on
+    `most` devices. Raises PlannerError if that is not an integer.
     """
     if kind == "strong":
         return batch_size
@@ -47,13 +51,21 @@ def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
 
 
 def best_on(ranks: int, batch_size: int, space: Space, costs: LayerCosts, budget: float, moments: float = 2) -> Point:
-    """The best plan of `space` on so many devices, of `budget` bytes each."""
+    """Return the best plan of `space` on `ranks` devices.
+
+    budget: bytes of memory per device
+    moments: bytes of optimizer state per byte of parameters
+    """
     found = Search(space, costs, moments).best(budget)
     return Point(ranks, batch_size, found.plans[0] if found.plans else None, found.gap)
 
 
 def efficiency(points: Sequence[Point]) -> list[float | None]:
-    """Return the scaling efficiency of each point: images per second per device, relative to the smallest number of
-    devices with a plan."""
+    """Return the scaling efficiency of each point; None for points without a plan.
+
+    It is images per second per device, relative to the first point with a plan.
+
+    points: smallest number of devices first
+    """
     first = next((point.per_rank for point in points if point.price), None)
     return [point.per_rank / first if first and point.price else None for point in points]

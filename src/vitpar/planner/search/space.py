@@ -1,16 +1,16 @@
-"""The plans that a search looks at.
+"""Space of plans that a search considers.
 
-| of a plan     | what is looked at                                                                                    |
-|---------------|------------------------------------------------------------------------------------------------------|
-| pipeline      | every degree that divides the ranks, outermost; every schedule; 1 stage a rank or `virtual_stages`  |
-| stages        | any number of blocks each; several a rank: even                                                      |
-| micro-batches | every number that divides the batch                                                                  |
-| blocks        | in each stage at most two strategies, one after the other; several stages a rank: one for all        |
-| embed, head   | the strategy of the block beside it                                                                  |
-| a strategy    | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint     |
-|               | policy; +offload where fsdp shards and there is no dp                                                |
+| part of a plan | considered                                                                                         |
+|----------------|----------------------------------------------------------------------------------------------------|
+| pipeline       | every degree that divides the ranks, outermost; every schedule; 1 or `virtual_stages` per rank     |
+| stages         | any number of blocks each; with several stages per rank, even                                      |
+| micro-batches  | every number that divides the batch                                                                |
+| blocks         | at most two strategies per stage, one after the other; with several stages per rank, one for all   |
+| embed, head    | the strategy of the neighbouring block                                                             |
+| strategy       | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint    |
+|                | policy; +offload if fsdp shards and there is no dp                                                 |
 
-Not looked at: +offload without fsdp or beside dp, communication settings other than the default.
+Not considered: +offload without fsdp or with dp, communication settings other than the default.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ ROLES = ("pp", "dp", "fsdp", "tp")
 
 @dataclass(frozen=True)
 class Space:
-    """Plans that a search may use."""
+    """The plans that a search considers, for one model and number of ranks."""
 
     config: ViTConfig
+    """Shape of the model."""
     ranks: int
     """Number of ranks of the plans."""
     batch_sizes: tuple[int, ...]
-    """Global images per step."""
+    """Global images per step, one search covers all of them."""
     precision: str = "fp32"
-    """Precision of the training."""
+    """Training precision."""
     compiled: bool = False
     """Whether blocks are compiled."""
     roles: tuple[str, ...] = ROLES
@@ -54,14 +55,15 @@ class Space:
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Pipeline schedules."""
     virtual_stages: tuple[int, ...] = (2,)
-    """Stages that a rank may hold under schedules with several."""
+    """Stages per rank under schedules with several."""
     tensors: tuple[str, ...] | None = None
-    """Tensor-parallel parts of strategies, as model profiles name them; None for all that fit the model."""
+    """Names of tensor-parallel parts in model profiles, e.g. those that were profiled; None for all that fit the model.
+    """
     microbatch_counts: tuple[int, ...] | None = None
-    """Numbers of micro-batches; None for all that divide the batch."""
+    """Numbers of micro-batches to consider; None for all that divide the batch."""
 
     def pipelines(self) -> Iterator[Plan]:
-        """Pipelines as plans without layers: degree, schedule, virtual stages."""
+        """Yield the pipelines as plans without layers: degree, schedule, virtual stages."""
         for pp in divisors(self.ranks):
             if pp == 1:
                 yield Plan()
@@ -73,7 +75,7 @@ class Space:
                             yield Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
-        """Numbers of micro-batches that are looked at, divide the batch, and that the schedule can run."""
+        """Return the numbers of micro-batches to consider that divide the batch and that the schedule can run."""
         wanted = self.microbatch_counts
         counts = divisors(batch_size) if wanted is None else [n for n in wanted if batch_size % n == 0]
         return [n for n in counts if not schedule_objection(pipeline, n)]
@@ -84,13 +86,13 @@ class Space:
         return found if self.tensors is None else tuple(s for s in found if tensor_name(s) in self.tensors)
 
     def covers(self, plan: Plan) -> bool:
-        """Whether a plan with one strategy is one that is looked at, with some number of micro-batches."""
+        """Return whether the space contains a plan with one strategy, with any number of micro-batches."""
         pp = plan.pipeline_degree
         pipelined = pp == 1 or ("pp" in self.roles and plan.schedule in self.schedules)
         return pipelined and plan.strategy in self.strategies(self.ranks // pp)
 
     def allows(self, pipeline: Plan, strategy: Strategy) -> bool:
-        """Whether they go together (the support matrix)."""
+        """Return whether the support matrix allows `strategy` in `pipeline`, at the training's precision."""
         try:
             refuse_clashes(replace(pipeline, layers=(("*", strategy),)), self.precision, self.compiled)
         except StrategyError:
@@ -100,7 +102,8 @@ class Space:
 
 @lru_cache(maxsize=256)
 def _strategies(config: ViTConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Strategy, ...]:
-    found: dict[Strategy, None] = {}
+    """Return the strategies of `Space.strategies`, whatever `Space.tensors` is."""
+    found: dict[Strategy, None] = {}  # an ordered set
     policies = (None, *(name for flag, name in (("ckpt", "full"), ("ckpt.selective", "selective")) if flag in flags))
     for dp, fsdp, tp in _products(size):
         degrees = {role: n for role, n in (("dp", dp), ("fsdp", fsdp), ("tp", tp)) if n > 1}
@@ -117,13 +120,14 @@ def _strategies(config: ViTConfig, size: int, roles: tuple[str, ...], flags: tup
 
 
 def _products(size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield all (dp, fsdp, tp) degrees whose product is `size`."""
     for dp in divisors(size):
         for fsdp in divisors(size // dp):
             yield dp, fsdp, size // dp // fsdp
 
 
 def _tensor_ways(config: ViTConfig, axes: tuple[Axis, ...], flags: tuple[str, ...]) -> Iterator[Strategy]:
-    """The strategies on `axes` that the model can be split by."""
+    """Yield the tensor-parallel modes on `axes` that can split the model, as strategies without other flags."""
     plain = Strategy(axes)
     tries: list[dict[str, Any]] = [{}]
     if plain.has("tp"):
@@ -135,7 +139,7 @@ def _tensor_ways(config: ViTConfig, axes: tuple[Axis, ...], flags: tuple[str, ..
             if strategy.tensor_mode == "2.5d":
                 depth = dict(strategy.tensor_shape)["d"]
                 if depth == 1:
-                    continue  # it is 2d
+                    continue  # the same as 2d
             validate(Plan(layers=(("*", strategy),)), config, None)
         except StrategyError:
             continue

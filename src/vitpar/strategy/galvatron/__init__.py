@@ -1,4 +1,4 @@
-"""Galvatron's strategy files, read and written (``vitpar.strategy.galvatron.reading`` has the table of keys)."""
+"""Import and export of Galvatron's strategy files (``vitpar.strategy.galvatron.reading`` has the table of keys)."""
 
 from vitpar.strategy.galvatron.reading import ImportedPlan, from_galvatron, is_galvatron, read_galvatron
 from vitpar.strategy.galvatron.writing import to_galvatron, write_galvatron

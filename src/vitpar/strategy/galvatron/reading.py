@@ -1,28 +1,28 @@
-"""Galvatron's strategy files: their keys, and from a file to a plan.
+"""Reader of Galvatron's strategy files.
 
-A file is one JSON object. What differs from block to block is text of whole numbers, one per block: "2,2,4". The file
-does not say the number of ranks N. With S = N / pp_deg ranks in a stage, t of a block's tp_sizes_enc and d = S / t:
+A file is one JSON object. Values per block are text of integers, as in "2,2,4". The file does not contain the number
+of ranks N. With S = N / pp_deg ranks per stage, t of a block's tp_sizes_enc, and d = S / t:
 
-| key | value | here |
+| key (value if absent) | value | in a plan |
 |---|---|---|
 | pp_deg | stages | pp, outermost |
 | tp_sizes_enc | t, which divides S | tp t |
-| tp_consecutive_flags | 1: tp ranks are neighbours; 0: d ranks are (no matter where t or d is 1) | tp last; tp first |
-| dp_types_enc | 1: zero3; 0: default_dp_type | fsdp d; see below |
-| global_bsz | images a step, over all ranks | batch size |
-| chunks | micro-batches a step, -1 = by Galvatron's rule | microbatches |
+| tp_consecutive_flags | 1: tp ranks are neighbours; 0: d ranks are (irrelevant if t or d is 1) | tp last; tp first |
+| dp_types_enc | 1: zero3; 0: default_dp_type | fsdp d; see default_dp_type |
+| global_bsz | images per step, over all ranks | batch size |
+| chunks | micro-batches per step, -1 = by Galvatron's rule | microbatches |
 | checkpoint (zeros) | 1: the block is recomputed | +ckpt |
 | pp_division (equal, the rest to the last stage) | blocks of each stage | split |
-| pipeline_type (gpipe) | gpipe, pipedream_flush; no matter where pp_deg is 1 | schedule gpipe, 1f1b |
+| pipeline_type (gpipe) | gpipe, pipedream_flush; irrelevant if pp_deg is 1 | schedule gpipe, 1f1b |
 | default_dp_type (ddp) | ddp; zero2; zero3 | dp d; dp d and +zero2; fsdp d |
-| vtp (1) | t of all that is outside blocks; tp ranks are neighbours | tp of embed and head |
-| embed_sdp (0), or vocab_sdp | dp_types_enc of all that is outside blocks | role of d in embed and head |
-| use_sp (zeros), vsp (0) | 1: t is Ulysses, of blocks and outside them | refused where t is above 1 |
+| vtp (1) | t of embed and head; tp ranks are neighbours | tp of embed and head |
+| embed_sdp (0), or vocab_sdp | dp_types_enc of embed and head | role of d in embed and head |
+| use_sp (zeros), vsp (0) | 1: t is Ulysses, in blocks; in embed and head | refused if t is above 1 |
 | cp_sizes_enc (ones), vcp (1) | context parallel | refused above 1 |
 | ep_sizes_enc, tp_of_ep_sizes_enc (ones) | expert parallel | refused above 1 |
 
-In brackets: the value where a key is absent. The files of 2022 lack all of vtp, use_sp, default_dp_type and
-pipeline_type; these values fit them too. Galvatron runs micro-batches of unequal sizes; here they are refused.
+The files of 2022 lack all of vtp, use_sp, default_dp_type and pipeline_type; the values for absent keys fit them too.
+Galvatron runs micro-batches of unequal sizes; they are refused here.
 
 Source: Galvatron (PKU-DAIR/Hetu-Galvatron), galvatron/utils/config_utils.py and core/runtime/hybrid_parallel_config.py.
 """
@@ -49,16 +49,18 @@ from vitpar.strategy.stages import split_blocks
 from vitpar.text import closest, count, divisors, either, shown
 
 SCHEDULE_NAMES = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
+"""Schedule in a plan by Galvatron's name."""
 _NUMBERS = re.compile(r" *[0-9]{1,9} *(, *[0-9]{1,9} *)*")
 
 
 def _numbers(text: object) -> list[int]:
+    """Return the integers in text such as "2,2,4"; raise ValueError for anything else."""
     if not isinstance(text, str) or text.count(",") >= MAX_BLOCKS or not _NUMBERS.fullmatch(text):
         raise ValueError("it is no text of numbers")
     return [int(number) for number in text.split(",")]
 
 
-# Descriptions are parts of messages: what to give.
+# Descriptions become part of error messages ("give a whole number from 1 to …").
 _Numbers = Annotated[list[int], BeforeValidator(_numbers)]
 _PerBlock = Annotated[
     _Numbers, Field(description=f'at most {MAX_BLOCKS:,} whole numbers as text, one per block, as in "2,2,4"')
@@ -70,7 +72,7 @@ _Flag = Annotated[int, Field(strict=True, ge=0, le=1, description="0 or 1")]
 
 
 class GalvatronFile(BaseModel):
-    """The keys of a file, as the table above has them, what is said of each block as a list of numbers."""
+    """Schema of a strategy file: the keys of the module's table, values per block as lists."""
 
     pp_deg: _Degree
     tp_sizes_enc: _PerBlock
@@ -109,22 +111,25 @@ _BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent, 
 
 @dataclass(frozen=True)
 class ImportedPlan:
-    """Content of a Galvatron strategy file: the plan, images per step, number of blocks, and notes on where Galvatron
-    would or could run it differently."""
+    """Content of a Galvatron strategy file."""
 
     plan: Plan
+    """The plan."""
     batch_size: int
+    """Global images per step."""
     num_blocks: int
+    """Number of blocks of the model."""
     notes: tuple[str, ...] = ()
+    """Sentences on how Galvatron may run the file differently."""
 
 
 def is_galvatron(data: object) -> bool:
-    """Whether JSON `data` is a strategy of Galvatron's rather than a plan of vitpar's."""
+    """Return whether JSON `data` is a Galvatron strategy."""
     return isinstance(data, dict) and "tp_sizes_enc" in data
 
 
 def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = None) -> ImportedPlan:
-    """`from_galvatron` of the file `path`. Raises StrategyError, naming the file, also when it cannot be read."""
+    """Read the file `path` with `from_galvatron`. Raises StrategyError naming the file if it is missing or invalid."""
     data = read_json(path)
     try:
         return from_galvatron(data, world_size, num_blocks)
@@ -133,11 +138,13 @@ def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = Non
 
 
 def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None = None) -> ImportedPlan:
-    """The plan that `data` says for `world_size` ranks.
+    """Return the plan that `data` describes for `world_size` ranks.
 
-    num_blocks: of the model, None where the file's own number will do. Embed and head always get one strategy, and
-    where the blocks have it too the plan is uniform. Raises StrategyError naming the block or key that vitpar cannot
-    run or read.
+    Embed and head share one strategy; if all blocks have it too, the plan is uniform.
+
+    num_blocks: number of blocks of the model, checked against the file; None for that of the file
+
+    Raises StrategyError naming the block or key that vitpar cannot run or read.
     """
     assert world_size >= 1, f"a world has at least one rank, not {world_size}"
     refuse_many_ranks(world_size, "the world")
@@ -154,7 +161,7 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
         raise StrategyError(
             f"tp_sizes_enc has {count(depth, 'block')} but the model {num_blocks}: use a file made for it"
         )
-    # Of embed and head, by the keys of blocks.
+    # The file has other keys for embed and head: collect their values under the keys of blocks.
     sharded = file.embed_sdp if _says(file, "embed_sdp") else file.vocab_sdp
     ends = {key: absent for key, (absent, _, _) in _BLOCKS.items()}
     ends |= {"tp_sizes_enc": file.vtp, "dp_types_enc": sharded, "use_sp": file.vsp}
@@ -175,11 +182,13 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
 
 
 def check_batch(plan: Plan, batch_size: int) -> None:
-    """Refuse a batch that does not divide, and nothing that a schedule asks, which is the matter of `validate`."""
+    """Raise StrategyError if the batch does not divide. `validate` checks what the schedule requires."""
+    # gpipe runs any number of micro-batches.
     batch_arithmetic(replace(plan, schedule="gpipe"), batch_size)
 
 
 def _checked(data: dict[str, Any]) -> GalvatronFile:
+    """Return `data` as a record. Raises StrategyError if it is invalid or contradicts itself."""
     if isinstance(data, dict) and "pp_size" in data:
         raise StrategyError("'pp_size' belongs to another kind of file: give one with pp_deg and tp_sizes_enc")
     file = checked(GalvatronFile, data, "the Galvatron plan")
@@ -190,12 +199,12 @@ def _checked(data: dict[str, Any]) -> GalvatronFile:
 
 
 def _says(file: GalvatronFile, *keys: str) -> bool:
-    """Whether the file has one of `keys`."""
+    """Return whether the file contains one of `keys`."""
     return not file.model_fields_set.isdisjoint(keys)
 
 
 def _columns(file: GalvatronFile) -> dict[str, list[int]]:
-    """By key the values of all blocks, those of absent keys included."""
+    """Return the values of all blocks by key, with defaults for absent keys. Raises StrategyError for other values."""
     depth = len(file.tp_sizes_enc)
     columns: dict[str, list[int]] = {}
     for key, (absent, allowed, why) in _BLOCKS.items():
@@ -211,9 +220,12 @@ def _columns(file: GalvatronFile) -> dict[str, list[int]]:
 
 
 def _strategy(where: str, values: dict[str, int], stage: int, default: str) -> Strategy:
-    """The strategy of the layer that messages call `where`, on a stage of so many ranks.
+    """Return the strategy of a layer.
 
-    values: by the keys of blocks. default: default_dp_type.
+    where: name of the layer in messages
+    values: values by the keys of blocks
+    stage: number of ranks of the stage
+    default: default_dp_type of the file
     """
     tp = values["tp_sizes_enc"]
     if tp < 1 or stage % tp:
@@ -237,11 +249,12 @@ def _strategy(where: str, values: dict[str, int], stage: int, default: str) -> S
 
 
 def _is_of_2022(file: GalvatronFile) -> bool:
+    """Return whether the file has the older format, without the keys that came later."""
     return not _says(file, "vtp", "use_sp", "default_dp_type", "pipeline_type")
 
 
 def _chunks(file: GalvatronFile, stage: int) -> int:
-    """Micro-batches of a step."""
+    """Return the number of micro-batches per step, by Galvatron's rule if chunks is -1."""
     if file.chunks != -1:
         return file.chunks
     if _is_of_2022(file):
@@ -250,7 +263,8 @@ def _chunks(file: GalvatronFile, stage: int) -> int:
 
 
 def _split(file: GalvatronFile, depth: int) -> str | tuple[int, ...]:
-    """The blocks of each stage, "even" where that deals the same."""
+    """Return `Plan.split`: the number of blocks of each stage, or "even" if that gives the same."""
+    # Galvatron gives the remaining blocks to the last stage, `Plan` to the first ones.
     pp, key = file.pp_deg, "pp_division" if _says(file, "pp_division") else "pp_deg"
     sizes = (*[depth // pp] * (pp - 1), depth - depth // pp * (pp - 1))
     if key == "pp_division":
@@ -262,7 +276,7 @@ def _split(file: GalvatronFile, depth: int) -> str | tuple[int, ...]:
 
 
 def _notes(file: GalvatronFile, plan: Plan) -> Iterator[str]:
-    """Where Galvatron may run the file otherwise, and what is not in it."""
+    """Yield sentences on how Galvatron may run the file differently, and on what the file leaves out."""
     if file.chunks == -1:
         yield f"chunks is -1, which Galvatron's rule makes {plan.microbatches}."
     if plan.microbatches != 1 and any(strategy.zero for strategy in plan.kinds):

@@ -1,4 +1,4 @@
-"""From a plan to a file of Galvatron's."""
+"""Writer of Galvatron's strategy files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from vitpar.text import either, shown
 def to_galvatron(
     plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
 ) -> dict[str, object]:
-    """The plan as Galvatron's JSON, every key that it knows of a model without experts.
+    """Return the plan as Galvatron's JSON, with all its keys for a model without experts.
 
-    costs: of the layers, for split "balanced", as ``split_blocks`` takes them. Raises StrategyError naming the layer or
-    the field that Galvatron's file cannot say.
+    costs: costs of the layers for split "balanced", as in ``split_blocks``
+
+    Raises StrategyError naming the layer or field that Galvatron's file cannot express.
     """
     for what, fix in _beyond_plan(plan):
         raise StrategyError(f"the plan ({shown(plan)}) has {what}, which Galvatron's file cannot say: {fix}")
@@ -63,9 +64,9 @@ def to_galvatron(
 def write_galvatron(
     path: PathLike, plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
 ) -> None:
-    """Write `to_galvatron` to `path`, one key a line. A reader sees the old file or the whole new one.
+    """Write the plan in Galvatron's format to `path` atomically, one key per line.
 
-    Raises StrategyError when Galvatron's file cannot say the plan, or cannot be written.
+    Raises StrategyError if the format cannot express the plan, or the file cannot be written.
     """
     write_text(path, json.dumps(to_galvatron(plan, num_blocks, batch_size, costs), indent=2) + "\n")
 
@@ -106,7 +107,7 @@ def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
 
 
 def _check_layers(layers: dict[str, Strategy]) -> None:
-    """Refuse what the file cannot say. layers: by the names that messages have for them."""
+    """Raise StrategyError if the file cannot express the strategies. layers: strategies by name in messages"""
     for name, layer in layers.items():
         for what, fix in _beyond_layer(name, layer):
             raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot say: {fix}")
@@ -124,5 +125,5 @@ def _check_layers(layers: dict[str, Strategy]) -> None:
 
 
 def _is_strided(layer: Strategy) -> bool:
-    """Whether neighbouring ranks are of another axis than tp."""
+    """Return whether tp is the outer of two axes, so that tp ranks are not neighbours."""
     return len(layer.axes) > 1 and layer.axes[0].role == "tp"

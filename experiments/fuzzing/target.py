@@ -31,7 +31,7 @@ SMALL, FORMED = 0.45, 0.85
 """Limits of a uniform random number that selects the kind of mutation: small edits below SMALL, attacks that know the
 format below FORMED, and both above."""
 SEED_EVERY = 3
-"""Of the first cases, one in this many is an unchanged seed."""
+"""One in this many of the first cases is an unchanged seed."""
 STRAYED = 0.02
 """Share of the cases in which a file is replaced by something that is not a regular file."""
 

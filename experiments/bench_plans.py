@@ -73,7 +73,7 @@ def measure(what: str, *words: str, ranks: int, env: Mapping[str, str] = {}) -> 
         output = Path(folder, "result.json")
         argv = ["-m", "bench.plan_rank", what, str(output), *words]
         if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}):
-            sys.exit(1)  # it said why
+            sys.exit(1)  # the ranks printed the reason
         return json.loads(output.read_text())
 
 

@@ -22,7 +22,7 @@ def losses(plan: str, folder: Path, steps: int, options: list[str]) -> list[floa
     command = [sys.executable, "-m", "vitpar_cli.main", "train", "--mesh", plan, "--steps", str(steps)]
     done = subprocess.run([*command, "--run-dir", str(run_dir), *options], stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
-        sys.exit(done.returncode)  # it said why
+        sys.exit(done.returncode)  # the command printed the reason
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in rows if row["kind"] == "train"]
 

@@ -56,7 +56,7 @@ class Campaign:
 
     @property
     def all_caught(self) -> bool:
-        """Whether every command passes on the clean source and every mutation was caught."""
+        """Return whether every command passes on the unchanged source and every mutation was caught."""
         return all(o.kind == "passed" for o in self.clean.values()) and all(r.caught for r in self.results)
 
 

@@ -28,11 +28,13 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)  # the same global batch on every rank
     images = torch.randn(BATCH, 3, 32, 32, generator=generator)
     labels = torch.randint(10, (BATCH,), generator=generator)
+    # A rank passes its own images but all labels. Ranks without the first pipeline stage take no images.
     mine = images[model.image_rows(BATCH)] if model.takes_images else None
     for step in range(1, STEPS + 1):
         part = model.forward_backward(mine, labels)
         optimizer.step()
         optimizer.zero_grad()
+        # Required after updates by an optimizer that is not vitpar's: drops gathered copies of the old parameters.
         model.parameters_changed()
         loss = model.global_loss(part)  # collective
         if dist.get_rank() == 0 and step % 5 == 0:

@@ -14,4 +14,4 @@ CONTENDERS = {
 }
 """Modules of this package and their names in tables."""
 OURS = ("vitpar_trainer", "vitpar_step")
-"""Contenders that times are compared with: the first that was measured."""
+"""Contenders of vitpar. Ratios are relative to the first of them that was measured."""

@@ -2,8 +2,8 @@
 
     python examples/own_data.py PATH/TO/images
 
-The folder has train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg alone. Without a folder it takes
-scikit-learn's digits.
+The folder holds train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg alone. Without an argument, the script
+uses scikit-learn's digits.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Search the best plan for devices you do not have, and price a plan of your own.
+"""Search for the best plan on devices that you do not have.
 
 python examples/planning.py
 """
@@ -7,7 +7,7 @@ import vitpar
 
 
 def main() -> None:
-    """Print the best plan for ViT-H on 8 H100 under two memory budgets."""
+    """Print the best plan for ViT-H/14 on 8 H100 GPUs under two memory budgets per GPU."""
     for memory in ("80GB", "20GB"):
         found = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, memory=memory, seconds=5)
         best = found.plans[0]

@@ -1,10 +1,10 @@
-"""The floors of the package: who may import whom, seen in the imports themselves.
+"""Check the layers of the package by its imports, and write the page that describes them.
 
     python experiments/architecture.py > docs/architecture.md      # make docs
-    python experiments/architecture.py --check                     # what breaks the rule; exit code 1 if anything does
+    python experiments/architecture.py --check                     # print violations; exit code 1 if there are any
 
-A package imports those on floors below its own. No module imports itself by a detour, also not inside functions; what
-only the type checker sees does not count.
+Takes seconds. A package may import only packages on lower floors, and modules must not import each other in a cycle.
+Imports inside functions count; those under TYPE_CHECKING do not.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("text",)),
     ("", ("limits", "former_names", "lazy")),
 )
-"""From the top. A name goes on downwards until the next. Packages on one floor do not import each other."""
+"""Floors from top to bottom: (name, packages). An empty name means the name of the floor above.
+
+Packages on one floor must not import each other.
+"""
 WIDTH = 40
+"""Characters of the package column in the picture."""
 Step = tuple[str, str, str]
-"""A file below src/vitpar (or cli/), what to look for in it, and what happens there."""
+"""(file below src/vitpar or cli/, name of a function or class in it, what it does)."""
 WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
     "From a strategy string to a collective": (
         13,
@@ -104,7 +108,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
         ),
     ),
 }
-"""How to follow four things through the source; and in how many files at most."""
+"""Walks through the source by title: most files that a walk may have, and its steps."""
 
 
 def modules() -> dict[str, Path]:
@@ -118,7 +122,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(known: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, wherever in its file."""
+    """Return the modules that each module imports, including imports inside functions."""
     return {name: set(_imported(ast.parse(path.read_text(encoding="utf-8")), known)) for name, path in known.items()}
 
 
@@ -136,14 +140,14 @@ def _imported(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def package(module: str) -> str:
-    """Return the package of `FLOORS` that a module is in."""
+    """Return the package of `FLOORS` that contains a module."""
     names = {name for _, floor in FLOORS for name in floor}
     parts = module.removeprefix("vitpar.").split(".")
     return next((name for end in (2, 1) if (name := ".".join(parts[:end])) in names), "vitpar")
 
 
 def upwards(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return the imports that do not go down, in words."""
+    """Return a message for each import of a package that is not on a lower floor."""
     height = {name: -number for number, (_, floor) in enumerate(FLOORS) for name in floor}
     wrong = []
     for module, others in sorted(graph.items()):
@@ -155,7 +159,7 @@ def upwards(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return modules that import themselves by a detour, in words; each group of them once."""
+    """Return a message for each import cycle that a depth-first search finds."""
     wrong: list[str] = []
     done: set[str] = set()
 
@@ -173,7 +177,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def page() -> str:
-    """Return docs/architecture.md."""
+    """Return the text of docs/architecture.md."""
     known = modules()
     graph = imports(known)
     text = textwrap.fill(
@@ -205,7 +209,7 @@ def page() -> str:
 
 
 def lost() -> list[str]:
-    """Return, as sentences, steps of walks whose file or name does not exist, and walks that have become too long."""
+    """Return a message for each step of a walk whose file or name does not exist, and for each too long walk."""
     wrong = []
     for name, (most, steps) in WALKS.items():
         if len(steps) > most:
@@ -218,14 +222,14 @@ def lost() -> list[str]:
 
 
 def _holds(name: str, known: Mapping[str, Path]) -> str:
-    """The first paragraph of the package's docstring."""
+    """Return the first paragraph of a package's docstring, without the full stop."""
     module = name if name in known else f"vitpar.{name}"
     text = ast.get_docstring(ast.parse(known[module].read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
 
 
 def _shortest(packages: list[str], graph: Mapping[str, set[str]]) -> list[str]:
-    """Those of `packages` that none of the others leads to."""
+    """Return those of `packages` that no other one of them imports, directly or indirectly."""
     reach: dict[str, set[str]] = {}
 
     def reached(name: str) -> set[str]:
@@ -239,7 +243,7 @@ def _shortest(packages: list[str], graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def main() -> int:
-    """Print the page, or with --check what breaks the rule."""
+    """Print the page, or with --check the violations."""
     if "--check" not in sys.argv[1:]:
         print(page(), end="")
         return 0

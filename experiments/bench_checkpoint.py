@@ -1,15 +1,16 @@
-"""Measure saving and resuming, compared with other ways to save, a cold start, and an uninterrupted run.
+"""Measure the cost of saving a checkpoint, of resuming, and of being killed once a minute.
 
     python experiments/bench_checkpoint.py                     # about 25 minutes on two cores
     python experiments/bench_checkpoint.py --only saving
 
-- saving: a ViT-S/16 under fsdp2, parameters and AdamW's state: how long training waits, how long until all is on the
-  disk, bytes, and how much longer three steps take beside which it is written; vitpar, `torch.save` of the gathered
-  state, and torch.distributed.checkpoint (DCP), waited for and asynchronous, taking turns.
-- restart: seconds from the start of `vitpar train` to the end of its first step, of a run that begins and of one that
-  goes on, taking turns; a ViT of ViT-S's width and depth on digits.
-- goodput: a run that is killed once a minute and started again at once, for ten minutes: the part of the time in which
-  it made steps that count.
+- saving: parameters and AdamW state of a ViT-S/16 under fsdp2. Measures how long training stalls, how long until the
+  files are on the disk, their size, and how much longer three steps take while a checkpoint is written. Compares
+  vitpar and torch.distributed.checkpoint (DCP), both synchronous and asynchronous, and `torch.save` of the gathered
+  state. They take turns.
+- restart: seconds from starting `vitpar train` to the end of its first step, for a fresh run and for a resumed one,
+  taking turns. The model has the width and depth of ViT-S and trains on digits.
+- goodput: a run that is killed once a minute and restarted at once, for ten minutes. Goodput is the share of the time
+  spent on steps that were not lost to a kill.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WIDE = ["--set", "model.embed_dim=384", "--set", "model.depth=12", "--set", "mod
 
 
 def saving(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
-    """Ways to save."""
+    """Compare the ways to save: return the table and all measurements."""
     path = os.pathsep.join([str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
     output = place / "saving.json"
     words = [arguments.model, "fsdp2", "8", str(arguments.rounds), str(place), str(output)]
@@ -68,7 +69,10 @@ def saving(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
 
 
 def train(place: Path, *words: str) -> subprocess.Popen[bytes]:
-    """`vitpar train` on digits in `place`."""
+    """Start `vitpar train` on digits in the folder `place` and return the process.
+
+    It leads its own process group, so that a kill reaches its ranks too.
+    """
     recipe = [
         "--recipe",
         str(HERE / "digits.toml"),
@@ -84,21 +88,21 @@ def train(place: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def pack(place: Path) -> None:
-    """The digits, once."""
+    """Pack digits into shards in the folder `place`, unless they are already there."""
     if not (place / "digits").exists():
         command = [sys.executable, "-m", "vitpar_cli.main", "data", "pack", "digits", "digits"]
         subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the training rows of metrics.jsonl."""
+    """Return the training rows of metrics.jsonl, without a last line that is still being written."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
     return [row for row in found if row["kind"] == "train"]
 
 
 def restart(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
-    """Cold and going on."""
+    """Compare the time to the first step of fresh and resumed runs: return the table and all measurements."""
     pack(place)
     always = ["--mesh", "fsdp2", "--set", "train.eval_every=1000", *WIDE]
     train(place, "--run-dir", "saved", "--steps", "2", *always).wait()
@@ -128,7 +132,7 @@ def restart(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
 
 
 def goodput(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
-    """Killed once a minute."""
+    """Measure the goodput of a run that is killed once a minute: return the table and all measurements."""
     pack(place)
     draw, run = random.Random(0), place / "killed"
     words = ["--mesh", "fsdp2", "--steps", "100000", "--run-dir", "killed", "--resume", "auto"]

@@ -1,17 +1,17 @@
-"""vitpar against what an engineer would write by hand for the same plan, on the CPU: step times side by side.
+"""Compare the step time of vitpar with a hand-written loop for the same plan, on the CPU.
 
     python experiments/bench_cpu.py                        # about 5 minutes on two cores
     python experiments/bench_cpu.py --quick --only dp2     # seconds, a tiny model: does it run?
 
-In each case both contenders live in the same processes and train the same ViT on the same batches: forward, backward,
-clipping, AdamW, no data loading. Before anything is timed their losses and gradient norms of three steps must agree to
-1e-4. Then they take turns step by step, so other work on the machine hits both alike; the ratio is taken pair by pair.
-"±" is half the distance between the quartiles. The ratio of CPU time (all threads of all ranks) leaves out waiting, so
-it is the steadier one on a busy machine. Memory is measured in runs of one contender each: how far the fullest rank's
-resident memory grew at its peak beyond what it was after importing torch. "host" is a model so small that what the host
-does for every operation is nearly all of a step.
+In each case both contenders run in the same processes and train the same ViT on the same batches: forward, backward,
+clipping and AdamW, without data loading. Before timing, the losses and gradient norms of three steps must agree to
+1e-4. Then the contenders take turns step by step, so that other work on the machine slows both alike. The ratio is the
+median over pairs of steps, "±" half the interquartile range. The ratio of CPU time (all threads of all ranks) excludes
+waiting, so it is steadier on a busy machine. Memory is measured in separate runs of one contender each: the peak
+resident memory of the rank that uses most, minus its resident memory after importing torch. The model of case "host"
+is so small that the host's overhead per operation is nearly all of a step.
 
-Speeds are reported, not judged: the exit code is 1 only when a case fails, as when losses differ.
+Speeds are reported, not judged: the exit code is 1 only when a case fails, for example because losses differ.
 """
 
 import argparse
@@ -36,14 +36,19 @@ from vitpar.launch import spawn
 
 @dataclass(frozen=True)
 class Result:
-    """A case's seconds of every timed step (side -> wall | cpu -> list) and each side's memory in bytes."""
+    """Measurements of one case."""
 
     case: Case
     seconds: dict[str, dict[str, list[float]]]
+    """Seconds of every timed step: side (hand, vitpar) -> clock (wall, cpu) -> list."""
     memory_bytes: dict[str, int]
+    """Peak memory by side, in bytes; empty if it was not measured."""
 
     def ratio(self, kind: str) -> Spread:
-        """Seconds of vitpar over seconds by hand; kind: wall or cpu."""
+        """Return the step time of vitpar divided by that of the hand-written loop.
+
+        kind: clock, wall or cpu.
+        """
         return ratio(self.seconds["vitpar"][kind], self.seconds["hand"][kind])
 
     def row(self) -> tuple[str, ...]:
@@ -56,14 +61,14 @@ class Result:
         return (self.case.name, self.case.by_hand, *times, *ratios, f"≤ {self.case.target}", memory or "not measured")
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was measured."""
+        """Return all measurements and their ratios."""
         ratios = {kind: vars(self.ratio(kind)) for kind in ("wall", "cpu")}
         fields = {"case": self.case.name, "mesh": self.case.mesh, "target": self.case.target}
         return {**fields, "ratio": ratios, "seconds": self.seconds, "memory_bytes": self.memory_bytes}
 
 
 def main() -> int:
-    """The program; returns its exit code."""
+    """Read the options, measure, print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and few steps, no memory: only to see it run"
@@ -102,7 +107,7 @@ def main() -> int:
 
 
 def measure(case: Case, size: Size) -> Result | None:
-    """Time a case, and its memory where `size` says so. None where a run failed, which has told why."""
+    """Measure step times of a case, and memory if `size.memory`. Return None if a run failed and printed why."""
     both = run(case, size, "both")
     if both is None:
         return None
@@ -116,11 +121,15 @@ def measure(case: Case, size: Size) -> Result | None:
 
 
 def run(case: Case, size: Size, side: str) -> dict[str, Any] | None:
-    """One world of ranks (``bench.rank``) from start to end, and what it measured."""
+    """Run ``bench.rank`` on all ranks of the case and return its measurements, or None if it failed.
+
+    side: hand, vitpar or both.
+    """
     here = Path(__file__).parent
     environment = {
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]),
-        **({"OMP_NUM_THREADS": "1"} if size is QUICK else {}),  # steps too short to share, above all on a busy machine
+        # The steps of QUICK are too short to gain from several threads.
+        **({"OMP_NUM_THREADS": "1"} if size is QUICK else {}),
         **(ENVIRONMENT if side != "both" else {}),
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,17 @@
-"""Loaders beside each other, on the same images, in one run.
+"""Compare data loaders on the same images.
 
-    python experiments/bench_data.py                               # a few minutes; images are made up
-    python experiments/bench_data.py --images PATH/TO/JPEGS        # real ones; a few hundred suffice
+    python experiments/bench_data.py                               # a few minutes; synthetic images
+    python experiments/bench_data.py --images PATH/TO/JPEGS        # your own; a few hundred suffice
 
-- loaders: images a second that one core reads, decodes, crops to 224 and batches: vitpar, webdataset with Pillow in
-  torch's DataLoader, an image folder with the same. They take turns; a ratio is of the medians of rounds.
-- workers: images a second of all cores: vitpar's threads beside as many processes, while the main thread waits, and
-  while it does one small operation of torch after another, as one that hands work to a GPU.
-- container: samples a second without decoding: vitpar's reads in shuffled order, webdataset's stream.
-- start: seconds to the first batch, memory of the process that decodes.
-- scale: an index of as many samples as ImageNet-1k and -21k have, without shards: seconds to open it and to have the
-  batch at sample 1,000,000, and what memory that takes; how fast shards are indexed.
+- loaders: images/s that one core reads, decodes, crops to 224 pixels and batches. Compares vitpar, webdataset and an
+  image folder; the latter two decode with Pillow in torch's DataLoader. They take turns; a ratio is the median of the
+  ratios of all rounds.
+- workers: images/s of all cores: vitpar's threads compared with as many processes. The main thread either waits, or
+  runs small torch operations without pause, like one that launches GPU kernels.
+- container: samples/s without decoding: vitpar reading in shuffled order, webdataset streaming.
+- start: seconds to the first batch, and memory of all processes of the loader.
+- scale: an index of the size of ImageNet-1k and -21k, without images: seconds to open it and to look up the batch at
+  sample 1,000,000, and the memory this takes. Also the speed of indexing shards.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def main() -> int:
 
 
 def _write(folder: Path, images: Path | None) -> list[int]:
-    """The images as `source`/a/*.jpg and packed as `packed`; their sizes in bytes."""
+    """Write the images as `source`/a/*.jpg, pack them as `packed`, and return their sizes in bytes."""
     (folder / "source" / "a").mkdir(parents=True)
     if images is None:
         found = photographs(SYNTHETIC)
@@ -102,13 +103,15 @@ def _write(folder: Path, images: Path | None) -> list[int]:
     for number, data in enumerate(found):
         (folder / "source" / "a" / f"{number}.jpg").write_bytes(data)
         sizes.append(len(data))
-    (folder / "source" / "a" / "last.jpg").write_bytes(data)  # val takes one of every class
+    (folder / "source" / "a" / "last.jpg").write_bytes(
+        data
+    )  # an extra image: the validation split takes one of every class
     pack(folder / "source", folder / "packed", val_fraction=1e-9, shard_samples=100)
     return sizes
 
 
 def loaders(folder: Path) -> tuple[Table, Any]:
-    """Images a second."""
+    """Compare the speed of loaders on one core."""
     sources = {name: folder / ("source" if "folder" in name else "packed") for name in LOADERS}
     rates: dict[str, list[float]] = {
         name: [] for name in (*LOADERS, "bare simplejpeg decode", "bare Pillow decode and crop")
@@ -121,7 +124,7 @@ def loaders(folder: Path) -> tuple[Table, Any]:
             for _ in range(WARM_UP):
                 next(batches)
             rates[name].append(_rate(lambda batches=batches: len(next(batches))))
-            batches.close()  # with its workers
+            batches.close()  # also stops its workers
         for name, work in (
             ("bare simplejpeg decode", simplejpeg.decode_jpeg),
             ("bare Pillow decode and crop", lambda d: random_resized_crop(Image.open(io.BytesIO(d)).convert("RGB"))),
@@ -140,7 +143,7 @@ def loaders(folder: Path) -> tuple[Table, Any]:
 
 
 def workers(folder: Path) -> tuple[Table, Any]:
-    """Threads beside processes, and what they leave to the main thread."""
+    """Compare threads with processes, and measure how much they slow down the main thread."""
     kinds = {"threads": threads, "processes": processes}
     x = torch.randn(64, 64)
     mains: dict[str, Callable[[], object]] = {"waits": lambda: time.sleep(0.01), "computes": lambda: torch.add(x, x)}
@@ -165,7 +168,7 @@ def workers(folder: Path) -> tuple[Table, Any]:
 
 
 def _rates_beside(main: Callable[[], object], batches: Iterator[torch.Tensor]) -> tuple[float, float]:
-    """How many images come in a second while `main` is called again and again, and how often that is in a second."""
+    """Call `main` repeatedly while another thread takes batches; return images/s and calls/s."""
     done, calls, over = 0, 0, threading.Event()
 
     def take() -> None:
@@ -186,7 +189,7 @@ def _rates_beside(main: Callable[[], object], batches: Iterator[torch.Tensor]) -
 
 
 def _rate(work: Callable[[], int]) -> float:
-    """How much `work` gets done in a second."""
+    """Call `work` for SECONDS and return the sum of its results per second."""
     begun, done = time.perf_counter(), 0
     while time.perf_counter() - begun < SECONDS:
         done += work()
@@ -194,7 +197,7 @@ def _rate(work: Callable[[], int]) -> float:
 
 
 def container(folder: Path) -> tuple[Table, Any]:
-    """Samples a second, undecoded."""
+    """Compare the speed of reading samples without decoding them."""
     shards = ShardSet.open(folder / "packed", "train")
     order, urls = SampleOrder(0, len(shards)), [str(path) for path in sorted((folder / "packed").glob("train-*.tar"))]
 
@@ -220,7 +223,7 @@ def container(folder: Path) -> tuple[Table, Any]:
 
 
 def start(folder: Path) -> tuple[Table, Any]:
-    """Each in a process of its own."""
+    """Measure the start of each loader in a separate process."""
     found = {}
     table = Table("", "seconds to the first batch", "MB, all its processes", box=box.MARKDOWN)
     for name in LOADERS:
@@ -238,7 +241,7 @@ def _probed(name: str, source: Path) -> str:
 
 
 def probe(name: str, source: str) -> int:
-    """Time to the first batch, and memory after ten; or of an index alone."""
+    """Print JSON: seconds to the first batch of loader `name`, and memory after ten more; or probe an index."""
     if name == "index":
         return probe_index(Path(source))
     begun = time.perf_counter()
@@ -249,11 +252,11 @@ def probe(name: str, source: str) -> int:
         next(batches)
     print(json.dumps({"seconds": seconds, "memory": own_memory()}))
     sys.stdout.flush()
-    os._exit(0)  # workers of a DataLoader that is stopped in the middle may hang
+    os._exit(0)  # the workers of a DataLoader that is stopped between batches may hang
 
 
 def scale(folder: Path) -> tuple[Table, Any]:
-    """Indices of the size of ImageNet-1k and -21k."""
+    """Measure indices of the size of ImageNet-1k and -21k, and the speed of indexing."""
     table = Table(
         "samples", "index MB", "seconds to open", "to the batch at 1,000,000", "MB more, not mapped", box=box.MARKDOWN
     )

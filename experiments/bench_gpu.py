@@ -1,32 +1,34 @@
-"""One GPU, bf16 and fp8: how fast vitpar trains, what the chip could do at most, and a plain compiled loop beside it.
+"""Measure training on one GPU in bf16 and fp8, compared with the chip's limits and a plain compiled loop.
 
     PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json                       # as much as ten minutes hold
-    PYTHONPATH=src python experiments/bench_gpu.py --sections plain fp8 --json rest.json # what they do not
+    PYTHONPATH=src python experiments/bench_gpu.py --sections plain fp8 --json rest.json # sections that did not fit
     PYTHONPATH=src python experiments/bench_gpu.py --sections fp8 --fp8-sums fast        # another accumulation
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
 
-The most important comes first, a row is told and written as soon as it is there, and what would not end within
---minutes (by estimates; compiling takes longest) is left out and named. Exit code 1: something failed.
+The most important rows come first, and each row is printed and written at once. Rows that would not end within
+--minutes (by estimates; compiling takes longest) are skipped and named. Exit code 1: something failed.
 
-1. limits: the rate of the model's own matrix products (the linear layers of a block, forward and backward, in bf16)
-   in bursts of a fraction of a second and sustained for seconds, and bytes a second of a copy
-2. vitpar: the trainer's step on one batch in the GPU's memory, every block compiled. Beside MFU stand what was
-   predicted, the goal, and the sustained rate of the products alone over the chip's dense bf16 peak; then how often a
-   step waits for the GPU, its kernels, the part of the time in which the GPU is busy with them, and its phases
-3. input: the first model on JPEG files of 500x375 pixels out of shards, beside the batch in memory, in turns
+1. limits: FLOP/s of the model's own matrix products (the linear layers of a block, forward and backward, in bf16), in
+   bursts of a fraction of a second and sustained for seconds, and bytes/s of a copy
+2. vitpar: the trainer's step on one batch in GPU memory, every block compiled. The table compares MFU with the
+   prediction, the goal, and the sustained rate of the products alone divided by the chip's dense bf16 peak. It also
+   shows how often a step waits for the GPU, the number of kernels, and how much of the time the GPU runs them. A second
+   table splits the step into phases.
+3. input: the first model on JPEG files of 500x375 pixels from shards, in turns with the batch in GPU memory
    (needs all of vitpar's packages)
-4. plain: the same ViT unwrapped, ``torch.compile`` on the whole, bf16 autocast, and the attention kernel that vitpar
-   found to be the fastest; in turns with vitpar
-5. fp8: vitpar's step in fp8 beside bf16, in turns, of models at least 1280 wide; both losses after as many steps on one
-   batch
+4. plain: the same ViT without vitpar's parallel layers, compiled as one with ``torch.compile``, with bf16 autocast and
+   the attention kernel that vitpar found to be the fastest; in turns with vitpar
+5. fp8: vitpar's step in fp8, in turns with bf16, for models at least 1280 wide; also both losses after equally many
+   steps on one batch
 
-All train with AdamW (fused) and clipping by the global norm. First vitpar's first loss and gradient norm are compared
-with the unwrapped, uncompiled ViT in bf16. Times are of blocks of --steps steps between two synchronisations, after a
-warm-up that also compiles; batches are those of bench/gpu_models.py for the free memory, halved where they do not fit.
-Shown are medians ± half the distance between quartiles over the blocks. MFU counts the
-matrix products of forward × 3 (``ViTConfig.flops``). Memory is the peak of what the contender allocated itself.
+All train with fused AdamW and clip by the global norm. Before timing, vitpar's first loss and gradient norm are
+compared with those of the plain, uncompiled ViT in bf16. A time is that of a block of --steps steps between two
+synchronisations, after a warm-up that also compiles. Batch sizes depend on the free memory (bench/gpu_models.py) and
+are halved if they do not fit. Tables show the median of the blocks ± half the interquartile range. MFU counts the
+matrix products of forward × 3 (``ViTConfig.flops``). Memory is the peak of what the contender itself allocated.
 
-timm, transformers and Lightning: bench_peers.py. This needs torch, einops, numpy and this checkout; not rich.
+For timm, transformers and Lightning see bench_peers.py. This script needs torch, einops, numpy and this checkout, but
+not rich.
 """
 
 import argparse
@@ -62,7 +64,7 @@ except ModuleNotFoundError as error:
 
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 FP8_WIDTH = 1280
-"""Only large products can win back what scaling costs."""
+"""Smallest embed_dim for the fp8 section: in smaller products, scaling costs more than fp8 gains."""
 SECTIONS = ("vitpar", "input", "plain", "fp8")
 SECTIONS_HELP = "of: vitpar, input (with vitpar), plain, fp8; limits always"
 WARM_UP = 5
@@ -70,7 +72,7 @@ REPEATS = 5
 
 
 def main() -> int:
-    """The program; returns its exit code."""
+    """Read the options, measure, print tables and return the exit code."""
     options = arguments()
     device = join(ALONE, options.device)
     facts = header()
@@ -85,14 +87,14 @@ def main() -> int:
         sum_in_float8(options.fp8_sums == "fast")
     try:
         measure_all(run, jobs)
-    finally:  # a GPU that is lost fails all that comes after
+    finally:  # show the rows so far: after a lost GPU, everything else fails
         run.show()
     leave()
     return 1 if run.failed else 0
 
 
 def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
-    """All sections that were asked for, the most important rows first."""
+    """Measure the chosen sections, the most important rows first."""
     sections = run.options.sections
     for config, size in jobs:
         attempt(run, "limits", 5, config, size, limits)
@@ -102,12 +104,12 @@ def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
     plain = [("plain", *job) for job in jobs if "plain" in sections]
     wide = [job for job in jobs if job[0].embed_dim >= FP8_WIDTH or run.options.tiny]
     fp8 = [("fp8", *job) for job in sorted(wide, key=lambda job: -job[0].embed_dim) if "fp8" in sections]
-    for section, config, size in [*plain[:1], *fp8[:1], *plain[1:], *fp8[1:]]:  # a row of each before a second one
+    for section, config, size in [*plain[:1], *fp8[:1], *plain[1:], *fp8[1:]]:  # one row of each section first
         attempt(run, section, 60 + 2.5 * config.depth, config, size, partial(side_by_side, section=section))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="timm's names")
     parser.add_argument("--batch-size", type=int, metavar="N", help="images a step, for every model")
@@ -134,8 +136,12 @@ def arguments() -> argparse.Namespace:
 
 
 def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: int, measure: Any) -> None:
-    """Measure one model if there is time for it, with half the batch where memory ends. What fails must not cost the
-    other rows."""
+    """Measure one model if time is left; halve the batch if it does not fit into memory.
+
+    Errors are recorded and printed but not raised, so that the other rows are still measured.
+
+    what: section. seconds: estimated duration. measure: called with run, config and batch size.
+    """
     name = f"{what}, {config.name}"
     if not run.has_time(name, seconds):
         return
@@ -145,7 +151,7 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
     except torch.OutOfMemoryError:
         fits = False
         run.leave_out(f"{name}, batch {batch_size}", "it does not fit into memory")
-    except RecipeError as refused:  # fp8, which the GPU does not have
+    except RecipeError as refused:  # fp8 on a GPU without it
         run.leave_out(name, str(refused))
     except Exception as error:
         traceback.print_exc()
@@ -154,12 +160,12 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
     torch._dynamo.reset()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
-    if not fits and batch_size > 1:  # here, where the error no longer keeps the tensors
+    if not fits and batch_size > 1:  # not in the except clause, where the error keeps the tensors alive
         attempt(run, what, seconds, config, batch_size // 2, measure)
 
 
 def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
-    """Measure the chip's rates for this model's products and for memory."""
+    """Measure FLOP/s of this model's matrix products and bytes/s of a copy."""
     found = matrix_products(config, batch_size, run.device)
     copied = bandwidth(run.device, 16 if run.options.tiny else 1024)
     cells = [
@@ -174,7 +180,7 @@ def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
 
 
 def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> None:
-    """vitpar alone, and with `with_input` fed with JPEG files."""
+    """Measure vitpar's step alone; with `with_input`, also training on JPEG files."""
     batch = random_batch(config, batch_size, run.device)
     expected = reference(config, *batch)
     memory, step = Memory(run.device), make_ours(run, config, batch_size)
@@ -225,7 +231,7 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
 
 
 def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tensor, Tensor]) -> None:
-    """The model's rate with real input."""
+    """Measure how much slower the model trains on JPEG files than on a batch in memory."""
     try:
         from bench.jpeg_input import beside_synthetic
     except ImportError as error:
@@ -243,7 +249,7 @@ def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tens
 
 
 def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) -> None:
-    """vitpar in bf16 and what it is compared with, in turns."""
+    """Time vitpar in bf16 in turns with its contender: a plain loop or fp8, by `section`."""
     batch, steps = random_batch(config, batch_size, run.device), run.options.steps
     made: dict[str, Any] = {}
     others = {
@@ -260,7 +266,7 @@ def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) 
         repeat(step, batch, 1)
         memory[name], contenders[name] = measured.peak(), partial(repeat, step, batch, steps)
     times = take_turns(contenders, REPEATS, partial(settle, run.device))
-    losses = {name: step(*batch)[0].item() for name, step in made.items()}  # after as many steps
+    losses = {name: step(*batch)[0].item() for name, step in made.items()}  # after equally many steps
     seconds = {name: [wall / steps for wall in one.wall] for name, one in times.items()}
     shown = [Spread.of([1e3 * s for s in seconds[name]]).text(2) for name in contenders]
     over = ratio(seconds[section], seconds["vitpar"]).text(3)
@@ -271,7 +277,7 @@ def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) 
 
 
 def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf16", kernel: str = "auto") -> Any:
-    """vitpar's step under dp1."""
+    """Build vitpar's step under dp1."""
     plan = validate(parse("dp1"), config, batch_size)
     return vitpar_step(
         config, plan, batch_size, run.device, precision=precision, compile_blocks=run.compiled, kernel=kernel
@@ -279,7 +285,10 @@ def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf
 
 
 def sum_in_float8(fast: bool) -> None:
-    """Let all fp8 products add up in fewer bits than float32 has (`fast`), or none, instead of vitpar's choice."""
+    """Set the accumulation of all fp8 products, instead of vitpar's choice per product.
+
+    fast: accumulate in fewer bits than float32 has. Otherwise accumulate in float32.
+    """
     multiply = float8.multiply
 
     def multiplied(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, _: bool = True) -> Tensor:
@@ -289,7 +298,7 @@ def sum_in_float8(fast: bool) -> None:
 
 
 def repeat(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> None:
-    """Several steps in a row."""
+    """Make `steps` steps on the same batch."""
     for _ in range(steps):
         step(*batch)
 

@@ -1,27 +1,27 @@
-"""vitpar beside timm, transformers' Trainer, Lightning's Trainer and PyTorch by hand: the same ViT, side by side.
+"""Compare training speed of vitpar, timm, transformers' Trainer, Lightning's Trainer and plain PyTorch on one ViT.
 
     python experiments/bench_peers.py                          # CPU, fp32 and bf16, about 8 minutes on two cores
     python experiments/bench_peers.py --compile --precision fp32
     python experiments/bench_peers.py --device cuda --json peers.json     # B/16, compiled, in ten minutes at most
     python experiments/bench_peers.py --device cuda --models vit_large_patch16_224 --json large.json
-    python experiments/bench_peers.py --device cuda --largest  # the deepest model of g/14's width that can be trained
+    python experiments/bench_peers.py --device cuda --largest  # instead: the deepest model of g/14's width that fits
     python experiments/bench_peers.py --tiny                   # seconds: does the program run?
 
-Every contender trains from the same initial parameters on the same batches, which are in memory (on the device), with
-the same AdamW (fused; decay of matrices only), clipping and precision (autocast where it is not vitpar's); nothing is
-evaluated, saved or shown. Each lives in a process of its own. Trainers run their own loops and are held between two
-steps while others have their turn; turns are blocks of --steps steps, of which one more at the begin is not timed, and
-the order turns around every round. On a CPU all are started --restarts times, in another order, and their times put
-together: where a process gets its memory makes it faster or slower than another of the same program. Before anything is
-timed, numbers of parameters must be equal, and the losses of the first three steps agree: to 1e-4 in fp32, to 2e-2 in
-bf16.
+Every contender starts from the same parameters and trains on the same batches, which are already on the device. All
+use fused AdamW (weight decay on matrices only), the same clipping and the same precision (autocast, except in vitpar).
+Evaluation, saving and progress bars are off. Each contender runs its own loop in a separate process and is paused
+between two steps while others have their turn. A turn is one untimed step and --steps timed ones; the order is reversed
+every other round. On a CPU all processes are started --restarts times in different orders and their times are pooled,
+because two processes of the same program differ in speed by where their memory lies. Before timing, the numbers of
+parameters must be equal and the losses of the first three steps must agree to 1e-4 in fp32 and 2e-2 in bf16.
 
-"vitpar, whole loop" is its Trainer with its log interval of 10 steps and metrics. Ratios are over it, where
-its packages are installed, else over its bare step; taken round by round, "±" is half the distance between quartiles.
-CPU time is that of all threads of a process, page faults those of a step (the median of rounds). Memory is the peak of
-what a process allocated on the GPU. On a GPU a call trains one model; contenders that would not be ready within
---minutes are left out, and rounds end then. --json is written when a contender is ready and after every round.
-Who is not installed is left out, and the reason said. Exit code 1: a contender that is there failed, or losses differ.
+"vitpar, whole loop" is its Trainer with metrics and a log interval of 10 steps. Ratios are relative to it if its
+packages are installed, else to vitpar's bare step. They are taken round by round; "±" is half the interquartile range.
+CPU time counts all threads of a process; page faults are those of a step (median of the rounds). Memory is the peak
+that a process allocated on the GPU. On a GPU one call trains one model. Contenders that would not be ready within
+--minutes are left out, and no round begins later. --json is written when a contender is ready and after every round.
+Contenders that are not installed are left out, with the reason. Exit code 1: an installed contender failed, or losses
+differ.
 """
 
 import argparse
@@ -53,13 +53,13 @@ SMALL = {"num_heads": 4, "num_classes": 100}
 TINY = {"depth": 2, "image_size": 32, "num_classes": 10}
 WARM_UP = 5
 START_S, MEASURE_S = 100, 90
-"""Seconds that a contender takes to start and compile on a GPU, about, and that the rounds then take."""
+"""Rough seconds on a GPU: to start and compile a contender, and to run all rounds."""
 TIMES = ("ms a step", "images/s", "time over vitpar's", "CPU time over vitpar's")
 COLUMNS = ("contender", "version", *TIMES, "page faults", "GiB")
 
 
 def main() -> int:
-    """The program; returns its exit code."""
+    """Read the options, measure, print tables and return the exit code."""
     options = arguments()
     facts = header()
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -120,7 +120,7 @@ def arguments() -> argparse.Namespace:
     options.precision = options.precision or (["bf16"] if options.device == "cuda" or options.largest else None)
     options.precision = options.precision or ["fp32", "bf16"]
     options.steps = options.steps or (1 if options.tiny else 20 if options.device == "cuda" else 3)
-    long = options.device == "cuda" or options.compile  # to start
+    long = options.device == "cuda" or options.compile  # starting takes long
     if options.rounds is None:
         options.rounds = 9 if long else 5
     if options.restarts is None:
@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """Return the trainings, apart from contenders."""
+    """Return a job for each model and precision; its contender is set later."""
     gpu = options.device == "cuda"
     if options.tiny:
         models, size, sizes = ["vit_tiny_patch16_224"], TINY, {}
@@ -162,7 +162,10 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def free_memory() -> int:
-    """Return the free bytes of the GPU, without a context in this process, which would take some of them."""
+    """Return the free bytes of the GPU.
+
+    Asks a separate process, because a CUDA context in this one would use some of them.
+    """
     code = "import torch; print(torch.cuda.mem_get_info()[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return 80 * GIB if done.returncode else int(done.stdout)
@@ -171,8 +174,10 @@ def free_memory() -> int:
 def beside(
     job: Job, options: argparse.Namespace, console: Console, end: float, keep: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, Any], bool]:
-    """Times of all contenders, and whether all did what they should. end: on the monotonic clock. keep: is given what
-    is known so far, whenever there is more."""
+    """Measure all contenders of a job; return the measurements and whether all trained correctly.
+
+    end: time limit on the monotonic clock. keep: called with the measurements so far.
+    """
     left: dict[str, str] = {}
     told: list[str] = []
     ok, timed = True, list[Timed]()
@@ -197,7 +202,7 @@ def beside(
             timed = found
             continue
         again = {one.contender.name: one for one in found}
-        timed = [one for one in timed if one.contender.name in again]  # who failed meanwhile is not compared
+        timed = [one for one in timed if one.contender.name in again]  # drop contenders that failed meanwhile
         for one in timed:
             one.wall += again[one.contender.name].wall
             one.cpu += again[one.contender.name].cpu
@@ -214,11 +219,14 @@ def together(
     end: float,
     ready: Callable[[list[Timed]], None],
 ) -> tuple[list[Timed], bool]:
-    """Processes of all contenders, started anew, and their times in turns; whether none failed. left: those that are
-    not there, which are not started again. ready: is given the contenders whenever there is more of them."""
+    """Start the processes of all contenders and time them in turns; return the times and whether none failed.
+
+    left: reasons of contenders that were left out; they are not started again, and new ones are added. end: time limit
+    on the monotonic clock. ready: called with all measurements after each start and each round.
+    """
     ok, timed = True, list[Timed]()
     with ExitStack() as ends:
-        for name in names:  # one after the other: vitpar tries kernels when it starts
+        for name in names:  # start one at a time: vitpar benchmarks kernels at its start
             if CONTENDERS[name] in left:
                 continue
             if end - time.monotonic() < (START_S + MEASURE_S if job.device == "cuda" else 0):
@@ -240,7 +248,7 @@ def together(
 
 
 def alike(timed: list[Timed], precision: str, console: Console) -> bool:
-    """Whether all train the same; says how far their losses are apart."""
+    """Return whether all contenders have equal parameter counts and losses; print how much the losses differ."""
     first, ok = timed[0], True
     for one in timed[1:]:
         apart = difference(one.losses, first.losses)
@@ -256,7 +264,7 @@ def alike(timed: list[Timed], precision: str, console: Console) -> bool:
 
 
 def table(timed: list[Timed], job: Job) -> Table:
-    """A row a contender."""
+    """Return the table with one row per contender."""
     made = Table(*COLUMNS, box=box.MARKDOWN)
     ours = next((one for name in OURS for one in timed if one.contender.job.contender == name), timed[0])
     for one in timed:
@@ -275,7 +283,7 @@ def table(timed: list[Timed], job: Job) -> Table:
 
 
 def largest(job: Job, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
-    """The deepest model of each contender, each with what it has to save memory."""
+    """Find the deepest model of each contender with all its memory savings; return them and whether none failed."""
     made = Table("contender", "blocks", "parameters, M", "the next one", box=box.MARKDOWN)
     found: dict[str, Any] = {}
     ok = True

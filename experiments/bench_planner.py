@@ -1,18 +1,20 @@
-"""How long searches take, and how far predictions are off.
+"""Measure the duration of plan searches and the error of the planner's predictions.
 
     python experiments/bench_planner.py                          # about an hour on two cores
     python experiments/bench_planner.py --only search galvatron  # two minutes
     python experiments/bench_planner.py --only accuracy --ranks 4 --json rows.json
 
-- search: ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, one process; for a batch of 128 images a device and for
-  a sweep over five batch sizes, all pipeline degrees, schedules and numbers of micro-batches. And a model of the shape
-  of ViT-22B (arXiv 2302.05442, table 1) on 256 H100, 16 images a device.
-- galvatron: ViT-Huge-32 on 8 GPUs in four memory budgets: the plan that Galvatron's first planner found, and vitpar's,
-  under that planner's model (memory rounded up as it does) and under vitpar's with the same profile.
-- accuracy: the model of planner.toml on so many CPU ranks: both profiles, then every example plan of `vitpar validate`.
-  Time and memory, predicted and measured; what errors would be without regard to the pace of the cores, and the time
-  that these took for the same work beside when they were profiled; the order of the plans; how much slower than the
-  fastest the plan is that was predicted to be.
+- search: seconds of a search in one process, over all pipeline degrees, schedules and numbers of micro-batches.
+  ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, for 128 images per device and for a sweep over five batch
+  sizes. Also a model of the shape of ViT-22B (arXiv 2302.05442, table 1) on 256 H100 with 16 images per device.
+- galvatron: ViT-Huge-32 on 8 GPUs with four memory budgets. Compares the plans that Galvatron's planner of 2022 and
+  vitpar found, under the cost model of that planner (with its rounding of memory) and under vitpar's with the same
+  profile.
+- accuracy: the model of planner.toml on each number of CPU ranks: profile hardware and model, then run every example
+  plan of `vitpar validate`. Shows predicted and measured time and memory, and the rank correlation of the times. Shows
+  how much slower the plan predicted to be fastest is than the fastest one. "pace" is the
+  time that the same work took compared with profiling; measured times are divided by it, except "by the clock".
+  "repeat" is the difference between two measurements of a plan.
 """
 
 import argparse
@@ -39,7 +41,7 @@ from vitpar.strategy import parse, validate
 
 RECIPE = Path(__file__).parent / "planner.toml"
 SWEEP = (32, 64, 128, 256, 512)
-"""Images a device."""
+"""Images per device."""
 LARGE = model_config(
     "vit_custom",
     patch_size=14,
@@ -59,7 +61,7 @@ SEARCHES = (
     ),
     ("ViT-22B", LARGE, "32x8xH100", (16,), 72e9),
 )
-"""Model, cluster, images a device, bytes a rank."""
+"""(model name, model, cluster, images per device for each batch size, memory budget of a rank in bytes)."""
 
 
 def main() -> int:
@@ -84,7 +86,7 @@ def main() -> int:
 
 
 def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
-    """Seconds of searches."""
+    """Time the searches."""
     rows = []
     for model, config, name, images, memory in SEARCHES:
         costs = estimated_costs(config, name, "bf16")
@@ -133,7 +135,7 @@ def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, An
 
 
 def galvatron(_worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
-    """Both planners under both models; images a second."""
+    """Compare the images/s of the plans of both planners under both cost models."""
     heads = ("GB", "Galvatron's plan", "its model", "ours", "vitpar's plan", "its model", "vitpar's plan", "ours")
     table, rows = Table(*heads, box=box.MARKDOWN), []
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +172,7 @@ def galvatron(_worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dic
 
 
 def accuracy(worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], dict[str, Any]]:
-    """Predictions beside measurements."""
+    """Compare predictions with measurements for each number of ranks in `worlds`."""
     found = {}
     for ranks in worlds:
         with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +188,7 @@ def accuracy(worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], dict[str, 
 
 
 def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table]]:
-    """One world's plans, and their errors in sum."""
+    """Return two tables for one number of ranks: a summary of the errors, and every plan."""
     heads = ("plan", "micro-batches", "schedule", "predicted ms", "measured ms", "error", "predicted MB", "measured MB")
     table = Table(*heads, "error", box=box.MARKDOWN)
     for row in record["rows"]:

@@ -4,16 +4,16 @@
     python experiments/bench_plans.py --only bubble memory   # some of the tables
     python experiments/bench_plans.py --quick                # two rows of each table: to see the program run
 
-- traffic: elements that a rank receives for one block, forward and backward of one micro-batch, counted while it runs
-  and by formulas (ring collectives): activations as `vitpar.strategy.traffic` has them, and less if what was gathered
-  in forward were kept for backward, which costs memory; weights and their gradients.
-- bubble: pp4 with stages that sleep instead of computing, equally long for a forward, the gradients of inputs and those
-  of weights, so that it takes no cores; the part of a step in which a rank does not sleep, beside the theory of
-  `vitpar plan`. What is above theory is what sending and scheduling cost here.
-- memory: how much the resident memory of each rank grew, for a model whose activations are small: after a step, beside
-  parameters and moments as `vitpar plan` counts them (gradients are gone by then), and at most within one, beside what
-  is gathered and waits by then.
-- layerwise: step times of a plan whose halves differ beside both uniform plans, taking turns in one run.
+- traffic: elements that a rank receives in forward and backward of one block and one micro-batch, counted while it
+  runs and computed for ring collectives. Activations are computed by `vitpar.strategy.traffic`, and also as if tensors
+  gathered in forward were kept for backward, which costs memory. Weights include their gradients.
+- bubble: idle share of a step under pp4, compared with the theory of `vitpar plan`. The stages sleep instead of
+  computing, so that they need no cores; forward, input gradients and weight gradients take equally long. The excess
+  over theory is the cost of sending and scheduling.
+- memory: growth of each rank's resident memory for a model with small activations. After a step it is compared with
+  parameters and moments as in `vitpar plan` (gradients are freed by then). The peak within a step is compared with
+  these plus gradients, gathered parameters and communication buffers.
+- layerwise: step times of a plan whose two halves differ, in turns with both uniform plans.
 """
 
 import argparse
@@ -63,9 +63,9 @@ def main() -> int:
 
 
 def measure(what: str, *words: str, ranks: int, env: Mapping[str, str] = {}) -> Any:
-    """Return what ``bench.plan_rank`` measures in a separate world.
+    """Run ``bench.plan_rank`` on new ranks and return its measurements.
 
-    env: additional variables for its ranks.
+    what: table. words: further arguments. env: additional environment variables.
     """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
@@ -73,12 +73,15 @@ def measure(what: str, *words: str, ranks: int, env: Mapping[str, str] = {}) -> 
         output = Path(folder, "result.json")
         argv = ["-m", "bench.plan_rank", what, str(output), *words]
         if spawn(ranks, argv, device="cpu", env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}):
-            sys.exit(1)  # it said why
+            sys.exit(1)  # the ranks printed the reason
         return json.loads(output.read_text())
 
 
 def traffic(most: int | None) -> tuple[Table, list[dict]]:
-    """Elements received, counted and by formulas."""
+    """Compare the elements received with formulas.
+
+    most: number of rows, None for all.
+    """
     heads = ("mode", "activations, counted", "by the table", "if they were kept", "weights, counted", "by formula")
     table = Table(*heads, box=box.MARKDOWN)
     rows = [measure("traffic", mesh, ranks=parse(mesh).world_size) for mesh in TRAFFIC[:most]]
@@ -89,7 +92,7 @@ def traffic(most: int | None) -> tuple[Table, list[dict]]:
 
 
 def bubble(most: int | None) -> tuple[Table, list[dict]]:
-    """Idle share of pp4, measured and in theory."""
+    """Compare the idle share of pp4 with theory."""
     table = Table("schedule", "micro-batches", "idle, measured", "in theory", box=box.MARKDOWN)
     rows = [measure("bubble", name, ranks=4) for name in SCHEDULES[:most]]
     for row in rows:
@@ -111,7 +114,7 @@ def memory(most: int | None) -> tuple[Table, list[dict]]:
 
 
 def layerwise(most: int | None) -> tuple[Table, dict]:
-    """Step times of a mixed plan beside those of the plans that it mixes."""
+    """Compare the step time of a layerwise plan with those of the uniform plans that it mixes."""
     table = Table("plan", "step, ms", "over the first", box=box.MARKDOWN)
     seconds = measure("layerwise", *LAYERWISE[:most], ranks=2)
     for mesh, times in seconds.items():

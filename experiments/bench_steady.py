@@ -1,16 +1,16 @@
-"""Whether a run stays as fast and as large as it was, and whether it costs anything to log every step.
+"""Measure whether step time and memory of a long run stay constant, and the cost of logging every step.
 
     python experiments/bench_steady.py                   # about 8 minutes on two cores
     python experiments/bench_steady.py --tiny            # seconds: does the program run?
 
-- steady: `vitpar train` on digits, a small model, 2,000 steps without evaluation and checkpoints: medians of step time
-  and resident memory by window of 200 steps, and how much each rises from the first step to the last by the
-  least-squares line, ± its standard error. The first window, in which everything is allocated, counts in neither.
-- logging: the same run with train.log_every 1 and 100, two processes that take turns of --turn seconds: one is stopped
-  while the other runs (SIGSTOP, SIGCONT), so the machine's other work hits both alike. Steps a second of each turn are
-  counted from outside, by the rows of metrics.jsonl.
+- steady: `vitpar train` on digits, 2,000 steps of a small model without evaluation and checkpoints. Shows the medians
+  of step time and resident memory for each window of 200 steps, and their rise from first to last step by a
+  least-squares line, ± its standard error. The rise excludes the first window, in which memory is allocated.
+- logging: the same run with train.log_every 1 and 100, as two processes in turns of --turn seconds. One is stopped
+  while the other runs (SIGSTOP, SIGCONT), so that other work on the machine slows both alike. The steps/s of a turn are
+  counted by the rows of metrics.jsonl.
 
-Memory is what of the process is in RAM (VmRSS), looked at twenty times a second.
+Memory is the resident memory of the process (VmRSS), sampled twenty times per second.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ SETTINGS = {
     "data.workers": 1,
 }
 WINDOW = 200
-PARTS = 4  # of a window, for each of which one value of memory is taken
+PARTS = 4  # memory samples of each part of a window are reduced to their median
 
 
 def train(place: Path, run: str, steps: int, log_every: int, device: str) -> subprocess.Popen[bytes]:
-    """`vitpar train` of one rank in `place`, in this very process that is started."""
+    """Start `vitpar train` with one rank in the folder `place` and return the process, which is the rank itself."""
     words = ["--recipe", str(HERE / "digits.toml"), "--data", "digits", "--device", device, "--run-dir", run]
     words += ["--steps", str(steps), "--mesh", "dp1", "--set", f"train.log_every={log_every}"]
     for name, value in SETTINGS.items():
@@ -62,14 +62,14 @@ def train(place: Path, run: str, steps: int, log_every: int, device: str) -> sub
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the training rows of metrics.jsonl."""
+    """Return the training rows of metrics.jsonl, without a last line that is still being written."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
     return [row for row in found if row["kind"] == "train"]
 
 
 def newest_step(run: Path) -> int:
-    """The last step in metrics.jsonl, 0 for none."""
+    """Return the last step in metrics.jsonl, 0 if there is none."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -80,7 +80,7 @@ def newest_step(run: Path) -> int:
 
 
 def resident(pid: int) -> int | None:
-    """Bytes of the process in RAM; None where it has ended."""
+    """Return the resident memory of a process in bytes, None if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -89,7 +89,7 @@ def resident(pid: int) -> int | None:
 
 
 def steady(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
-    """Step time and memory of one long run."""
+    """Measure step time and memory of one long run: return the table and all measurements."""
     process = train(place, "steady", arguments.steps, 10, arguments.device)
     samples: list[tuple[int, int]] = []
     while process.poll() is None:
@@ -111,9 +111,9 @@ def steady(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
             Spread.of(one).text(2),
             f"{memories[-1] / 2**20:.2f}" if memories[-1] else "not seen",
         )
-    # A time stands for its whole log interval: one value each, or the error comes out too small.
+    # All steps of a log interval have the same time. Use one value per interval, or the error would be too small.
     time_slope = Slope.of(times[size::10])
-    # So do samples of memory that were taken shortly after each other.
+    # Samples of memory that follow each other closely are not independent either.
     parts: dict[int, list[int]] = {}
     for step, memory in samples:
         parts.setdefault(step * PARTS // size, []).append(memory)
@@ -128,7 +128,7 @@ def steady(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
 
 
 def logging(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
-    """Steps a second with every step logged, and with one of a hundred."""
+    """Compare the steps/s of logging every step with logging one step of a hundred."""
     often = {1: "every step", 100: "one of 100"}
     processes = {every: train(place, f"log{every}", 10**8, every, arguments.device) for every in often}
     rates: dict[int, list[float]] = {every: [] for every in often}
@@ -155,7 +155,10 @@ def logging(arguments: argparse.Namespace, place: Path) -> tuple[Table, Any]:
 
 
 def _turn(process: subprocess.Popen[bytes], run: Path, seconds: float) -> float:
-    """Steps a second while it runs, between two rows that were seen to come: rows come in bunches."""
+    """Let the process run for a turn and return its steps/s.
+
+    The time is taken from one new row to another, because rows are written in batches.
+    """
     process.send_signal(signal.SIGCONT)
     time.sleep(min(0.2, seconds / 5))
     step, begun = _next_row(run)
@@ -167,7 +170,7 @@ def _turn(process: subprocess.Popen[bytes], run: Path, seconds: float) -> float:
 
 
 def _next_row(run: Path) -> tuple[int, float]:
-    """The step of the next row to come, and when it came."""
+    """Wait for a new row; return its step and the time when it was seen."""
     old = newest_step(run)
     while (step := newest_step(run)) == old:
         time.sleep(0.0005)

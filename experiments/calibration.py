@@ -1,10 +1,10 @@
-"""How far predictions for clusters that are known by their data sheets are off published runs.
+"""Compare the planner's predictions from cluster data sheets with published training runs.
 
     python experiments/calibration.py > calibration.md
 
-Some seconds, no GPU. bench/published_runs.toml has the runs. Rows of odd number are what the constants of
-`vitpar.planner.profile.estimate` and the clusters' `sustained` are fitted to; the mean error of the others is the
-error band that every prediction for a cluster carries.
+Takes seconds and needs no GPU. The runs are in bench/published_runs.toml. The constants of
+`vitpar.planner.profile.estimate` and the clusters' `sustained` are fitted to the rows with odd numbers. The mean error
+of the other rows is the error band of every prediction for a cluster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,38 +24,42 @@ from vitpar.strategy import parse, validate
 
 ROWS = Path(__file__).with_name("bench") / "published_runs.toml"
 TARGET = 0.2
-"""Mean relative error of runs that neither input nor eager kernels limit."""
+"""Target for the mean relative error of held-out rows."""
 WEAK_SCALING = (0.94, 0.96)
-"""Published for 8 to 128 GPUs (NVIDIA, ViT g/14; and others)."""
+"""Published efficiency of weak scaling from 8 to 128 GPUs (NVIDIA, ViT g/14; and others)."""
 TENSOR = {"dp8xtp4": 0.62, "dp4xtp8": 0.43}
-"""Published for G/14 on 32 A100, over dp32; on what stack was not recorded."""
+"""Published speed relative to dp32, for G/14 on 32 A100; the software was not recorded."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published run and its prediction. images: a second and device, published None where only MFU is. mfu: 0 to 1.
-    fitted: whether constants were fitted to it."""
+    """A published run and its prediction."""
 
     row: dict[str, Any]
+    """Row of bench/published_runs.toml."""
     images: tuple[float | None, float]
+    """Images/s per device, published and predicted. The published value is None if only MFU was published."""
     mfu: tuple[float, float]
+    """MFU from 0 to 1, published and predicted."""
 
     @property
     def fitted(self) -> bool:
+        """Return whether constants were fitted to this run."""
         return self.row["number"] % 2 == 1
 
     @property
     def counts(self) -> bool:
+        """Return whether the run counts in means: not if it is limited by something that is not priced."""
         return "limit" not in self.row
 
     @property
     def error(self) -> float:
-        """Relative, above 0 where the prediction is too fast."""
+        """Relative error, positive if the prediction is too fast."""
         return self.mfu[1] / self.mfu[0] - 1
 
 
 def main() -> None:
-    """Print the page."""
+    """Print the page in Markdown."""
     compared = compare()
     print("# `--cluster` against published runs\n")
     for name, value in {**header(), "command": "`python experiments/calibration.py`"}.items():
@@ -103,7 +107,7 @@ def predict(
     precision: str = "bf16",
     microbatches: int = 1,
 ) -> tuple[float, float, float]:
-    """Return images a second and device, MFU, and MFU for one image a second and device."""
+    """Return images/s per device, MFU, and the MFU of one image/s per device."""
     config, hardware = model_config(**model), find_cluster(cluster).hardware()
     chosen = validate(replace(parse(plan), microbatches=microbatches), config, batch)
     tensors = (tensor_name(chosen.strategy),)
@@ -115,12 +119,12 @@ def predict(
 
 
 def held_out_error(compared: Sequence[Compared]) -> float:
-    """Mean relative error of the rows that nothing was fitted to."""
+    """Return the mean relative error of the held-out rows."""
     return mean(abs(one.error) for one in compared if one.counts and not one.fitted)
 
 
 def runs(compared: Sequence[Compared]) -> Iterator[str]:
-    """The table of runs."""
+    """Yield the table of runs."""
     yield "| row | run | images/s a device | predicted | MFU | predicted | error | use | remarks |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for one in compared:
@@ -133,7 +137,7 @@ def runs(compared: Sequence[Compared]) -> Iterator[str]:
 
 
 def means(compared: Sequence[Compared]) -> Iterator[str]:
-    """Mean errors of both halves."""
+    """Yield the table of mean errors of fitted and held-out rows."""
     yield "| rows | number | mean error | mean with its sign | largest |"
     yield "|---|---|---|---|---|"
     halves = {
@@ -156,7 +160,7 @@ def means(compared: Sequence[Compared]) -> Iterator[str]:
 
 
 def ratios(compared: Sequence[Compared]) -> Iterator[str]:
-    """The table of ratios between runs."""
+    """Yield the table of ratios between runs."""
     eager, compiled = (one for one in compared if one.row["number"] == 14)
     gains = [two / one for one, two in zip(eager.mfu, compiled.mfu, strict=True)]
     kept = weak_scaling()
@@ -169,7 +173,7 @@ def ratios(compared: Sequence[Compared]) -> Iterator[str]:
 
 
 def weak_scaling() -> float:
-    """Images a second and device of g/14 on 128 H100 over those on 8, with 64 images a device at a time."""
+    """Return the predicted images/s per device of g/14 on 128 H100 relative to 8, with 64 images per micro-batch."""
     model = {"name": "vit_giant_patch14_224"}
     few, many = (
         predict(f"{nodes}x8xH100", model, f"dp{8 * nodes}", 4096 * nodes, compiled=False, microbatches=8)[0]
@@ -179,7 +183,10 @@ def weak_scaling() -> float:
 
 
 def beside_dp32(plan: str) -> float:
-    """Images a second of G/14 on 32 A100 under `plan`, over those under dp32; in four micro-batches of 1,024 images."""
+    """Return the predicted images/s of G/14 on 32 A100 under `plan` relative to dp32.
+
+    The batch of 4,096 images is split into four micro-batches.
+    """
     model = {"name": "vit_gigantic_patch14_224"}
     one, other = (predict("4x8xA100", model, name, 4096, compiled=False, microbatches=4)[0] for name in (plan, "dp32"))
     return one / other

@@ -1,14 +1,19 @@
-"""Runs that are killed, asked to end, and lied to by their disk, again and again: does each go on as if nothing had
-happened?
+"""Inject random faults into training runs and check that each run resumes correctly.
 
-    python experiments/fault_soak.py --cycles 200
+    python experiments/fault_soak.py --cycles 200        # about an hour on two cores
 
-In each cycle a run of the digits recipe, made small, goes on from its last checkpoint under a plan that is drawn, until
-a fault that is drawn too befalls a rank at a place in the program (`faults/injected.py`), or its newest checkpoint is
-damaged afterwards. A cycle is survived where the run ended by itself in time and said why, no process of it is left,
-every folder that looks like a checkpoint is one and none was lost, the next cycle begins at the newest, and all losses
-are those of a run that was never stopped (1e-9, fp64). Prints a row for each kind of fault. A run that is done is begun
-anew.
+Each cycle resumes a small run of the digits recipe from its last checkpoint under a random plan. A random fault hits a
+rank at a random place in the program (`faults/injected.py`), or the newest checkpoint is damaged first. A cycle counts
+as survived if all of these hold:
+
+- the run ended by itself, in time and with the right message and exit code;
+- none of its processes is left;
+- every checkpoint folder is complete, and none was lost;
+- it resumed from the newest intact checkpoint;
+- all losses equal those of an uninterrupted run (1e-9, fp64).
+
+Prints a row for each kind of fault. A run that is finished, or failed a check, starts again from step 0. Exit code 1: a
+cycle was not survived.
 """
 
 from __future__ import annotations
@@ -47,9 +52,9 @@ SETTINGS = [
 PLANS = {"dp1": 1, "dp2": 2, "fsdp2": 2, "tp2": 2, "pp2": 2, "dp2+zero1": 2, "pp2xtp2": 4}
 DAMAGE = ("newest checkpoint cut", "newest checkpoint with one bit flipped", "newest index cut")
 STANDS_STILL = 240.0
-"""Seconds after which a run that has not ended is given up."""
+"""Seconds after which a run that has not ended is killed."""
 ENDS_WITHIN = 30.0
-"""Seconds that a run may take to end after a fault: what asks ranks to end is heard within 5."""
+"""Seconds that a run may take to end after a fault. Ranks notice a request to end within 5 s."""
 
 
 @dataclass
@@ -59,10 +64,14 @@ class Tally:
     cycles: int = 0
     survived: int = 0
     seconds: list[float] = field(default_factory=list)
+    """Seconds from the fault to the end of the run, for each cycle in which the fault occurred."""
 
 
 class Soak:
-    """Cycles in one folder. draw: what is random."""
+    """Cycles of faults in the folder `place`.
+
+    draw: generator of plans, faults and places.
+    """
 
     def __init__(self, place: Path, draw: random.Random) -> None:
         self._place, self._draw = place, draw
@@ -73,7 +82,10 @@ class Soak:
         self._expected = rows(place / "through")
 
     def cycle(self, kind: str) -> tuple[str, list[str], float | None]:
-        """One fault. What it was in words, what is wrong after it, and the seconds from fault to end where it came."""
+        """Run one cycle with a fault of `kind`.
+
+        Returns a description, the failed checks, and the seconds from fault to end (None if the fault did not occur).
+        """
         mesh = self._draw.choice(list(PLANS))
         there = Checkpoints(self._run / "checkpoints")
         damaged = self._damage(kind, there) if kind in DAMAGE else None
@@ -109,7 +121,7 @@ class Soak:
         return said, wrong, ended - fired if came and fired is not None else None
 
     def _damage(self, kind: str, there: Checkpoints) -> int | None:
-        """Spoil the newest checkpoint where there is an older one; its step."""
+        """Damage the newest checkpoint and return its step; do nothing and return None if there is no older one."""
         steps = there.steps()
         if len(steps) < 2:
             return None
@@ -126,13 +138,13 @@ class Soak:
     def _wrong(
         self, fault: str, code: int | None, out: str, fired: float | None, ended: float, ranks: int
     ) -> list[str]:
-        """In how it ended."""
+        """Return what is wrong with the end of the run: exit code, message, duration."""
         if fired is None:
             return [] if code == 0 else [f"it ended with {code} before the fault:\n{out[-2000:]}"]
         asked = "SIG" in fault or fault == "Ctrl-C"
         told = fault in TOLD
         codes = [75] if asked else [2] if told else [-9] if ranks == 1 and "killed" in fault else [1]
-        done = f"step_{STEPS}"  # a fault that comes after the last step, and changes nothing any more
+        done = f"step_{STEPS}"  # the fault came after the last step, so the run may have succeeded
         wrong = (
             [] if code in codes or (code == 0 and done in out + self._log()) else [f"exit code {code}:\n{out[-2000:]}"]
         )
@@ -146,8 +158,8 @@ class Soak:
         return path.read_text() if path.exists() else ""
 
     def _left(self, there: Checkpoints, before: list[int]) -> list[str]:
-        """In what is left of it."""
-        time.sleep(0.5)  # who noticed just now that the launcher is gone
+        """Return what is wrong after the run: processes, checkpoints, place of resuming, losses."""
+        time.sleep(0.5)  # for ranks that have just noticed the end of the launcher
         wrong = [f"process {pid} is left: {threads(pid)}" for pid in processes(self._place)]
         for pid in processes(self._place):
             os.kill(pid, signal.SIGKILL)
@@ -157,14 +169,14 @@ class Soak:
             except CheckpointError as error:
                 damage = str(error)
             if step in self._spoiled:
-                self._spoiled -= {step} if damage is None else set()  # written anew
+                self._spoiled -= {step} if damage is None else set()  # it was written again
                 continue
             wrong += [f"step_{step} is not whole: {damage}"] * (damage is not None)
         newest = max(before, default=0)
         if newest and max(there.steps(), default=0) < newest:
             wrong.append(f"step_{newest} is lost")
         goes_on = [int(step) for step in re.findall(r"resuming from .*step_(\d+):", self._log())]
-        # Later where all that one lacked was its name.
+        # A later step is fine: a complete checkpoint that was only not renamed yet is used too.
         if newest and (not goes_on or goes_on[-1] < newest or goes_on[-1] in self._spoiled):
             wrong.append(f"it did not go on from step_{newest}, but from {goes_on[-1:]}")
         for key, row in rows(self._run).items():
@@ -180,7 +192,7 @@ def options() -> list[str]:
 
 
 def rows(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the rows of metrics.jsonl, by kind and step; the last line may be half-written."""
+    """Return the rows of metrics.jsonl by (kind, step), without a last line that is incomplete."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
@@ -188,7 +200,7 @@ def rows(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def started(place: Path, argv: list[str]) -> subprocess.Popen[str]:
-    """Python in `place`, in a session of its own."""
+    """Start Python in the folder `place`, in a new session."""
     own = {"OMP_NUM_THREADS": "1", "VITPAR_SOAK": str(place)}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(
@@ -197,7 +209,7 @@ def started(place: Path, argv: list[str]) -> subprocess.Popen[str]:
 
 
 def vitpar(place: Path, words: list[str]) -> None:
-    """Run a command that has to succeed."""
+    """Run a vitpar command; exit with its output if it fails."""
     process = started(place, ["-m", "vitpar_cli.main", *words])
     out, _ = process.communicate()
     if process.returncode:
@@ -205,7 +217,7 @@ def vitpar(place: Path, words: list[str]) -> None:
 
 
 def processes(place: Path) -> list[int]:
-    """Those that were started in `place` and still run."""
+    """Return the running processes that were started for `place`, except zombies."""
     mark, found = f"VITPAR_SOAK={place}".encode(), []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -228,7 +240,7 @@ def threads(pid: int) -> str:
 
 
 def main() -> int:
-    """Read the options, go through the cycles, print."""
+    """Read the options, run the cycles, print the table; return 1 if a cycle was not survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of plans, faults and places")

@@ -1,17 +1,17 @@
-"""Attacks every reader of input that others may have made: shards, indices, checkpoints, weights, pickles, recipes,
-strategies, plans, profiles, archives, images and web servers.
+"""Fuzz every reader of untrusted input: shards, indices, checkpoints, weights, pickles, recipes, strategies, plans,
+profiles, archives, images and web servers.
 
     make fuzz                                            # ten minutes, an even share for every target
     make fuzz FUZZ="--seconds 3600 --parallel 8"
     python experiments/fuzz.py --target image --target stream --seconds 120
-    python experiments/fuzz.py --cases 15                # 15 of each target
-    python experiments/fuzz.py --target image --case 17  # that one alone, with its traceback
-    python experiments/fuzz.py --target image --case 17 --keep /tmp/case        # and its files
+    python experiments/fuzz.py --cases 15                # 15 cases of each target
+    python experiments/fuzz.py --target image --case 17  # repeat one case and print its traceback
+    python experiments/fuzz.py --target image --case 17 --keep /tmp/case        # and keep its files
 
-A reader must accept a case or refuse it in one sentence, within 5 s and 1 GiB above the baseline, and must start no
-program (`fuzzing/guard.py`). Where the right answer is known, an accepted case is compared with it
-(`fuzzing/oracle.py`). All random numbers have fixed seeds: with the same versions of the libraries, a case has the same
-bytes on every machine. Exit code 1: something was found. Ctrl-C stops early and prints the findings so far.
+A reader must accept a case or refuse it with one sentence. It may use 5 s and 1 GiB above the memory before the case,
+and must not start any program (`fuzzing/guard.py`). If the right result is known, an accepted case is compared with it
+(`fuzzing/oracle.py`). All random seeds are fixed: with the same library versions, a case has the same bytes on every
+machine. Exit code 1: something was found. Ctrl-C stops early and prints the findings so far.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fuzzing.hunt import Slot, Tally, hunt
 from fuzzing.target import found, names
 
 EVERY_S = 15.0
-"""Between lines of progress where they are not drawn over each other."""
+"""Seconds between lines of progress when the output is not a terminal."""
 
 
 def main() -> int:
-    """Attack; return the exit code."""
+    """Run the cases; return the exit code: 1 if something was found."""
     options = arguments()
     console = Console()
     if options.case is not None:
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def one(options: argparse.Namespace, console: Console) -> int:
-    """Repeat one case; return the exit code."""
+    """Repeat one case and print its result; return the exit code."""
     tally = Tally(options.target[0])
     with Slot() as slot:
         slot.attack(tally, options.case, options.case, 1e9)
@@ -68,7 +68,7 @@ def one(options: argparse.Namespace, console: Console) -> int:
 
 
 class Progress:
-    """One line of progress, redrawn in place on a terminal; elsewhere a new line every EVERY_S seconds."""
+    """Progress line: redrawn in place on a terminal, else printed every EVERY_S seconds."""
 
     def __init__(self, console: Console, tallies: dict[str, Tally]) -> None:
         self._console, self._tallies, self._lock, self._last = console, tallies, threading.Lock(), 0.0
@@ -84,7 +84,7 @@ class Progress:
             self._status.stop()
 
     def update(self) -> None:
-        """Something has changed."""
+        """Show the current progress, unless it was shown just now."""
         with self._lock:
             if time.monotonic() - self._last < (0.2 if self._status else EVERY_S):
                 return
@@ -96,7 +96,7 @@ class Progress:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Parse and check the command line."""
     targets = "\n".join(f"  {name:12}{found(name).what}" for name in names()) if {"-h", "--help"} & {*sys.argv} else ""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"targets:\n{targets}", formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,16 +1,17 @@
-"""The first minutes on a GPU: is vitpar right there, how fast is it, and what was predicted, part by part.
+"""Test vitpar on a GPU for the first time: correctness and speed, compared with predictions, part by part.
 
     make gpu-first-run                                    # all parts, the most important first
     make gpu-first-run PARTS="check vitpar"               # some of them
     python3 experiments/gpu_first_run.py --parts fp8 --out results
     python3 experiments/gpu_first_run.py --tiny --device cpu       # a rehearsal of all parts, in minutes
 
-Needs no installation of vitpar, no git and no network: Python with torch, numpy and einops is enough for the rows of
-speed. Packages that are missing are named in the first line, and what needs them is left out. Each part ends after
---minutes at most, whatever it does; --total-minutes ends the call. A row is in results.json as soon as it is measured,
-report.md has all tables. Further calls add to the same folder. Exit code 1: a part failed or was left out.
+vitpar need not be installed, and neither git nor a network is needed. Python with torch, numpy and einops suffices to
+measure the training step; missing packages are named in the first line, and parts that need them are left out. Each
+part is stopped after --minutes (default 9), and --total-minutes limits the whole call. Every row is written to
+results.json at once; report.md has all tables. Further calls add to the same folder. Exit code 1: a part failed or was
+left out.
 
-A checkout without git names its commit by the environment variable VITPAR_COMMIT.
+In a checkout without git, set the environment variable VITPAR_COMMIT to its commit.
 """
 
 import argparse
@@ -29,11 +30,11 @@ from bench.first_run.results import Results
 from bench.first_run.running import Running, last_json
 
 LEAST_S = 15.0
-"""Seconds that a program must have left to be started."""
+"""Seconds that must be left to start another program."""
 
 
 def main() -> int:
-    """Run the parts; return the exit code."""
+    """Run the parts and return the exit code: 1 if a part failed, 2 without a GPU."""
     signal.signal(signal.SIGTERM, stop)
     options = arguments()
     lacking = missing(tuple(dict.fromkeys(name for part in PARTS.values() for name in (*part.needs, *PEERS))))
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         *("--parts",), nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME", help=f"of: {', '.join(PARTS)}"
@@ -78,7 +79,7 @@ def arguments() -> argparse.Namespace:
 
 
 def versions(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the header, made by another process: this one must not take the GPU's memory."""
+    """Return the header, collected by another process so that this one uses no GPU memory."""
     command = [sys.executable, "-m", "bench.first_run.versions"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     found = last_json(done.stdout.splitlines())
@@ -88,7 +89,7 @@ def versions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(part: Part, options: argparse.Namespace, results: Results, end: float) -> bool:
-    """Run the programs of a part, one after the other; return whether all did what they should."""
+    """Run the programs of a part one after the other; return whether all of them ran and succeeded."""
     print(f"\n== {part.name}: {part.what}", flush=True)
     if lacking := missing(part.needs):
         results.keeper(part.name, part.name, "none")({"ended": f"left out: there is no {', '.join(lacking)}"})
@@ -107,7 +108,7 @@ def run(part: Part, options: argparse.Namespace, results: Results, end: float) -
 
 
 def start(part: Part, job: Job, seconds: float, results: Results) -> bool:
-    """Run one program, and print its tables with the predictions; return whether it succeeded."""
+    """Run one program, print its tables, and return whether it succeeded."""
     variables = "".join(f"{name}={value} " for name, value in job.environment.items())
     print(f"-- {job.name}: {variables}python {shlex.join(job.command)}\n   predicted: {job.prediction}", flush=True)
     keep = results.keeper(part.name, job.name, job.prediction, command=job.command, environment=job.environment)
@@ -119,7 +120,7 @@ def start(part: Part, job: Job, seconds: float, results: Results) -> bool:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """End by an exception, so that programs are killed and the report is written."""
+    """Signal handler that raises SystemExit, so that programs are killed and the report is written."""
     raise SystemExit(128 + number)
 
 

@@ -1,12 +1,12 @@
-"""A run that is killed again and again, and goes on under another plan each time: are its losses those of one that
-never stopped?
+"""Kill a run repeatedly, resume it under another plan each time, and compare its losses with an uninterrupted run.
 
     python experiments/killed_and_resumed.py --plans pp2xtp2xdp2 fsdp4 dp1 --workers 2 0 1 \
         --recipe experiments/cifar10.toml --data data_shards/cifar10 --steps 120 --set checkpoint.every_steps=10
 
-Trains through under the last plan; then under each plan in turn, and kills all processes of each but the last at a step
-drawn from --seed. Prints where each began and was killed, and how far its losses and the last evaluation are from the
-run that never stopped. Options it does not know go to `vitpar train`.
+First trains without interruption under the last plan. Then trains a second run under each plan in turn, and kills all
+processes of each but the last at a random step (--seed). Prints at which step each plan began and was killed, and how
+much its losses and the last evaluation differ from the uninterrupted run. It takes as long as two such runs. Unknown
+options are passed to `vitpar train`. Exit code 1: a loss differs by more than 1e-4 (relative).
 """
 
 import argparse
@@ -27,19 +27,19 @@ Row = dict[str, float]
 
 
 def rows(run: Path) -> dict[tuple[str, int], Row]:
-    """Return the rows of metrics.jsonl, by kind and step. The last line may be half-written."""
+    """Return the rows of metrics.jsonl by (kind, step), without a last line that is incomplete."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found = (json.loads(line) for line in lines if line.endswith("}"))
     return {(row["kind"], row["step"]): row for row in found}
 
 
 def last_step(run: Path) -> int:
-    """The last that metrics.jsonl has, 0 without any."""
+    """Return the last step in metrics.jsonl, 0 if there is none."""
     return max((step for _, step in rows(run)), default=0)
 
 
 def killed(command: list[str], run: Path, step: int) -> int:
-    """Train until `step` is done, then kill all processes at once. The last step that was written down."""
+    """Train until `step` is logged, kill all processes at once, and return the last step that was logged."""
     begun = last_step(run)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None and (last_step(run) < step or last_step(run) == begun):
@@ -52,7 +52,7 @@ def killed(command: list[str], run: Path, step: int) -> int:
 
 
 def main() -> int:
-    """Read the options, train, kill, go on, compare, print."""
+    """Read the options, train, kill, resume, compare and print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", nargs="+", required=True, metavar="PLAN", help="strategy strings, in turn")
     parser.add_argument("--workers", nargs="+", type=int, default=[2], help="decoding threads, in turn")

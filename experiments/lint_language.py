@@ -1,10 +1,9 @@
-"""Report docstrings, comments and names that readers stumble over.
+"""Report docstrings, comments and class names that are hard to understand.
 
-    python experiments/lint_language.py [FOLDER …]
+    python experiments/lint_language.py [FOLDER …]      # seconds; default: src, cli, tests, experiments
 
-It reports docstrings that open with "What …" or "Of …" instead of a verb or the name of the thing,
-phrases that other projects do not use, and classes of the packages that share a name.
-Exit code 1 if it reports anything.
+Reports docstrings that open with "What …" or "Of …" instead of a verb or the name of the thing, phrases that other
+projects do not use, and classes of the packages that share a name. Exit code 1 if it reports anything.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "cli", "tests", "experiments")
 PACKAGES = ("src", "cli")
-"""Where class names are compared. Tests and experiments may repeat them."""
+"""Folders whose class names must be unique. Tests and experiments may repeat names."""
 OPENINGS = re.compile(r"(What|Of|That|The same|For|Now|Nobody|Nothing|In words|As)\b")
 PHRASES = re.compile(
     r"\b(nobody|mends?|mended|came to an end|comes to an end|goes? on where|told otherwise|is asked for|so much as"
@@ -28,11 +27,11 @@ PHRASES = re.compile(
     re.IGNORECASE,
 )
 SAME_NAME: frozenset[str] = frozenset()
-"""Names that classes may share, each with a reason."""
+"""Names that several classes may share; give the reason for each in a comment."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every docstring, those below fields and constants too."""
+    """Yield line and text of every docstring, including those below fields and constants."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
@@ -73,7 +72,7 @@ def findings(folders: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the findings."""
+    """Print the findings; return 1 if there are any."""
     found = list(findings(sys.argv[1:] or list(FOLDERS)))
     print("\n".join([*found, f"{len(found)} findings"]))
     return bool(found)

@@ -1,14 +1,14 @@
-"""Put known faults into copies of the source, one at a time, and see whether `vitpar check` or a test notices each.
+"""Put known faults into copies of the source, one at a time, and check that `vitpar check` or a test notices each.
 
-    make mutations                                              # all of them
+    make mutations                                              # all of them, 6 minutes
     make mutations MUTATIONS="--parallel 8"
     python experiments/mutations.py --only tp-backward-sum ema-decay
     python experiments/mutations.py --list
 
-Each mutation names the commands of which at least one must notice it, with a failed assertion or the check's verdict: a
-crash does not count. First every command runs on the clean source, where it must pass. Copies hold the work tree as it
-is, with uncommitted changes; the tree itself is never changed. Exit code 1: a mutation was not caught, or a command
-fails on the clean source. Exit code 2: a mutation no longer fits the source. Ctrl-C leaves nothing behind.
+Each mutation lists commands, at least one of which must notice it by a failed assertion or the verdict of the check. A
+crash does not count. First every command runs on the unchanged source, where it must pass. The copies include
+uncommitted changes; the work tree itself is never changed. Exit code 1: a mutation was not caught, or a command fails
+on the unchanged source. Exit code 2: a mutation no longer fits the source. Ctrl-C removes the copies and all processes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def listed(console: Console, mutations: list[Mutation]) -> int:
-    """Print names, what is broken and by which command it must be caught; return the exit code."""
+    """Print each mutation's name, its defect and the commands that must catch it; return the exit code."""
     for mutation in mutations:
         console.print(f"[bold]{mutation.name}[/]  {escape(mutation.breaks)}", highlight=False, soft_wrap=True)
         for command in mutation.caught_by:
@@ -68,7 +68,7 @@ def listed(console: Console, mutations: list[Mutation]) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations alone")
     parser.add_argument("--list", action="store_true", help="print what each breaks and must be caught by, run nothing")

@@ -2,7 +2,7 @@
 
     python experiments/readme_picture.py > docs/images/pp2xtp2xdp2.svg
 
-Places of ranks come from the strategy, the timeline from the prices of ViT-B on 8 H100.
+Takes seconds. The places of ranks follow from the strategy, the timeline from the predicted price of ViT-B on 8 H100.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitpar.strategy.layout import place
 
 MESH, MODEL, BATCH, MICROBATCHES = "pp2xtp2xdp2", "vit_base_patch16_224", 512, 8
 BATCH_COLOURS = ("#009e73", "#cc79a7")
-"""One for each part of the batch."""
+"""One colour for each data-parallel half of the batch."""
 STYLE = (
     "text { font: 12px sans-serif; fill: #222; text-anchor: middle } .left { text-anchor: start } "
     ".right { text-anchor: end } .small { font-size: 11px; fill: #555 } .big { font-size: 15px; font-weight: bold } "
@@ -30,7 +30,10 @@ STYLE = (
 
 
 def draw_ranks(top: float) -> list[str]:
-    """Return a row for each pipeline stage and a box for each tensor-parallel group, from `top` downwards."""
+    """Return SVG of the ranks: a row for each pipeline stage, a box for each tensor-parallel group.
+
+    top: y coordinate.
+    """
     plan = parse(MESH)
     size, gap, row_height = 74, 16, 66
     parts = []
@@ -66,7 +69,10 @@ def draw_ranks(top: float) -> list[str]:
 
 
 def draw_step(top: float) -> list[str]:
-    """Return the timeline of a step of 1F1B, from `top` downwards."""
+    """Return SVG of the timeline of a 1F1B step.
+
+    top: y coordinate.
+    """
     config = model_config(MODEL)
     costs = estimated_costs(config, "8xH100", "bf16", compiled=True)
     plan = validate(replace(parse(MESH), microbatches=MICROBATCHES), config, BATCH)
@@ -85,7 +91,7 @@ def draw_step(top: float) -> list[str]:
 
 
 def main() -> None:
-    """Print the picture."""
+    """Print the picture as SVG."""
     height = 270
     print(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {svg.WIDTH} {height}" role="img" '

@@ -1,10 +1,11 @@
-"""Ten short runs, recorded to the last bit: does another version of the source train the same?
+"""Record ten short runs, and compare them bit by bit with those of another version of the source.
 
     python experiments/recorded_runs.py before.json
     PYTHONPATH=OTHER/src:OTHER/cli python experiments/recorded_runs.py after.json --beside before.json
 
-Every run trains on scikit-learn's digits for a few steps on CPUs, by the command line. Kept are losses, norms of
-gradients and the validation loss. Both have to run on one machine. With --beside: exit code 1 where a bit differs.
+Each run trains on scikit-learn's digits for 8 steps on the CPU with `vitpar train`, which takes some minutes in all. It
+records losses, gradient norms and validation results. Record both versions on the same machine. With --beside, the exit
+code is 1 if any bit differs.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ RESUMED = "tp2, then resumed as fsdp2"
 
 
 def vitpar(*words: str) -> None:
-    """Run a command, which ends this program where it fails."""
+    """Run a vitpar command; exit with its code if it fails."""
     done = subprocess.run([sys.executable, "-m", "vitpar_cli.main", *words], stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return what a run measured of the training, without times."""
+    """Return the rows of metrics.jsonl without times."""
     kept = ("kind", "step", "loss", "grad_norm", "top1")
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [{key: line[key] for key in kept if key in line} for line in lines]
 
 
 def record(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Train all runs in `folder`."""
+    """Train all runs in `folder` and return their rows by name."""
     data = folder / "data"
     vitpar("data", "pack", "digits", str(data), "--shard-samples", "360")
     recipe = folder / "recipe.toml"
@@ -85,7 +86,7 @@ def _recipe(data: Path | None) -> str:
 
 
 def main() -> int:
-    """Train, write, compare."""
+    """Record the runs, compare if --beside is given, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="FILE.json")
     parser.add_argument("--beside", type=Path, metavar="FILE.json", help="what another version recorded")

@@ -3,8 +3,9 @@
     python experiments/same_losses.py --plans pp2xtp2xdp2 tp2xfsdp2 pp4 dp1 --steps 200 --compare 50 \
         --recipe experiments/cifar10.toml --data data_shards/cifar10
 
-Trains under each plan through the command line and prints, for the first --compare steps and for all, the largest
-difference of the loss from the last plan's. Options it does not know (--set, --model, …) go to `vitpar train`.
+Trains --steps steps under each plan with `vitpar train`, and takes as long as these runs. Prints the largest absolute
+difference of each plan's losses from those of the last plan, for the first --compare steps and for all. Unknown options
+(--set, --model, …) are passed to `vitpar train`.
 """
 
 import argparse
@@ -16,18 +17,18 @@ from pathlib import Path
 
 
 def losses(plan: str, folder: Path, steps: int, options: list[str]) -> list[float]:
-    """The training losses of a run under `plan`."""
+    """Train under `plan` and return the training loss of every step."""
     run_dir = folder / plan
     command = [sys.executable, "-m", "vitpar_cli.main", "train", "--mesh", plan, "--steps", str(steps)]
     done = subprocess.run([*command, "--run-dir", str(run_dir), *options], stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
-        sys.exit(done.returncode)  # it said why
+        sys.exit(done.returncode)  # the command printed the reason
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
 def main() -> None:
-    """Read the options, train, compare, print."""
+    """Read the options, train under each plan, and print the table of differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--plans", nargs="+", required=True, metavar="PLAN", help="strategy strings; the last one is compared with"

@@ -1,19 +1,20 @@
-"""Whether searches keep what they promise, with the effort that ships, on clusters that are drawn.
+"""Check the guarantees of the plan search on random clusters, with its default effort.
 
     python experiments/search_guarantees.py --json rows.json          # 200 clusters, half an hour on one core
     python experiments/search_guarantees.py --clusters 20 --first 40
 
-Each cluster has 2 to 24 devices on 1 to 3 nodes, often slow links, a small model, and one batch size or several. All
-plans with one strategy for all layers and even stages are priced one by one: every schedule, every number of
-micro-batches. The search gets a budget that few of them fit, one that a quarter fits, and one that all fit.
+Each cluster has 2 to 24 devices on 1 to 3 nodes, often slow links, a small model, and one or several batch sizes. All
+uniform plans (one strategy for all layers, stages of equal size) are priced one by one, with every schedule and number
+of micro-batches. The search runs with three memory budgets: one that few uniform plans fit, one that a quarter of them
+fit, and one that all fit.
 
-- It must not be slower than the fastest of these plans that fits, nor find nothing where one fits.
-- The plans that it lists besides, for less memory, and as obvious ones must not be faster than the one it chose.
-- With more memory it should not be slower, nor with more roles and flags. Searches that are cut short do not guarantee
-  that, so exceptions are counted.
-- Shown besides: by how much a plan could be faster at most ("gap"), and how long the search takes.
+- Its plan must not be slower than the fastest uniform plan that fits, and it must find a plan if a uniform one fits.
+- The other plans that it lists (next best, less memory, obvious ones) must not be faster than its choice.
+- Its plan should not be slower with more memory, or with more roles and flags. Searches that are cut short do not
+  guarantee that, so exceptions are only counted.
+- Also shown: the largest possible gain of an unseen plan ("gap"), and the duration of the search.
 
-Ends with 1 where one of the first two does not hold by more than a thousandth, the tolerance of the search.
+Exit code 1: one of the first two guarantees is broken by more than 0.1 %, the tolerance of the search.
 """
 
 import argparse
@@ -41,26 +42,30 @@ from vitpar.planner.search.space import FLAGS, Space
 from vitpar.strategy import Plan, validate
 
 SHARES = (0.03, 0.25, 1.0)
-"""Shares of the plans with one strategy that fit a budget."""
+"""Share of the uniform plans that fit each budget."""
 TOLERANCE = 1e-3
 MOST_PLANS = 1500
-"""Most plans of a cluster: others are drawn again, so that all can be priced one by one."""
+"""Most uniform plans of a cluster; a cluster with more is drawn again, because each plan is priced."""
 PROMISED = ("no plan", "a plan with one strategy", "the next best", "the frontier", "why not")
+"""Guarantees that must not be broken, by the names in `check`."""
 FEWER: tuple[dict[str, Any], ...] = ({"flags": ()}, {"roles": ("pp", "dp")}, {"schedules": ("1f1b",)})
+"""Restrictions of the space. A search without them should find no slower plan."""
 
 
 @dataclass
 class Drawn:
-    """A drawn cluster and model, and all plans with one strategy."""
+    """A random cluster and model, and all its uniform plans."""
 
     number: int
+    """Seed."""
     costs: LayerCosts
     space: Space
     plans: list[tuple[Plan, int]]
+    """Uniform plans with their batch sizes."""
 
 
 def draw(number: int) -> Drawn:
-    """Return the cluster with a number; the same number gives the same cluster."""
+    """Return the random cluster of the seed `number`."""
     chance = random.Random(number)
     while True:
         costs, space = _draw(number, chance)
@@ -106,7 +111,7 @@ def _draw(number: int, chance: random.Random) -> tuple[LayerCosts, Space]:
 
 
 def uniform_plans(space: Space) -> Iterator[tuple[Plan, int]]:
-    """Every plan of `space` with one strategy and even stages, and its batch size, by loops."""
+    """Yield every uniform plan of `space` and its batch size, by plain loops."""
     for batch_size in space.batch_sizes:
         for pipeline in space.pipelines():
             strategies = space.strategies(space.ranks // pipeline.pipeline_degree)
@@ -121,7 +126,7 @@ def uniform_plans(space: Space) -> Iterator[tuple[Plan, int]]:
 
 
 def check(drawn: Drawn) -> Iterator[dict[str, Any]]:
-    """A row for each budget, with what was broken."""
+    """Yield a row for each budget. `broken` holds by how much a guarantee is broken, by name."""
     needs = [memory_bytes(plan, drawn.costs, batch_size) for plan, batch_size in drawn.plans]
     speeds = [price(plan, drawn.costs, batch_size).images_per_second for plan, batch_size in drawn.plans]
     budgets = [sorted(needs)[round(share * (len(needs) - 1))] for share in SHARES]
@@ -158,7 +163,7 @@ def check(drawn: Drawn) -> Iterator[dict[str, Any]]:
 
 
 def _besides(search: Search, result: Result, budget: float) -> dict[str, float]:
-    """The fastest of each list that is shown with the chosen plan."""
+    """Return the images/s of the fastest plan in each list that is shown with the chosen plan."""
     best = result.plans[0]
     obvious = [reason.price for reason in reasons(search, best, budget) if reason.price]
     return {
@@ -169,7 +174,7 @@ def _besides(search: Search, result: Result, budget: float) -> dict[str, float]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures over all rows."""
+    """Return statistics of all rows."""
     gains = [row["found"] / row["fastest"] - 1 for row in rows]
     gaps, seconds = sorted(row["gap"] for row in rows), sorted(row["seconds"] for row in rows)
     broken = [name for row in rows for name in row["broken"]]
@@ -188,7 +193,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of a Markdown table with the figures of each budget."""
+    """Yield the lines of a Markdown table with the statistics of each budget."""
     columns = ("budget", "searches", "faster", "exact", "gap", "gap of 9 in 10", "gap up to 25 %", "seconds", "longest")
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
@@ -209,7 +214,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Read the options, search, print a table and a summary."""
+    """Read the options, search, print a table and a summary; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", type=int, default=200, metavar="N", help="how many (default: 200)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")

@@ -37,7 +37,7 @@ _WORST = 10  # maximum tensors that `diff` lists
 
 
 def _refuse_missing(path: Path) -> None:
-    """Raise CheckpointError where there is no folder, before torch is imported, which takes seconds."""
+    """Raise CheckpointError if `path` is not a folder, before torch is imported, which takes seconds."""
     if not path.is_dir():
         from vitpar.errors import CheckpointError
 
@@ -45,7 +45,7 @@ def _refuse_missing(path: Path) -> None:
 
 
 def _opened(path: Path) -> "Checkpoint":
-    """A checkpoint, or the newest of a run. Raises CheckpointError."""
+    """Return the checkpoint in `path`, or the newest one if `path` is a run. Raises CheckpointError."""
     _refuse_missing(path)
     from vitpar.checkpoint import Checkpoint
     from vitpar.errors import CheckpointError

@@ -35,7 +35,7 @@ def evaluate(
 ) -> None:
     """Evaluate saved weights on a complete split of a data set, under any mesh, independent of the training mesh.
 
-    Of a run it takes the final weights or, if the run has not ended, the newest checkpoint.
+    If the path is a run, evaluates its final weights or, if the run has not ended, its newest checkpoint.
 
     Example: vitpar eval --checkpoint runs/20260102-… --data data_shards/digits
     """

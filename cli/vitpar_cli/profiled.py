@@ -45,7 +45,7 @@ MemorySize = Annotated[
 
 
 def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None, num_classes: int | None) -> None:
-    """Raise PlannerError where options contradict each other, or a profile is missing."""
+    """Raise PlannerError if options contradict each other or a profile is missing."""
     if cluster and (hardware or model):
         raise PlannerError("--cluster is given beside a profile: give one of the two")
     if num_classes is not None and not cluster:

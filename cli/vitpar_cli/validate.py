@@ -52,8 +52,8 @@ def validate(
 
     The plans need as many ranks as the hardware was profiled with. Each plan runs in separate processes on random
     images. All plans run twice, and those whose two runs disagree run a third time. At the end the plan predicted to be
-    the fastest alternates with the fastest of the others. The output says how much of the cores other programs used;
-    above a tenth, figures are not reliable.
+    the fastest alternates with the fastest of the others. The output shows which share of the cores other programs
+    used; above 10 %, the figures are not reliable.
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """

@@ -1,1 +1,1 @@
-"""Shared parts of the benchmark programs: both contenders of every case, and how they are timed."""
+"""Shared parts of the benchmark scripts: the contenders, and how they are timed."""

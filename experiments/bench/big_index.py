@@ -1,4 +1,4 @@
-"""Indices of as many samples as large data sets have, and what processes keep in memory."""
+"""Shard indices the size of large data sets, and the memory of the processes that read them."""
 
 import json
 import os
@@ -12,8 +12,11 @@ from vitpar.data.shards.manifest import ROW, Manifest, write_manifest, write_spl
 
 
 def own_memory() -> int:
-    """Bytes that this process and its children wrote; those of several, shared out. What is only mapped, such as the
-    index, the kernel keeps once for all processes and takes back when it needs room."""
+    """Return the bytes of anonymous and shared memory of this process and its children.
+
+    Memory that several processes share is divided among them. File mappings such as the index do not count: the
+    kernel keeps one copy for all processes and evicts it when it needs memory.
+    """
     lines = [
         line
         for pid in (os.getpid(), *_children())
@@ -27,7 +30,7 @@ def _children() -> list[int]:
 
 
 def write_index(folder: Path, samples: int) -> None:
-    """An index, and files as long as its shards, which take no room."""
+    """Write an index of `samples` samples, and sparse files as long as its shards, which use no disk space."""
     rng, each = np.random.default_rng(0), 5000
     rows = np.zeros(samples, ROW)
     rows["label"], rows["size"] = rng.integers(0, 1000, samples), 110_000
@@ -44,6 +47,7 @@ def write_index(folder: Path, samples: int) -> None:
 
 
 def probe_index(folder: Path) -> int:
+    """Print JSON: seconds to open the index and to look up the batch at sample 1,000,000, and the bytes this added."""
     before = own_memory()
     begun = time.perf_counter()
     shards = ShardSet.open(folder, "train")

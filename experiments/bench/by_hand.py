@@ -1,6 +1,6 @@
-"""The hand-written side: each plan as an engineer writes it for this one case, after PyTorch's tutorials.
+"""Hand-written counterparts of the plans: each as an engineer would write it for one case, after PyTorch's tutorials.
 
-All train the same ``vitpar.models.vit.ViT``, unwrapped, from the same initial parameters.
+All train the same ``vitpar.models.vit.ViT``, without vitpar's parallel layers, from the same initial parameters.
 """
 
 from collections.abc import Callable
@@ -27,36 +27,36 @@ MICROBATCHES = 4
 
 
 def whole_model(config: ViTConfig, device: torch.device) -> ViT:
-    """The plain model, initialised as vitpar initialises it."""
+    """Return the complete model, initialised as vitpar initialises it."""
     model = ViT(config).to(device)
     initialise(model, SEED, config)
     return model
 
 
 def adamw(groups: list[dict]) -> torch.optim.AdamW:
-    """AdamW, fused: on CPU and CUDA the fastest of torch's implementations."""
+    """Return fused AdamW, the fastest of torch's implementations on CPU and CUDA."""
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
 def plain(config: ViTConfig) -> Step:
-    """One process."""
+    """Return a step of one process in fp32."""
     return _data_parallel_step(whole_model(config, torch.device("cpu")))
 
 
 def autocast(config: ViTConfig) -> Step:
-    """One process in bf16."""
+    """Return a step of one process with bf16 autocast."""
     return plain_step(whole_model(config, torch.device("cpu")), compiled=False, precision="bf16")
 
 
 def ddp(config: ViTConfig) -> Step:
-    """Replicas whose gradients DDP averages during backward."""
+    """Return a step of DistributedDataParallel, which averages the gradients during backward."""
     return _data_parallel_step(
         DistributedDataParallel(whole_model(config, torch.device("cpu")), gradient_as_bucket_view=True)
     )
 
 
 def fsdp(config: ViTConfig) -> Step:
-    """Parameters sharded with ``fully_shard``: every block, and the rest with the root."""
+    """Return a step with ``fully_shard`` applied to every block and to the root."""
     model = whole_model(config, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks.values():
@@ -81,7 +81,7 @@ def _data_parallel_step(model: nn.Module) -> Step:
 
 
 def pipeline(config: ViTConfig) -> Step:
-    """Half the blocks on each of two ranks, one forward one backward."""
+    """Return a step of a 1F1B pipeline: each rank holds an equal share of the blocks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = whole_model(config, torch.device("cpu"))
     per_stage = config.depth // ranks
@@ -115,7 +115,7 @@ def pipeline(config: ViTConfig) -> Step:
 
 
 def tensor(config: ViTConfig) -> Step:
-    """Attention heads and MLP features split; the rest on both ranks."""
+    """Return a step with attention heads and MLP features sharded; the other parameters are replicated."""
     model = whole_model(config, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks.values():
@@ -129,7 +129,7 @@ def tensor(config: ViTConfig) -> Step:
                 "mlp.fc2": RowwiseParallel(),
             },
         )
-    # Fused kernels and the norm take tensors of one kind at a time.
+    # Fused kernels and norms cannot mix DTensors with plain tensors: keep them in separate lists and groups.
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [
@@ -162,4 +162,4 @@ BY_HAND: dict[str, Callable[[ViTConfig], Step]] = {
     "tp2": tensor,
     "host": autocast,
 }
-"""By the name of the case."""
+"""Functions that build the hand-written step, by name of the case."""

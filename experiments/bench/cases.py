@@ -8,37 +8,42 @@ from vitpar.strategy import Plan, parse, validate
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it.
-
-    rounds: pairs of timed steps, one step of each contender; fewer (at least 5) where they take more than `seconds`.
-    memory: whether to measure it.
-    """
+    """Model, batch and number of timed steps of a case."""
 
     model: str
+    """Name of the model."""
     options: tuple[tuple[str, int], ...]
+    """Settings of the model that differ from those of `model`."""
     batch_size: int
+    """Global batch size."""
     rounds: int
+    """Most pairs of timed steps, one step of each contender."""
     seconds: float
+    """Time limit of all pairs: later ones are skipped, but at least 5 are timed."""
     memory: bool
+    """Whether to measure memory."""
 
     @property
     def config(self) -> ViTConfig:
-        """The model's shape; initial values from which every parameter has a gradient, so that a wrong one shows."""
+        """Configuration of the model.
+
+        Its initial values are perturbed: zeros would leave some gradients at zero, and hide errors in them.
+        """
         return model_config(self.model, init="perturbed", **dict(self.options))
 
     def plan(self, mesh: str) -> Plan:
-        """Return the plan of `mesh`."""
+        """Return the validated plan of the strategy `mesh`."""
         return validate(parse(mesh), self.config, self.batch_size)
 
 
-# ViT-Ti/16 with 4 heads instead of 3, which two ranks can share, on images of 112 pixels: 50 tokens.
+# ViT-Ti/16 on images of 112 pixels (50 tokens), with 4 heads instead of 3 so that two ranks can split them.
 FULL = Size(
     "vit_tiny_patch16_112", (("num_heads", 4), ("num_classes", 100)), batch_size=32, rounds=24, seconds=25, memory=True
 )
 QUICK = Size(
     "vit_nano_patch4_16", (("depth", 4), ("num_classes", 10)), batch_size=16, rounds=10, seconds=2, memory=False
 )
-# So small that what the host does for each operation is nearly all: as on a GPU that computes them at once.
+# So small that the host's overhead per operation is nearly all of a step, as on a very fast GPU.
 HOST = Size(
     "vit_tiny_patch16_224",
     (("embed_dim", 48), ("num_heads", 3), ("mlp_hidden_dim", 48), ("image_size", 16), ("num_classes", 10)),
@@ -51,22 +56,22 @@ HOST = Size(
 
 @dataclass(frozen=True)
 class Case:
-    """A plan and what an engineer would write instead of it.
-
-    target: the step time of vitpar over that of the hand-written loop which we want at most. size: its own, where it
-    has one.
-    """
+    """A plan and its hand-written counterpart."""
 
     name: str
     mesh: str
+    """Strategy, for example ``fsdp2``."""
     by_hand: str
+    """Description of the hand-written counterpart."""
     target: float
+    """Largest acceptable ratio of vitpar's step time to that of the hand-written loop."""
     precision: str = "fp32"
     size: Size | None = None
+    """Size to use instead of the one chosen on the command line."""
 
     @property
     def ranks(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return parse(self.mesh).world_size
 
 

@@ -1,4 +1,4 @@
-"""Counts what a rank receives."""
+"""Counter of the elements that a rank receives in collectives."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,11 @@ NAMES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "re
 
 
 class Received(TorchDispatchMode):
-    """Adds up, inside the ``with``, the elements that ring algorithms let this rank receive: those of `activations`,
-    which layers send by functional collectives, and those of `weights` and their gradients, which ``fully_shard`` sends
-    by the others."""
+    """Context manager that counts the elements which this rank receives, assuming ring algorithms.
+
+    activations: received in functional collectives, which the layers use. weights: parameters and gradients, received
+    in the in-place collectives of c10d, which ``fully_shard`` uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +27,7 @@ class Received(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it dispatches again on its local tensors, collectives among them
+            return NotImplemented  # DTensor dispatches again with local tensors and the collectives it needs
         out = func(*args, **(kwargs or {}))
         library, _, name = func._schema.name.partition("::") if hasattr(func, "_schema") else ("", "", "")
         if library == "_c10d_functional" and name in NAMES:

@@ -1,11 +1,11 @@
-"""Galvatron's first planner on ViT-Huge-32 and 8 GPUs on PCIe: the table it printed, the model behind it, its profile
-in Galvatron's files, and vitpar's search under that model.
+"""Galvatron's planner of 2022 on ViT-Huge-32 and 8 GPUs on PCIe, and vitpar's search under the same cost model.
 
-The figures are predictions of that model, not measurements. Sources: Miao et al., "Galvatron: Efficient Transformer
-Training over Multiple GPUs Using Automatic Parallelism", VLDB 2023, and its published code of 2022. Times in ms, sizes
-in MB of 2**20 bytes. A pipeline takes as long as its longest stage, times their number. Its search counts memory in
-whole MB, each layer's rounded up, so that fewer layers fit than their sum says. Plans are compared under that rounding:
-without it the best plan for 8 GB is 0.5 % faster.
+Contains the table of plans that Galvatron printed, its cost model, and the profile behind it in Galvatron's files. The
+figures are predictions of that cost model, not measurements. Sources: Miao et al., "Galvatron: Efficient Transformer
+Training over Multiple GPUs Using Automatic Parallelism", VLDB 2023, and its published code of 2022. Times are in ms,
+sizes in MB of 2**20 bytes. The time of a pipeline is that of its longest stage times the number of stages. Galvatron's
+search rounds the memory of each layer up to whole MB, so that fewer layers fit than without rounding. Plans are
+compared under that rounding: without it the best plan for 8 GB is 0.5 % faster.
 """
 
 import json
@@ -30,24 +30,24 @@ TABLE = {
     16: (67.5, 160, "pp1: embed=dp8, 0-1=dp8, 2-31=fsdp8, head=fsdp8"),
     20: (75.4, 152, "pp1: embed=dp8, 0-19=dp8, 20-31=fsdp8, head=fsdp8"),
 }
-"""By GB of a GPU: images a second and batch of the plan that its search found, and the plan."""
+"""Galvatron's best plan by GB of a GPU: images/s, batch size, plan."""
 COLUMNS = {"dp8": (0.0, 14.5, 47.1, 69.5), "fsdp8": (34.2, 52.8, 66.6, 73.1), "pp8": (22.5, 22.5, 22.5, 22.5)}
-"""Images a second of plain plans at their best batch, for 8, 12, 16 and 20 GB; 0 where none fits."""
-PARAMETERS = 76.98  # MB of a layer in fp32
-FORWARD = 0.75  # ms of a layer for an image
-CONTEXT = 1024  # MB of a GPU that are not the model's
-SAVED = {1: 20.27, 2: 12.12, 4: 7.97, 8: 5.93}  # MB of a layer for an image, by tp
+"""Images/s of uniform plans at their best batch size, for 8, 12, 16 and 20 GB; 0 if no batch fits."""
+PARAMETERS = 76.98  # MB of a layer's parameters in fp32
+FORWARD = 0.75  # ms of a layer's forward per image
+CONTEXT = 1024  # MB of a GPU that the model cannot use
+SAVED = {1: 20.27, 2: 12.12, 4: 7.97, 8: 5.93}  # MB of a layer's saved activations per image, by tp degree
 OVERLAP = 1.3
 BATCHES = range(8, 257, 8)
 COMMUNICATION = {
     **{(1, 8, 1): 0.21531, (1, 4, 0): 0.22014, (1, 4, 1): 0.22652, (1, 2, 0): 0.27161, (1, 2, 1): 0.27799},
     **{(2, 4, 1): 0.23075, (2, 2, 0): 0.22415, (2, 2, 1): 0.27520, (4, 2, 1): 0.26491},
 }
-"""ms a MB of a message, by pipeline degree, ranks, and whether they are neighbours."""
+"""ms per MB of a message, by (pipeline degree, ranks, 1 if the ranks are neighbours)."""
 
 
 def vit_huge_32() -> ViTConfig:
-    """The model: 196 tokens of width 1280, 32 blocks."""
+    """Return the model: 196 tokens of width 1280, 32 blocks."""
     return model_config(
         "vit_custom",
         image_size=224,
@@ -61,7 +61,7 @@ def vit_huge_32() -> ViTConfig:
 
 
 def known(pp: int, strategy: Strategy) -> bool:
-    """Whether the model has a time for it: dp or fsdp outside tp, tp over neighbours."""
+    """Return whether the cost model can price `strategy`: dp or fsdp outside tp, tp over neighbours."""
     roles = [axis.role for axis in strategy.axes]
     data = [role for role in roles if role != "tp"]
     return len(data) <= 1 and roles == [*data, *(["tp"] if strategy.has("tp") else [])] and pp in (1, 2, 4, 8)
@@ -97,25 +97,28 @@ def _overlapped(message: float, rate: float, backward: float) -> float:
 
 
 def layer_mb(strategy: Strategy, batch_size: int) -> int:
-    """Memory of a layer, rounded up."""
+    """Return the memory of a layer in MB, rounded up."""
     tp, data = strategy.degree("tp"), strategy.degree("dp") * strategy.degree("fsdp")
     part = 1 / data + 0.025 if strategy.has("fsdp") else 1.0
     return math.ceil(4 * PARAMETERS / tp * part + SAVED[tp] * batch_size / data)
 
 
 def other_mb(strategy: Strategy, batch_size: int) -> int:
-    """Memory besides the layers, rounded up; `strategy` is the first layer's."""
+    """Return the memory outside the layers in MB, rounded up.
+
+    strategy: that of the first layer.
+    """
     images = batch_size / strategy.degree("dp") / strategy.degree("fsdp")
     return math.ceil(45.56 + 13 * images / strategy.degree("tp") + CONTEXT)
 
 
 def its_space(config: ViTConfig) -> Space:
-    """The plans that its search looked at: no checkpoints, no other tensor modes."""
+    """Return the plans that Galvatron searched: no activation checkpointing, no tensor modes other than 1D."""
     return Space(config, GPUS, tuple(BATCHES), flags=(), tensors=tuple(f"tp{tp}" for tp in SAVED))
 
 
 class _Space(Space):
-    """Plans that this model can price: it fixes the micro-batches itself."""
+    """Plans that the cost model can price. It fixes the number of micro-batches itself."""
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
         return super().microbatches(pipeline, batch_size)[:1]
@@ -125,7 +128,7 @@ class _Space(Space):
 
 
 class UnderItsModel(Search):
-    """vitpar's search with that model's prices."""
+    """vitpar's search with the prices of Galvatron's cost model."""
 
     def __init__(self, costs: LayerCosts) -> None:
         super().__init__(_Space(costs.config, GPUS, tuple(BATCHES), flags=(), schedules=("gpipe",)), costs)
@@ -141,7 +144,7 @@ class UnderItsModel(Search):
         return Choices(tuple(found))
 
     def machine(self, kind: Kind, budget: float) -> Machine:
-        # Every stage has what is not in layers; the search counts it in the first alone.
+        # The cost model counts memory outside the layers on every stage, vitpar's search only on the first.
         return Machine(lanes=GPUS, budget=budget * (1 + ROUNDING))
 
     def _ideal(self, kind: Kind) -> float:
@@ -155,7 +158,7 @@ class UnderItsModel(Search):
 
 
 def its_price(plan: Plan, batch_size: int) -> Price:
-    """A plan under that model."""
+    """Return the price of a plan under Galvatron's cost model."""
     pp = plan.pipeline_degree
     blocks = [plan.strategies(vit_huge_32().layer_names)[f"blocks.{n}"] for n in range(DEPTH)]
     sizes = plan.split if isinstance(plan.split, tuple) else (DEPTH // pp,) * pp
@@ -169,7 +172,7 @@ def its_price(plan: Plan, batch_size: int) -> Price:
 
 
 def write_profiles(folder: Path) -> None:
-    """Its constants as files of today's Galvatron."""
+    """Write the constants of the cost model in the file formats of today's Galvatron."""
     bandwidths = {f"allreduce_size_{n}_consec_{c}": 1 / ms for (pp, n, c), ms in COMMUNICATION.items() if pp == 1}
     places = {
         "model_states": {str(tp): 45.56 for tp in SAVED},
@@ -196,7 +199,7 @@ def write_profiles(folder: Path) -> None:
 
 
 def imported(folder: Path) -> LayerCosts:
-    """vitpar's prices for the same machine and model, from the files in `folder`."""
+    """Return vitpar's costs for the same machine and model, from the files in `folder`."""
     config = vit_huge_32()
     hardware = import_hardware(folder, 1, GPUS, 24 * 10**9, "8 GPUs on PCIe")
     return LayerCosts(config, hardware, import_model(folder, config, "fp32"))

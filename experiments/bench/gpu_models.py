@@ -1,8 +1,8 @@
-"""The models that are measured on one GPU: batch sizes by memory, and what is predicted and wanted of each.
+"""Models that are measured on one GPU: batch sizes by free memory, predictions and goals.
 
-Imports no torch. The predictions come from reading the code, from the kernels that the compiler makes for sm_90 and
-from arithmetic: bf16, compiled blocks, one H200. Assumed: matrix products at 630 to 690 TFLOP/s, attention at 220 (197
-tokens) or 170 (257 tokens), memory at 3.8 TB/s.
+Imports no torch. The predictions are for bf16, compiled blocks and one H200. They were derived from the code, the
+kernels that the compiler generates for sm_90, and arithmetic, assuming matrix products at 630 to 690 TFLOP/s, attention
+at 220 TFLOP/s (197 tokens) or 170 TFLOP/s (257 tokens), and memory at 3.8 TB/s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 GIB = 2**30
 Batches = tuple[tuple[int, int], ...]
-"""(GiB of free memory, images a step), the most memory first: a GPU of 140 GB and one of 80."""
+"""(GiB of free memory, batch size), the most memory first: for GPUs of 140 GB and of 80 GB."""
 LARGE: Batches = ((120, 512), (70, 256))
 MIDDLE: Batches = ((120, 256), (70, 128))
 SMALL: Batches = ((120, 128), (70, 64))
@@ -19,21 +19,24 @@ SMALL: Batches = ((120, 128), (70, 64))
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One model.
-
-    name: timm's. batches: images a step by free memory. step_ms: predicted for `predicted_batch`. mfu: predicted, in
-    percent. mfu_range: what would not be a surprise. goal: the MFU that is wanted. peers: as `batches`, where several
-    contenders are in memory at once.
-    """
+    """Batch sizes, predictions and goal of one model."""
 
     name: str
+    """timm's name."""
     batches: Batches
+    """Batch size by free memory."""
     predicted_batch: int
+    """Batch size that `step_ms` is predicted for."""
     step_ms: float
+    """Predicted milliseconds of a step."""
     mfu: float
+    """Predicted MFU in percent."""
     mfu_range: tuple[float, float]
+    """Expected range of the MFU in percent."""
     goal: float
+    """MFU to reach, in percent."""
     peers: Batches
+    """Batch size by free memory when several contenders are in memory at once."""
 
 
 MODELS = {
@@ -48,7 +51,7 @@ MODELS = {
 FP8_GAIN = (5, 12)
 """Percent by which fp8 is predicted to shorten the step of H/14 and g/14."""
 SETTINGS_GAIN = (1, 4)
-"""Percent that the best of the compiler's settings is predicted to win."""
+"""Percent by which the best of the compiler's settings is predicted to shorten the step."""
 
 
 def batch_for(name: str, free_bytes: int, *, peers: bool = False) -> int:
@@ -65,13 +68,13 @@ def batch_for(name: str, free_bytes: int, *, peers: bool = False) -> int:
 
 
 def predicted_step_ms(name: str, batch_size: int) -> float | None:
-    """Return the predicted milliseconds of a step, in proportion to the batch; None for a model without prediction."""
+    """Return the predicted milliseconds of a step, scaled to the batch size; None for a model without prediction."""
     model = MODELS.get(name)
     return model and model.step_ms * batch_size / model.predicted_batch
 
 
 def prediction(name: str, batch_size: int) -> str:
-    """Return the prediction of a model in words."""
+    """Return the prediction for a model as text."""
     model, milliseconds = MODELS.get(name), predicted_step_ms(name, batch_size)
     if model is None or milliseconds is None:
         return "none"

@@ -1,4 +1,4 @@
-"""Reference for vitpar's first step on a GPU: the unwrapped ViT and the batch that both take."""
+"""Reference for vitpar's first step on a GPU: the plain ViT, and the batch that both train on."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from vitpar.models.vit import ViT
 
 
 def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return images in bf16 and labels, on the device."""
+    """Return random bf16 images [batch, channels, size, size] and labels [batch] on the device."""
     g = torch.Generator().manual_seed(SEED)
     images = torch.randn(batch_size, config.channels, config.image_size, config.image_size, generator=g)
     labels = torch.randint(0, config.num_classes, (batch_size,), generator=g)
@@ -19,14 +19,14 @@ def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tu
 
 
 def plain_model(config: ViTConfig, device: torch.device) -> ViT:
-    """Return the unwrapped ViT with the parameters that vitpar starts from, float32."""
+    """Return the ViT without vitpar's parallel layers, with vitpar's initial parameters in float32."""
     model = ViT(config).to(device)
     initialise(model, SEED, config)
     return model
 
 
 def reference(config: ViTConfig, images: Tensor, labels: Tensor) -> list[float]:
-    """Return loss and gradient norm of the initial parameters, cast from float32 to bf16: no wrapper, no compiler."""
+    """Return loss and gradient norm of the plain, uncompiled ViT, with initial parameters cast to bf16."""
     model = plain_model(config, images.device)
     computed = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
     loss = F.cross_entropy(torch.func.functional_call(model, computed, (images,)).float(), labels)
@@ -35,7 +35,7 @@ def reference(config: ViTConfig, images: Tensor, labels: Tensor) -> list[float]:
 
 
 def difference(values: list[float], expected: list[float]) -> str:
-    """Return in words how far vitpar's first loss and gradient norm are from the unwrapped ViT's."""
+    """Return as text how vitpar's first loss and gradient norm differ from those of the plain ViT."""
     parts = [
         f"{what} {a:.6f} against {b:.6f} (relative difference {abs(a - b) / abs(b):.1e})"
         for what, a, b in zip(("loss", "gradient norm"), values, expected, strict=True)

@@ -1,4 +1,4 @@
-"""Measurements of one GPU, row by row: printed and written as soon as they are known, in tables at the end."""
+"""Rows of measurements on one GPU: each is printed and written at once, and all are shown in tables at the end."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ COLUMNS = {
 
 
 class Run:
-    """State of a measurement: options, device, remaining time, destination of rows.
+    """State of a measurement: options, device, remaining time, and the rows so far.
 
-    failed: whether anything that should work was left out.
+    failed: whether something that should work failed.
+    peak: the chip's dense bf16 peak in FLOP/s, None if unknown. compiled: whether blocks are compiled.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device, facts: dict[str, str]) -> None:
@@ -56,14 +57,14 @@ class Run:
         self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}
         self._shown: dict[str, list[list[str]]] = {section: [] for section in COLUMNS}
         self._write()
-        # On the CPU it takes minutes, and speed there is not the question.
+        # Not on the CPU, where compiling takes minutes and speed does not matter here.
         fault = compiler_fault(device) if device.type == "cuda" else None
         self.compiled = device.type == "cuda" and fault is None
         if fault:
             self.fail("compiling", fault)
 
     def has_time(self, what: str, seconds: float) -> bool:
-        """Whether `seconds`, an estimate for a fast GPU, are left; says so where they are not."""
+        """Return whether `seconds`, an estimate for a fast GPU, are left; if not, record `what` as left out."""
         left = self._end - time.monotonic()
         if seconds > left and not self.options.tiny:
             self.leave_out(what, f"about {seconds:.0f} s, and {max(0.0, left):.0f} s are left of --minutes")
@@ -71,18 +72,18 @@ class Run:
         return True
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say that something is not measured."""
+        """Print and record that something is not measured."""
         print(f"- {what}: left out ({why})", flush=True)
         self._found["left_out"].append(f"{what}: {why}")
         self._write()
 
     def fail(self, what: str, why: str) -> None:
-        """Say that something cannot be measured which should be."""
+        """Print and record that something cannot be measured although it should work."""
         self.failed = True
         self.leave_out(what, why)
 
     def row(self, section: str, cells: list[str], **raw: Any) -> None:
-        """One row of a table, and all that was measured for it."""
+        """Print a row of a table and write its raw measurements."""
         told = (f"{column} {cell}" for column, cell in zip(COLUMNS[section][1:], cells[1:], strict=True))
         print(f"- {section}, {cells[0]}: {'; '.join(told)}", flush=True)
         self._shown[section].append(cells)
@@ -90,7 +91,7 @@ class Run:
         self._write()
 
     def show(self) -> None:
-        """All tables, in Markdown."""
+        """Print all tables in Markdown."""
         for section, rows in self._shown.items():
             lines = [COLUMNS[section], ["---"] * len(COLUMNS[section]), *rows]
             if rows:
@@ -102,20 +103,20 @@ class Run:
 
 
 class Memory:
-    """The peak of what is allocated on the GPU from here on, beyond what is now."""
+    """Peak of GPU memory that is allocated after creating this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
     def forget(self) -> None:
-        """Begin the peak anew."""
+        """Reset the peak."""
         if self._device.type == "cuda":
             settle(self._device)
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int | None:
-        """Bytes; None without a GPU."""
+        """Return the peak in bytes, None without a GPU."""
         settle(self._device)
         return torch.cuda.max_memory_allocated() - self._before if self._device.type == "cuda" else None
 
@@ -126,10 +127,10 @@ def named(config: ViTConfig, batch_size: int) -> str:
 
 
 def percent(part: float | None) -> str:
-    """0.456 as 45.6 %."""
+    """Return 0.456 as `45.6 %`, None as a dash."""
     return "–" if part is None else f"{100 * part:.1f} %"
 
 
 def gibibytes(count: int | None) -> str:
-    """Bytes in GiB."""
+    """Return bytes as text in GiB, None as a dash."""
     return "–" if count is None else f"{count / 2**30:.2f}"

@@ -8,7 +8,7 @@ from typing import Any
 FACTS = ("name", "driver_version", "memory.total", "memory.used", "compute_mode", "temperature.gpu", "power.limit")
 SAMPLE = ("clocks.sm", "clocks.max.sm", "power.draw", "temperature.gpu", "memory.used")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The name of the newer drivers, and of the older ones."""
+"""Query for the clock limits: its name in newer drivers, then in older ones."""
 SLOW = {
     0x04: "software power cap",
     0x08: "hardware slowdown",
@@ -16,13 +16,13 @@ SLOW = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Bits of the reasons for a clock below the highest. Not listed: idle, and clocks that were set."""
+"""Bits of the reasons for a reduced clock. Not listed: an idle GPU, and clocks set by the user."""
 USED_MIB = 1024
 """MiB in use before this program starts that indicate another process."""
 
 
 def gpu_facts() -> dict[str, str]:
-    """Return what the header says of the GPU; only `nvidia-smi` where that cannot be run."""
+    """Return facts about the GPU for the header; only the key `nvidia-smi` if that cannot be run."""
     found = _query("gpu", FACTS)
     if found is None:
         return {"nvidia-smi": "cannot be run: driver, clocks and other processes are not known"}
@@ -30,7 +30,7 @@ def gpu_facts() -> dict[str, str]:
 
 
 def complaints() -> list[str]:
-    """Return why measurements may not be those of an idle GPU, in words; nothing where nvidia-smi cannot be run."""
+    """Return reasons why the GPU may not be idle; an empty list if nvidia-smi cannot be run."""
     found, now = [], sample() or {"memory.used": 0.0, "slow": []}
     others = _query("compute-apps", ("pid", "process_name", "used_memory"))
     if others and others[0]:
@@ -44,9 +44,9 @@ def complaints() -> list[str]:
 
 
 def sample() -> dict[str, Any] | None:
-    """Return clock (MHz), power (W), temperature (°C) and memory (MiB) now, and what holds the clock back (`slow`).
+    """Return clock (MHz), power (W), temperature (°C), memory (MiB) and reasons for a reduced clock (`slow`).
 
-    None where nvidia-smi cannot be run.
+    Return None if nvidia-smi cannot be run.
     """
     for reasons in REASONS:
         if found := _query("gpu", (*SAMPLE, reasons)):
@@ -57,7 +57,7 @@ def sample() -> dict[str, Any] | None:
 
 
 def _query(kind: str, fields: tuple[str, ...]) -> list[str] | None:
-    """The first row of an answer of nvidia-smi, None where there is none."""
+    """Return the first row of nvidia-smi's answer, None without one; `[""]` if no process uses the GPU."""
     command = ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def header() -> dict[str, str]:
-    """Commit, command, hardware and versions, in words."""
+    """Return date, commit, command, hardware and versions as text."""
     import torch
 
     if torch.cuda.is_available():
@@ -29,9 +29,9 @@ def header() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of this checkout, with a word where files differ from it.
+    """Return the commit of this checkout, marked if tracked files differ from it.
 
-    Of a checkout without git it is what VITPAR_COMMIT says.
+    Without git, return the environment variable VITPAR_COMMIT.
     """
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")

@@ -1,4 +1,4 @@
-"""Training on JPEG files out of shards beside training on a batch that is there: how much of the rate is left."""
+"""Training speed on JPEG files from shards, compared with training on one batch that is already on the device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,15 @@ def beside_synthetic(
     photographs: int,
     workers: int,
 ) -> dict[str, Any]:
-    """Seconds of a step of both, a mean for every round, taking turns; and images a second of the input alone.
+    """Time training on JPEG files and on the given batch in turn.
 
-    Images are decoded, cropped at random to the model's size, flipped, sent to the device and normalised, as the
-    trainer does it. `steps` must be many beside the few batches that are decoded ahead, or those are all that is seen.
+    Returns the seconds of a step (a mean for every round), the images/s of the input pipeline alone, the mean size of
+    the JPEG files in bytes, and the number of workers. Images are decoded, cropped at random to the model's size,
+    flipped, sent to the device and normalised, as in the trainer.
+
+    batch: images and labels on the device. steps: steps per round; must far exceed the few batches that are decoded
+    ahead, which would otherwise hide the speed of the input. photographs: training images to create. workers: decoding
+    threads.
     """
     size = len(batch[1])
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +67,7 @@ def beside_synthetic(
 
 
 def _alone(batches: Iterator[Any], steps: int, size: int) -> float:
-    """Images a second, those decoded ahead left out."""
+    """Return the images/s of the input pipeline alone, after skipping batches that were decoded ahead."""
     for _ in range(3):
         next(batches)
     begun = time.perf_counter()

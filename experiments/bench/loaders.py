@@ -1,4 +1,7 @@
-"""The loaders that `bench_data.py` compares: each gives batches [batch, 3, 224, 224], uint8 or float, from one core."""
+"""The loaders that `bench_data.py` compares. Each yields batches [batch, 3, 224, 224], uint8 or float.
+
+All decode on one core, except `threads` and `processes`, which use all cores.
+"""
 
 import io
 import itertools
@@ -21,7 +24,7 @@ SIZE, BATCH = 224, 64
 
 
 def vitpar(folder: Path) -> Generator[Tensor]:
-    """vitpar, with one decoding thread."""
+    """Load with vitpar and one decoding thread."""
     yield from _ours(folder, workers=1)
 
 
@@ -35,12 +38,12 @@ def _ours(folder: Path, workers: int, start: int = 0) -> Generator[Tensor]:
 
 
 def threads(folder: Path) -> Generator[Tensor]:
-    """vitpar, with a thread a core."""
+    """Load with vitpar and one decoding thread per core."""
     yield from _ours(folder, workers=cpu_cores())
 
 
 def processes(folder: Path) -> Iterator[Tensor]:
-    """Load in processes, one per core, each with separate batches, in torch's DataLoader."""
+    """Load with vitpar in the worker processes of torch's DataLoader, one per core; each decodes different batches."""
     yield from DataLoader(_InProcesses(folder), batch_size=None, num_workers=cpu_cores())
 
 
@@ -56,7 +59,7 @@ class _InProcesses(IterableDataset):
 
 
 def plain_webdataset(folder: Path) -> Generator[Tensor]:
-    """webdataset as documented: shards and a buffer are shuffled, Pillow, one worker of torch's DataLoader."""
+    """Load with webdataset as it documents: shuffled shards and buffer, Pillow, one worker of torch's DataLoader."""
     urls = [str(path) for path in sorted(folder.glob("train-*.tar"))]
     pipeline = (
         webdataset.WebDataset(urls, shardshuffle=100, repeat=True, resampled=False, empty_check=False)
@@ -72,7 +75,7 @@ def plain_webdataset(folder: Path) -> Generator[Tensor]:
 
 
 class ImageFolder(Dataset):
-    """Files read and decoded with Pillow, as torchvision's ImageFolder does."""
+    """Data set of image files that are read and decoded with Pillow, as in torchvision's ImageFolder."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(folder.glob("*/*.jpg"))
@@ -86,7 +89,7 @@ class ImageFolder(Dataset):
 
 
 def image_folder(folder: Path) -> Generator[Tensor]:
-    """An image folder, Pillow, one worker of torch's DataLoader."""
+    """Load an image folder with Pillow and one worker of torch's DataLoader."""
     loader = DataLoader(ImageFolder(folder), BATCH, shuffle=True, num_workers=1, drop_last=True)
     yield from itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -109,7 +112,7 @@ def random_resized_crop(image: Image.Image) -> Tensor:
 
 
 def photographs(count: int) -> Iterator[bytes]:
-    """JPEGs of about the size of ImageNet's (500x375 pixels, 110 kB), made of noise at all scales."""
+    """Yield `count` synthetic JPEG files of ImageNet's typical size (500x375 pixels, 110 kB): noise at all scales."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         pixels = np.zeros((375, 500, 3), np.float32)

@@ -1,4 +1,4 @@
-"""Limits of one GPU and what a step does on it: rates of matrix products and memory, kernels, waits, phases."""
+"""Limits of one GPU (matrix products, memory) and profile of a training step (kernels, waits, phases)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vitpar.models import ViTConfig
 from vitpar.parallel.phases import PhaseClock, untimed
 
 SUSTAINED_S = 3.0
-"""Seconds of products after which a GPU's clock is what it is in training: short bursts run at a higher one."""
+"""Seconds of products after which a GPU runs at the clock of training; short bursts run at a higher clock."""
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the GPU has done all it was given."""
+    """Wait until the GPU has finished all its work; no-op on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, least: float = 0.2) -> float:
-    """Seconds of one call, a mean over as many as take `least` seconds, after two that are not timed."""
+    """Return the mean seconds of a call, over enough calls to take `least` seconds, after two warm-up calls."""
     run(), run()
     calls = 1
     while True:
@@ -42,24 +42,23 @@ def seconds_of(run: Callable[[], object], device: torch.device, least: float = 0
 
 @dataclass(frozen=True)
 class MatrixProducts:
-    """The linear layers of a block at the model's shapes, forward and backward.
-
-    flops: of all layers. bursts: seconds of each layer, timed for a fraction of a second. together: seconds of all
-    layers, one after the other, again and again for `SUSTAINED_S`.
-    """
+    """Times of the linear layers of a block at the model's shapes, forward and backward."""
 
     flops: int
+    """FLOPs of all layers."""
     bursts: dict[str, float]
+    """Seconds of each layer by name, measured for a fraction of a second."""
     together: float
+    """Seconds of all layers, one after the other, measured for `SUSTAINED_S`."""
 
     @property
     def burst(self) -> float:
-        """FLOP/s of short bursts."""
+        """FLOP/s in short bursts."""
         return self.flops / sum(self.bursts.values())
 
     @property
     def sustained(self) -> float:
-        """FLOP/s that last."""
+        """FLOP/s at the clock that the GPU sustains."""
         return self.flops / self.together
 
 
@@ -96,14 +95,14 @@ def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) ->
 
 
 def bandwidth(device: torch.device, megabytes: int = 1024) -> float:
-    """Bytes a second read and written by a copy."""
+    """Return the bytes/s that a copy on the device reads and writes together."""
     source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def waits(step: Callable[[], object], steps: int = 3) -> float | None:
-    """How often a step makes the host wait for the GPU, as torch notices; None without a GPU."""
+    """Return how often a step makes the host wait for the GPU, by torch's sync debug mode; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     with warnings.catch_warnings(record=True) as caught:
@@ -118,7 +117,7 @@ def waits(step: Callable[[], object], steps: int = 3) -> float | None:
 
 
 def kernels(step: Callable[[], object], steps: int = 2) -> tuple[float, float] | None:
-    """Kernels (copies and fills among them) of a step, and the seconds they take together; None without a GPU."""
+    """Return the kernels of a step, copies and fills included, and their total seconds; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     from torch.autograd import DeviceType
@@ -133,7 +132,7 @@ def kernels(step: Callable[[], object], steps: int = 2) -> tuple[float, float] |
 
 
 def phases(step: VitparStep, batch: tuple[Tensor, Tensor], device: torch.device, steps: int = 3) -> dict[str, float]:
-    """Milliseconds of the parts of vitpar's step."""
+    """Return the milliseconds of each phase of vitpar's step, by name."""
     step.model.phase = clock = PhaseClock(device)
     try:
         for _ in range(steps):

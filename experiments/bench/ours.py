@@ -1,4 +1,4 @@
-"""vitpar's side of every comparison: what its trainer does in a step, without data, logging and evaluation."""
+"""vitpar's side of every comparison: a training step without data loading, logging and evaluation."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from vitpar.training.step import TrainStep
 
 
 class VitparStep:
-    """The step of ``vitpar.training.trainer.Trainer``; a ``bench.settings.Step``."""
+    """The training step of ``vitpar.training.trainer.Trainer`` as a ``bench.settings.Step``."""
 
     def __init__(self, model: ParallelModel, attention: AttentionChoice) -> None:
         self.model, self.attention = model, attention
@@ -35,8 +35,11 @@ def vitpar_step(
     compile_blocks: bool = False,
     kernel: str = "auto",
 ) -> VitparStep:
-    """A model under `plan`, and its step. kernel: of attention, chosen as ``train.attention`` is; for all of this
-    process, so that a second step has to be given the first one's."""
+    """Build a model under `plan` and return its step.
+
+    kernel: attention kernel, as in ``train.attention``. The choice holds for the whole process, so a second step must
+    pass the kernel of the first.
+    """
     attention = choose_attention(kernel, config, plan, batch_size, numbers(precision), device)
     execution = Execution(batch_size, precision, seed=SEED, compile=compile_blocks)
     model = parallelize(config, plan, execution, device)

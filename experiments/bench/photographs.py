@@ -1,4 +1,4 @@
-"""Made-up photographs: JPEG files of the size, and about the bytes, that those of ImageNet have."""
+"""Synthetic photographs: JPEG files with the dimensions and roughly the file size of ImageNet's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLASSES = 10
 
 
 def photograph(rng: np.random.Generator) -> bytes:
-    """Shapes of all sizes, noise more the finer it is, as in nature; about 100 kB."""
+    """Return a JPEG file of about 100 kB: noise at all scales, whose spectrum resembles that of photographs."""
     image = np.full((HEIGHT, WIDTH, 3), 128.0)
     for size in (4, 8, 16, 32, 64, 128, 250):
         small = rng.normal(0, 1, (size, size, 3)).clip(-3, 3) * 42 + 128
@@ -27,10 +27,12 @@ def photograph(rng: np.random.Generator) -> bytes:
 
 
 def write_photographs(folder: Path, count: int) -> int:
-    """``folder/<split>/<class>/<number>.jpg``, `count` to train on, a few to validate with. Returns their mean size in
-    bytes."""
+    """Write ``folder/<split>/<class>/<number>.jpg``: `count` training images and one validation image per class.
+
+    Returns their mean size in bytes.
+    """
     rng = np.random.default_rng(0)
-    files = [photograph(rng) for _ in range(min(count, 64))]  # noise is slow to make; each is used again
+    files = [photograph(rng) for _ in range(min(count, 64))]  # slow to generate, so the files repeat
 
     def places() -> Iterator[Path]:
         for number in range(count):

@@ -1,4 +1,4 @@
-"""The loop that everyone writes: autocast, backward, clip, fused AdamW."""
+"""A standard PyTorch training step: autocast, backward, clip, fused AdamW."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,15 @@ from bench.settings import BETAS, CLIP, EPS, LR, Step, decay_groups
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW as all contenders have it, fused: on CPU and CUDA the fastest of torch's implementations."""
+    """Return AdamW with the settings of all contenders, fused: torch's fastest implementation on CPU and CUDA."""
     return torch.optim.AdamW(decay_groups(model), lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
 def plain_step(model: nn.Module, compiled: bool, precision: str = "bf16") -> Step:
-    """A step of `model`, the whole of it under ``torch.compile`` if `compiled`; with autocast in bf16."""
+    """Return a step of `model`.
+
+    compiled: whether to compile the complete model with ``torch.compile``. precision: bf16 (autocast) or fp32.
+    """
     optimizer = adamw(model)
     forward = torch.compile(model) if compiled else model
 

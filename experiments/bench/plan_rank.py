@@ -1,4 +1,4 @@
-"""One rank of ``bench_plans.py``: ``python -m bench.plan_rank TABLE OUTPUT.json WORDS…``; rank 0 writes the result."""
+"""One rank of ``bench_plans.py``: ``python -m bench.plan_rank TABLE OUTPUT.json ARGUMENTS…``. Rank 0 writes JSON."""
 
 import json
 import math
@@ -36,7 +36,11 @@ CPU = torch.device("cpu")
 
 
 def traffic(mesh: str) -> dict[str, Any]:
-    """Elements that a rank receives for a block, forward and backward, counted and by the table."""
+    """Count the elements that a rank receives for a block's forward and backward, and compute them by formula.
+
+    Returns activations (counted), table (formula), kept (formula, if gathered tensors were kept for backward), weights
+    (parameters and gradients, counted) and weights_in_theory (formula).
+    """
     config = model_config(
         "vit_custom", patch_size=16, image_size=64, embed_dim=192, depth=1, num_heads=8, num_classes=10
     )
@@ -65,7 +69,7 @@ def traffic(mesh: str) -> dict[str, Any]:
 
 
 def _weights(config: ViTConfig, plan: Plan) -> float:
-    """Elements of a block's parameters, gathered in forward and in backward, and of their gradients."""
+    """Return the elements received for a block: parameters gathered in forward and backward, and reduced gradients."""
     share, sizes = layer_parameters(config, plan)["blocks.0"], dict(mesh_axes(plan.strategy))
     shards = math.prod(sizes[axis] for axis in sharding_axes(plan.strategy))
     copies = sizes.get("d", 1)
@@ -86,20 +90,24 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that takes `seconds` for a forward, for its input's gradient, and for its weight's."""
+    """A stage that sleeps for `seconds` in forward, and as long for its input's and for its weight's gradient."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight, self.seconds = nn.Parameter(torch.zeros(())), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:  # images: a real first stage hands gradients through its blocks all the same
+        # Images require no gradient, but in a real first stage backward also passes through the blocks.
+        if not x.requires_grad:
             x = x.detach().requires_grad_()
         return _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
 
 
 def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.08) -> dict[str, Any]:
-    """The part of a step of pp4 in which a rank does not work, of each step after the first."""
+    """Measure the idle share of a rank in each step of pp4 after the first.
+
+    name: schedule. slot: seconds of a micro-batch's forward on one rank.
+    """
     schedule = SCHEDULES[name]
     virtual = 1 if schedule.stages == "one" else 2
     plan = replace(parse("pp4"), schedule=name, virtual_stages=virtual, microbatches=microbatches)
@@ -130,11 +138,15 @@ def bubble(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.08)
 
 
 def memory(mesh: str, microbatches: int = 2) -> list[dict[str, Any]]:
-    """By rank, bytes that resident memory grew: after a step and at most within it, and both in theory."""
+    """Measure how many bytes the resident memory of each rank grew, and compute them.
+
+    Each rank's row holds rest (after a step), state (the same, computed), peak (within the step) and most (the same,
+    computed).
+    """
     batch, plan = 16, replace(parse(mesh), microbatches=microbatches)
     small = model_config("vit_custom", patch_size=16, image_size=32, embed_dim=24, depth=8, num_heads=6, num_classes=10)
     large = replace(small, embed_dim=512, num_heads=8, mlp_hidden_dim=2048)
-    for config in (small, large):  # the small one loads what the programs need
+    for config in (small, large):  # the small model loads libraries first
         before = resident()
         step, images, labels = contender(config, validate(plan, config, batch), batch)
         step(images, labels)
@@ -149,11 +161,14 @@ def memory(mesh: str, microbatches: int = 2) -> list[dict[str, Any]]:
 
 
 def _most(config: ViTConfig, plan: Plan, names: list[str]) -> int:
-    """Bytes at a step's fullest moment, activations left out: the last micro-batch's backward.
+    """Return the bytes at the peak of a step, without activations: the backward of the last micro-batch.
 
-    Parameters and two moments are there, and gradients: whole until the last micro-batch ends, or with +zero2 the parts
-    and one whole layer. Gathered parameters are those of two layers and the message for the next under fsdp, but of all
-    layers with +zero1, +zero2 and under pp. And the message that carries the largest layer's gradients.
+    They are the sum of:
+
+    - parameters and two moments, sharded;
+    - gradients: unsharded until the last micro-batch ends; with +zero2 the shards and one unsharded layer;
+    - gathered parameters: of two layers and the buffer of the next under fsdp; of all layers with +zero1, +zero2, pp;
+    - the communication buffer with the gradients of the largest layer.
     """
     kept = layer_parameters(config, plan)
     strategy, shares = plan.strategy, [kept[name] for name in names]
@@ -168,7 +183,7 @@ def _most(config: ViTConfig, plan: Plan, names: list[str]) -> int:
 
 
 def layerwise(*meshes: str) -> dict[str, list[float]]:
-    """Seconds of every timed step under each plan, taking turns."""
+    """Time steps under each plan in turn; return the seconds of every step on the slowest rank, by plan."""
     config = model_config("vit_tiny_patch16_112", num_heads=4, depth=6, num_classes=100)
     batch = 32
     contenders = {}
@@ -186,7 +201,7 @@ def layerwise(*meshes: str) -> dict[str, list[float]]:
 
 
 def contender(config: ViTConfig, plan: Plan, batch: int) -> tuple[Callable, Tensor, Tensor]:
-    """vitpar's step under `plan`, and random images of this rank and labels for it."""
+    """Return vitpar's step under `plan`, random images of this rank, and labels of the global batch."""
     g = torch.Generator().manual_seed(0)
     step = vitpar_step(config, plan, batch, CPU)
     rows = token_layout(plan.strategies(config.layer_names)["embed"])[place_of_rank(plan, dist.get_rank())[1]]
@@ -209,4 +224,4 @@ if __name__ == "__main__":
         if dist.get_rank() == 0:
             Path(sys.argv[2]).write_text(json.dumps(result))
         dist.barrier()
-        os._exit(0)  # as bench.rank does, and for its reason
+        os._exit(0)  # a normal exit may deadlock, see bench.rank

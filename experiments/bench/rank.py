@@ -1,7 +1,7 @@
 """One rank of one case on the CPU: ``python -m bench.rank CASE quick|full both|vitpar|hand OUTPUT.json``.
 
-Started by ``bench_cpu.py``. Checks that both contenders compute the same, then lets them take turns; with only one
-contender, measures its memory.
+Started by ``bench_cpu.py``. With ``both``, it checks that the contenders compute the same losses and gradient norms,
+then times them in turn. With one contender, it measures its memory.
 """
 
 import json
@@ -25,11 +25,11 @@ from vitpar.launch import ALONE, find_world, join, reporting
 from vitpar.strategy import batch_arithmetic, image_layout, place_of_rank
 
 WARM_UP = 3
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative, of the loss and of the gradients' norm in the first WARM_UP steps
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # largest relative difference of losses and gradient norms in warm-up steps
 
 
 def main(name: str, size_name: str, side: str, output: str) -> None:
-    """See the module's docstring."""
+    """Measure one case and write the measurements to `output` as JSON (see the module's docstring)."""
     device = join(find_world() or ALONE, "cpu")
     case = CASES[name]
     size = case.size or {"full": FULL, "quick": QUICK}[size_name]
@@ -53,20 +53,20 @@ def main(name: str, size_name: str, side: str, output: str) -> None:
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(result))
     dist.barrier()
-    # Not `leave`: DDP's reducer, destroyed last, joins gloo's threads while it holds the interpreter's lock, which one
-    # of them may be waiting for to free a tensor; seen on torch 2.13.
+    # A normal exit may deadlock: DDP's reducer, destroyed last, joins gloo's threads while it holds the GIL, which one
+    # of them may need to free a tensor. Seen on torch 2.13.
     os._exit(0)
 
 
 def local_rows(case: Case, size: Size) -> list[int]:
-    """Which images of the batch this rank takes."""
+    """Return the indices of this rank's images in the global batch."""
     plan = size.plan(case.mesh)
     layout = image_layout(plan.strategy)
     return batch_arithmetic(plan, size.batch_size).rows(layout[place_of_rank(plan, dist.get_rank())[1]])
 
 
 def local_batches(size: Size, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """WARM_UP batches of random images [rows, channels, size, size] and labels [batch]."""
+    """Return WARM_UP batches: this rank's random images [rows, channels, size, size] and all labels [batch]."""
     config = size.config
     g = torch.Generator().manual_seed(SEED)
     batches = []
@@ -78,7 +78,7 @@ def local_batches(size: Size, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 
 def ours(case: Case, size: Size, device: torch.device) -> Step:
-    """vitpar, which takes images in the precision that it computes in."""
+    """Return vitpar's step. It takes images in the compute dtype, so they are converted first."""
     plan = size.plan(case.mesh)
     step = vitpar_step(size.config, plan, size.batch_size, device, precision=case.precision)
     compute = step.model.precision.compute
@@ -86,12 +86,12 @@ def ours(case: Case, size: Size, device: torch.device) -> Step:
 
 
 def on_rows(step: Step, rows: list[int]) -> Step:
-    """A step by hand, which wants the labels of its own images only."""
+    """Return a hand-written step that takes all labels: it passes on those of this rank's images."""
     return lambda images, labels: step(images, labels[rows])
 
 
 def warm_up(step: Step, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[float, float]]:
-    """A step on every batch. Returns their losses of the global batch and gradient norms."""
+    """Make a step on every batch; return the loss of the global batch and the gradient norm of each."""
     values = []
     for images, labels in batches:
         loss, norm = step(images, labels)
@@ -102,7 +102,7 @@ def warm_up(step: Step, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[floa
 
 
 def compare(hand: list[tuple[float, float]], vitpar: list[tuple[float, float]], tolerance: float) -> None:
-    """Raises AssertionError unless both contenders computed the same losses and norms."""
+    """Raise AssertionError if the contenders' losses or gradient norms differ by more than `tolerance` (relative)."""
     for number, (theirs, ours) in enumerate(zip(hand, vitpar, strict=True), start=1):
         for what, a, b in zip(("loss", "gradient norm"), theirs, ours, strict=True):
             assert abs(a - b) <= tolerance * abs(a), f"{what} of step {number} is {a} by hand and {b} in vitpar"
@@ -111,7 +111,7 @@ def compare(hand: list[tuple[float, float]], vitpar: list[tuple[float, float]], 
 def timed(
     steps: dict[str, Step], batches: list[tuple[Tensor, Tensor]], size: Size
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every timed step of each contender: on the clock (of the slowest rank) and CPU time (of all ranks)."""
+    """Time the steps of each contender; return wall-clock seconds of the slowest rank and CPU seconds of all ranks."""
     settle: Callable[[], object] = dist.barrier if dist.get_world_size() > 1 else lambda: None
     contenders = {key: partial(step, *batches[0]) for key, step in steps.items()}
     trial = sum(times.wall[0] for times in take_turns(contenders, 1, settle).values())

@@ -1,26 +1,26 @@
-"""Resident memory of this process, that is what of it is in RAM. Linux only.
+"""Resident memory (RSS) of this process. Linux only.
 
-Exact to pages in programs started with `ENVIRONMENT`, whose freed tensors go back to the system at once.
+It is exact to a page in processes started with `ENVIRONMENT`: they return freed tensors to the system at once.
 """
 
 from pathlib import Path
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""glibc's malloc maps whatever has so many bytes on its own, and unmaps it when it is freed (mallopt(3))."""
+"""Makes glibc's malloc map each block of 64 KiB or more separately and unmap it when freed (mallopt(3))."""
 
 
 def resident() -> int:
-    """Bytes now."""
+    """Return the current resident memory in bytes."""
     return _bytes("VmRSS")
 
 
 def most_resident() -> int:
-    """The most bytes at any time, or since `forget_most`."""
+    """Return the peak resident memory in bytes since the start of the process or the last `forget_most`."""
     return _bytes("VmHWM")
 
 
 def forget_most() -> None:
-    """Begin `most_resident` anew (proc(5), clear_refs)."""
+    """Reset the peak that `most_resident` returns (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,8 +1,8 @@
 """One rank of ``bench_checkpoint.py``: ``python -m bench.save_rank MODEL MESH BATCH ROUNDS FOLDER OUTPUT.json``.
 
-Ways to save parameters and AdamW's state take turns: how long training waits, how long until all is on the disk, how
-much longer steps take meanwhile, and how many bytes there are. All wait for the disk (fsync) before they say that they
-are done, and compute checksums.
+The ways to save parameters and AdamW state take turns. For each one it measures how long training stalls, how long
+until the files are on the disk, how long steps take while a checkpoint is written, and its bytes. All of them call
+fsync before they report completion, and compute checksums.
 """
 
 import json
@@ -32,16 +32,17 @@ from vitpar.training.step import TrainStep
 
 Tensors = dict[str, Tensor]
 Wait = Callable[[], object]
-"""Until what was begun is on the disk."""
+"""Wait until the checkpoint that was begun is on the disk."""
 STEPS = 3
-"""While a checkpoint is written, and as many without one."""
+"""Training steps that are timed while a checkpoint is written, and as many that are timed without one."""
 
 
 def gathered(tensors: Tensors, path: Path) -> Wait:
     """Save by hand: gather every tensor on rank 0 and write one file."""
     everything = dict(tensors)
     for name, parameter in tensors.items():
-        for moment in ("exp_avg", "exp_avg_sq"):  # which a rank lacks that has no part of the parameter
+        # A rank without a shard of a parameter has no moments for it, but full_tensor() below is collective.
+        for moment in ("exp_avg", "exp_avg_sq"):
             if name.startswith("model."):
                 key = f"optimizer.{moment}.{name.removeprefix('model.')}"
                 everything.setdefault(key, torch.zeros_like(parameter))
@@ -56,13 +57,16 @@ def gathered(tensors: Tensors, path: Path) -> Wait:
 
 
 def plain_dcp(tensors: Tensors, path: Path) -> Wait:
-    """torch.distributed.checkpoint as it comes."""
+    """Save synchronously with DCP and its default options."""
     dcp.save(dict(tensors), checkpoint_id=path)
     return lambda: None
 
 
 def asynchronous_dcp(kind: AsyncCheckpointerType) -> Callable[[Tensors, Path], Wait]:
-    """Save asynchronously with DCP. Its thread needs a separate group, or its messages mix with those of training."""
+    """Return a function that saves asynchronously with DCP, in a thread or a process.
+
+    The thread needs its own process group: otherwise its messages mix with those of training.
+    """
     group = dist.new_group(backend="gloo") if kind is AsyncCheckpointerType.THREAD else None
 
     def begin(tensors: Tensors, path: Path) -> Wait:
@@ -73,14 +77,14 @@ def asynchronous_dcp(kind: AsyncCheckpointerType) -> Callable[[Tensors, Path], W
 
 
 def slowest(seconds: float) -> float:
-    """Return the largest value of all ranks."""
+    """Return the largest value of all ranks, in seconds."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()
 
 
 def main(model_name: str, mesh: str, batch: str, rounds: str, folder: str, output: str) -> None:
-    """See the module's docstring."""
+    """Measure all ways to save and write the measurements to `output` as JSON (see the module's docstring)."""
     device = join(find_world() or ALONE, "cpu")
     config = model_config(model_name)
     plan = validate(parse(mesh), config, int(batch))
@@ -114,7 +118,8 @@ def main(model_name: str, mesh: str, batch: str, rounds: str, folder: str, outpu
         name: {"stall": [], "total": [], "beside": [], "bytes": []} for name in ways
     }
     alone: list[float] = []
-    for number in range(int(rounds) + 1):  # the first of all is to start threads and processes, and is not counted
+    # The first round starts threads and processes and is dropped below.
+    for number in range(int(rounds) + 1):
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(STEPS):
@@ -148,7 +153,7 @@ def main(model_name: str, mesh: str, batch: str, rounds: str, folder: str, outpu
         result = {"ways": {name: {k: v[1:] for k, v in one.items()} for name, one in found.items()}, "alone": alone[1:]}
         Path(output).write_text(json.dumps(result))
     dist.barrier()
-    os._exit(0)  # the process that DCP keeps would wait for us, and we for it
+    os._exit(0)  # at a normal exit, DCP's background process and this one would wait for each other
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training settings of all contenders, and what a contender is."""
+"""Training settings that all contenders share, and the type of a contender's step."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ LR, WEIGHT_DECAY, BETAS, EPS = 1e-4, 0.05, (0.9, 0.999), 1e-8
 CLIP = 1.0
 SEED = 0
 
-# The fields of a recipe's [optimizer] section; recipes themselves need packages that a GPU machine may lack.
+# The fields of a recipe's [optimizer] section. Not a recipe: that needs packages that a GPU machine may lack.
 OPTIMIZER = SimpleNamespace(
     name="adamw",
     lr=LR,
@@ -24,14 +24,14 @@ OPTIMIZER = SimpleNamespace(
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """One training step on this rank's images and labels: forward, backward, clip, AdamW.
 
-Returns this rank's part of the global batch's loss (the parts add up to it) and the gradients' norm, both 0-dim.
+Returns this rank's share of the global batch's loss (the sum over ranks is the loss) and the gradient norm, both 0-dim.
 """
 
 
 def decay_groups(model: nn.Module) -> list[dict]:
-    """The parameters of `model` as AdamW takes them, weight decay on matrices only, as vitpar does.
+    """Return parameter groups for AdamW: weight decay applies to matrices only, as in vitpar.
 
-    timm's patch embedding is a convolution, hence the 4 dims.
+    Tensors of 4 dimensions count as matrices, because timm's patch embedding is a convolution.
     """
     parameters = list(model.parameters())
     return [

@@ -1,4 +1,4 @@
-"""Whether a series of measurements is flat: windows, and a slope with its error."""
+"""Trend of a series of measurements: windows, and a least-squares slope with its standard error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slope:
-    """Total rise of values from first to last, relative to their median, and its standard error."""
+    """Rise of a series by its least-squares line."""
 
     rise: float
+    """Rise of the line from the first value to the last, relative to the median."""
     error: float
+    """Standard error of `rise`."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Slope:
-        """The least-squares line through at least three values, whose residuals are taken to be independent."""
+        """Fit a line to at least three values, assuming independent residuals."""
         count = len(values)
         centre, mean = (count - 1) / 2, statistics.fmean(values)
         spread = sum((x - centre) ** 2 for x in range(count))
@@ -26,10 +28,10 @@ class Slope:
         return cls(slope * scale, (residual / spread) ** 0.5 * scale)
 
     def text(self) -> str:
-        """`+0.41 % ± 0.32 %`."""
+        """Return text such as `+0.41 % ± 0.32 %`."""
         return f"{100 * self.rise:+.2f} % ± {100 * self.error:.2f} %"
 
 
 def windows(values: Sequence[float], size: int) -> list[list[float]]:
-    """In a row, `size` each; what is left over goes to none."""
+    """Split `values` into consecutive windows of `size` values each; an incomplete last window is dropped."""
     return [list(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]

@@ -1,4 +1,4 @@
-"""Contenders timed side by side: taking turns, so that whatever else the machine does hits all alike."""
+"""Timing of contenders that take turns, so that other work on the machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every timed step: on the clock, and of the process's CPU time (all threads)."""
+    """Seconds of every timed step of one contender."""
 
     wall: list[float] = field(default_factory=list)
+    """Wall-clock time."""
     cpu: list[float] = field(default_factory=list)
+    """CPU time of the process, all threads together."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A middle and how far things lie around it: the median, and half the distance between the quartiles."""
+    """Median and spread of measurements."""
 
     middle: float
+    """Median."""
     half: float
+    """Half the interquartile range."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -30,20 +34,22 @@ class Spread:
         return cls(middle, (high - low) / 2)
 
     def text(self, digits: int) -> str:
-        """`1.034 ± 0.012`."""
+        """Return text such as `1.034 ± 0.012`, with `digits` decimals."""
         return f"{self.middle:.{digits}f} ± {self.half:.{digits}f}"
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return the ratio of times measured in turn, pair by pair: a slow spell of the machine changes both times of a
-    pair, not their ratio."""
+    """Return the spread of the ratios `ours / theirs` of times that were measured in turn.
+
+    The ratio is taken pair by pair: a slow spell of the machine changes both times of a pair, not their ratio.
+    """
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def take_turns(
     contenders: Mapping[str, Callable[[], object]], rounds: int, settle: Callable[[], object] = lambda: None
 ) -> dict[str, Times]:
-    """The times of each contender in every round, in which each runs once; the order turns around every round.
+    """Run each contender once per round and return its times; the order is reversed every other round.
 
     settle: waits until the devices and the other ranks have finished; called before each reading of the clock.
     """

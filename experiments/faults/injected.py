@@ -1,8 +1,8 @@
-"""`vitpar` with a fault: one rank is killed, fails or is asked to end at one place in the program.
+"""Run `vitpar` with an injected fault: one rank is killed, fails or is asked to end at one place in the program.
 
     python experiments/faults/injected.py KIND RANK COUNT FILE train --recipe …
 
-KIND of `FAULTS` befalls RANK at the COUNT-th time that it comes to the place; FILE is made at that moment.
+The fault KIND (of `FAULTS`) hits RANK when it reaches the place for the COUNT-th time. FILE is created at that moment.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from typing import Any
 
 Fault = Callable[[], None]
 LAUNCHED = "RANK" in os.environ
-"""Whether this is a rank that a launcher started; read before joining the world sets the same variables."""
+"""Whether a launcher started this process. Read at import, because joining the world sets the same variables."""
 
 
 def kill() -> None:
-    """Kill the process as the kernel does when memory runs out."""
+    """Kill this process with SIGKILL, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Trap:
-    """Goes off at the `count`-th time that rank `rank` gets there, once."""
+    """Counter that triggers a fault when rank `rank` calls it for the `count`-th time.
+
+    file: created when the fault is triggered.
+    """
 
     def __init__(self, rank: int, count: int, file: Path) -> None:
         self._rank, self._left, self._file = rank, count, file
 
     def __call__(self, fault: Fault) -> None:
-        """Come to the place."""
+        """Count a call, and trigger `fault` if it is the one."""
         import torch.distributed as dist
 
         if dist.get_rank() == self._rank:
@@ -45,7 +48,7 @@ class Trap:
 
 
 def before(owner: Any, name: str, act: Callable[..., None]) -> None:
-    """Call `act` with the arguments of ``owner.name`` before that is called."""
+    """Replace ``owner.name`` so that `act` runs first, with the same arguments."""
     former = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +59,7 @@ def before(owner: Any, name: str, act: Callable[..., None]) -> None:
 
 
 def after(owner: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with what ``owner.name`` returned."""
+    """Replace ``owner.name`` so that `act` runs afterwards, with its result."""
     former = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -80,14 +83,14 @@ def backward(trap: Trap) -> None:
 
 
 def optimizer(trap: Trap) -> None:
-    """When parameters are new and averages are not."""
+    """Kill between the update of the parameters and that of their averages."""
     from vitpar.training.optim.optimizer import ShardedOptimizer
 
     after(ShardedOptimizer, "step", lambda _: trap(kill))
 
 
 def anywhere(trap: Trap) -> None:
-    """Somewhere in a second after a step."""
+    """Kill at an arbitrary time within a second from the start of a step."""
     from vitpar.training.trainer import Trainer
 
     wait = time.time() % 1
@@ -104,7 +107,7 @@ def bug(trap: Trap) -> None:
 
 
 def staging(trap: Trap) -> None:
-    """When half of the tensors are copied."""
+    """Kill when half of the tensors are copied."""
     from vitpar.checkpoint.image import SafetensorsBuffer
 
     def half(image: SafetensorsBuffer, tensors: Any) -> None:
@@ -116,7 +119,7 @@ def staging(trap: Trap) -> None:
 
 
 def _at_file(trap: Trap, name: str, fault: Callable[[Path, memoryview], None]) -> None:
-    """Before a file is written whose name begins so."""
+    """Trigger `fault` before a file is written whose name starts with `name`."""
     from vitpar.checkpoint import atomic
 
     def act(path: Path, content: Any) -> None:
@@ -153,7 +156,7 @@ def index_full(trap: Trap) -> None:
 
 
 def lost(trap: Trap) -> None:
-    """Hide what a rank has written from rank 0, as if on a separate disk."""
+    """Delete a file that a rank has written, as if rank 0 could not see its disk."""
     from vitpar.checkpoint import atomic
 
     write = atomic.write
@@ -177,14 +180,14 @@ def read_only(trap: Trap) -> None:
 
 
 def rename(trap: Trap) -> None:
-    """When all is written and the folder has not got its name."""
+    """Kill when all files are written but the folder is not renamed yet."""
     from vitpar.checkpoint import atomic
 
     before(atomic, "publish", lambda _: trap(kill))
 
 
 def removal(trap: Trap) -> None:
-    """When a checkpoint that is not kept is half gone."""
+    """Kill when an old checkpoint is half deleted."""
     from vitpar.checkpoint import atomic
 
     def half(folder: Any, *_: Any, **__: Any) -> None:
@@ -198,7 +201,7 @@ def removal(trap: Trap) -> None:
 
 
 def slow_rank(trap: Trap) -> None:
-    """One rank stands still for a while, and the run is asked to end."""
+    """Pause one rank for 2 s, then ask the run to end."""
     from vitpar.training.trainer import Trainer
 
     def stand() -> None:
@@ -247,16 +250,18 @@ FAULTS: dict[str, Callable[[Trap], None]] = {
     "Ctrl-C": _asked(signal.SIGINT, _ask_launcher),
 }
 TOLD = ("disk full", "disk full at the index", "file not seen by others", "read-only folder")
-"""Those that end a run with a sentence about the disk."""
+"""Faults that end a run with an error message about the disk."""
 OF_RANK_0 = (
     *("killed while writing the index", "killed before renaming", "killed while removing"),
     *("disk full at the index", "read-only folder"),
 )
+"""Faults at places that only rank 0 reaches."""
 OF_SAVES = (*OF_RANK_0, *TOLD, "killed while staging", "killed while writing")
+"""Faults at places that are reached once per checkpoint, not once per step."""
 
 
 def main() -> None:
-    """Lay the trap and be `vitpar`; its workers are started with the same trap."""
+    """Install the fault and run `vitpar`; its ranks are started with the same fault."""
     import vitpar.launch
     from vitpar_cli import main as program
 

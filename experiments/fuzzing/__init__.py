@@ -1,12 +1,12 @@
-"""The parts of experiments/fuzz.py.
+"""Modules of experiments/fuzz.py.
 
-target.py      what a target is: it makes seeds, makes a case of them, and reads the case
+target.py      base classes of targets: a target makes seeds, mutates them into cases, and reads a case
 targets/       one module for each group of vitpar's readers
-attacks/       how bytes, text and files of each format are made hostile
-oracle.py      what is wrong with how a reader took a case
-guard.py       limits of a worker; sees programs that a case starts and files that it opens
-worker.py      the process that runs cases
+attacks/       mutations of bytes, text and files of each format
+oracle.py      judges how a reader handled a case
+guard.py       limits a worker; detects programs that a case starts and files that it opens
+worker.py      process that runs cases
 process.py     starts, watches and ends a worker
-hunt.py        gives cases to workers and keeps findings
-report.py      progress, table and findings in words
+hunt.py        distributes cases to workers and collects findings
+report.py      prints progress, table and findings
 """

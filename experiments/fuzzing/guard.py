@@ -1,8 +1,9 @@
-"""The limits of a worker, and what a case did that no reader may do.
+"""Limits of a worker, and detection of forbidden actions during a case.
 
-Memory is what the kernel counted at the peak of a case above what there was before it; far above the limit, asking
-for more fails, so that the machine is safe. Programs are found out twice: Python tells of those it starts, and the
-first folder of PATH has stubs under the names that image libraries and shells go by, which leave a note.
+Memory is the kernel's peak of resident memory during a case, minus the resident memory before it. Far above the limit,
+allocations fail, which protects the machine. Started programs are detected in two ways: by Python's audit events, and
+by stubs in the first folder of PATH. These have the names of shells and of programs that image libraries start, and
+write a file when they run.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any
 from fuzzing.oracle import READERS, Finding, short
 
 SECONDS = 5.0
+"""Time limit of a case."""
 MIB = 1 << 20
 BYTES = 1 << 30
-"""A case may take."""
+"""Memory limit of a case."""
 GUARD = 3 * BYTES + BYTES // 2
-"""Bytes of address space allowed above the use of a worker whose target is ready."""
+"""Bytes of address space that a worker may use beyond its use when the target is loaded."""
 STUBS = ("gs", "gswin64c", "sh", "bash", "aws", "gsutil", "convert", "magick", "ffmpeg", "python", "python3")
 CANARY = "canary-that-no-reader-may-open"
 _STARTS = (
@@ -43,7 +45,7 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 def add_stubs(folder: Path) -> Path:
-    """Put stubs into `folder`, first in PATH; returns the file that they would write to."""
+    """Write stubs to `folder`, put it first in PATH, and return the file that a stub writes when it runs."""
     folder.mkdir(parents=True, exist_ok=True)
     note = folder.parent / "stubs-that-ran"
     for name in STUBS:
@@ -55,32 +57,35 @@ def add_stubs(folder: Path) -> Path:
 
 
 def limit_address_space() -> None:
-    """Make allocations fail that go far beyond what a case may take, counted from the current use."""
+    """Limit the address space to GUARD bytes above the current use, so that larger allocations fail."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + GUARD, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def reset_peak() -> int:
-    """Forget the peak of memory; returns what is resident now, in bytes."""
+    """Reset the peak of resident memory and return the current value in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
 
 def peak() -> int:
-    """The most that was resident since the peak was forgotten, in bytes."""
+    """Return the peak of resident memory since the last reset, in bytes."""
     return status("VmHWM")
 
 
 def status(key: str) -> int:
-    """A number of bytes in /proc/self/status."""
+    """Return an entry of /proc/self/status in bytes."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
 
 
 class Watch:
-    """Notes what Python tells of starting programs, of files outside the folder of the case, and of connections."""
+    """Audit hook that records started programs, access to files outside the folder of the case, and connections.
+
+    note: file that the stubs write.
+    """
 
     def __init__(self, note: Path) -> None:
         self._note, self._on, self._seen = note, threading.local(), set[Finding]()
@@ -90,8 +95,11 @@ class Watch:
 
     @contextmanager
     def over(self, place: Path, programs: tuple[str, ...]) -> Iterator[list[Finding]]:
-        """Watch what is done in this block; afterwards the list has what was found. programs: that may be started, and
-        with any, connections to this machine may be made."""
+        """Watch the ``with`` block. The list that it yields holds the findings after the block.
+
+        place: folder of the case. programs: programs that may be started; if there are any, connections to this machine
+        are allowed too.
+        """
         self._seen.clear()
         self._inside, self._programs = place.resolve(), programs
         found: list[Finding] = []
@@ -150,7 +158,7 @@ class Watch:
 
 
 def _asked_by() -> str:
-    """The innermost line of vitpar's on the stack."""
+    """Return file:line of the innermost frame of vitpar on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith(str(READERS)):
         frame = frame.f_back

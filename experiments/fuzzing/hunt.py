@@ -1,4 +1,4 @@
-"""The parent: starts workers, gives out cases, ends what hangs, and keeps what was found."""
+"""Control of the workers: starts them, distributes cases, kills hung ones, and collects findings."""
 
 from __future__ import annotations
 
@@ -17,49 +17,55 @@ from fuzzing.oracle import READERS, Finding, short
 from fuzzing.process import Died, Hang, Process
 
 MAKING_S = 120.0
-"""To import everything, make seeds, or make one case."""
+"""Time limit in seconds for imports, making seeds, and making one case."""
 SLACK_S = 0.5
+"""Seconds beyond the time limit of a case after which the worker counts as hung."""
 MOST_FAULTS = 3
-"""Faults of the harness itself after which it gives up a target."""
+"""Number of errors of the fuzzer itself after which it skips the rest of a target."""
 
 
 @dataclass
 class Found:
-    """A finding with the case that shows it with the fewest bytes. times: cases that show it."""
+    """A finding, with the smallest case that shows it."""
 
     finding: Finding
     case: int
+    """Number of the case."""
     how: str
+    """Description of the mutation."""
     bytes: int
+    """Size of the case."""
     times: int = 1
+    """Number of cases with this finding."""
 
 
 @dataclass
 class Tally:
-    """Outcomes of a target's cases.
-
-    slowest, longest: seconds of the slowest case, and its number.
-    mib: largest growth of memory in a case.
-    told: message of the last refusal.
-    """
+    """Outcomes of a target's cases."""
 
     name: str
     cases: int = 0
     accepted: int = 0
+    """Number of cases that the reader accepted."""
     slowest: float = 0.0
+    """Seconds of the slowest case."""
     longest: int = 0
+    """Number of the slowest case."""
     mib: float = 0.0
+    """Largest growth of memory in a case, in MiB."""
     told: str | None = None
+    """Error message of the last case, None if it was accepted."""
     found: dict[tuple[str, str, str], Found] = field(default_factory=dict)
+    """Findings by (kind, sort, place)."""
 
     def took(self, seconds: float, case: int) -> None:
-        """Count a case."""
+        """Count a case that took `seconds`."""
         self.cases += 1
         if seconds > self.slowest:
             self.slowest, self.longest = seconds, case
 
     def keep(self, finding: Finding, case: int, how: str, size: int) -> None:
-        """Note a finding; among those that are alike the case of the fewest bytes."""
+        """Add a finding; of equal findings, keep the smallest case."""
         key = finding.kind, finding.sort, finding.where
         known = self.found.setdefault(key, Found(finding, case, how, size, times=0))
         known.times += 1
@@ -68,7 +74,10 @@ class Tally:
 
 
 class Slot:
-    """One of the workers that run at a time; it gets a new process where one has ended."""
+    """One of the parallel workers. Its process is replaced when it has ended.
+
+    changed: called when a tally has changed. limit: seconds that a case may take.
+    """
 
     def __init__(self, changed: Callable[[], None] = lambda: None, limit: float = SECONDS) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="vitpar-fuzz-", ignore_cleanup_errors=True)
@@ -86,18 +95,21 @@ class Slot:
         self._folder.cleanup()
 
     def stop(self) -> None:
-        """Let `attack` return, from another thread."""
+        """Make `attack` return; called from another thread."""
         self._stopped = True
         if process := self._process:
             process.kill()
 
     @property
     def case(self) -> Path:
-        """Where the files of the last case are."""
+        """Folder of the last case."""
         return self._home / "case"
 
     def attack(self, tally: Tally, first: int, last: int | None, seconds: float) -> None:
-        """Run the cases `first` to `last` of a target, or as many as there is time for, whatever ends meanwhile."""
+        """Run the cases `first` to `last` of a target, or as many as fit into `seconds`.
+
+        A worker that hangs or dies is replaced.
+        """
         end, faults = time.monotonic() + seconds, 0
         self._next, self._doubtful = first, -1
         while (
@@ -125,7 +137,7 @@ class Slot:
             self._changed()
 
     def _listen(self, tally: Tally) -> bool:
-        """Hear of cases until the order is obeyed, or the process has retired; returns whether it is obeyed."""
+        """Process messages until the order is done or the worker retires; return whether the order is done."""
         assert self._process is not None
         self._case: dict[str, Any] = {}
         while True:
@@ -139,13 +151,13 @@ class Slot:
             self._case = {} if "done" in heard else heard
 
     def _ended(self, tally: Tally, finding: Finding) -> bool:
-        """Keep the finding that ended the process; returns whether it is a fault of the harness."""
+        """Add the finding that ended the process; return whether it is an error of the fuzzer itself."""
         if "reading" not in self._case:
             tally.keep(replace(finding, kind="harness", where="?"), self._next, "made", 0)
             self._next += 1
             return True
         if finding.kind == "hang" and self._doubtful != self._next:
-            self._doubtful = self._next  # once may have been the machine: it is run again
+            self._doubtful = self._next  # the machine may have been slow: run the case again
             return False
         tally.keep(finding, self._next, self._case["how"], self._case["bytes"])
         tally.took(self._limit if finding.kind == "hang" else 0.0, self._next)
@@ -167,7 +179,7 @@ class Slot:
 
 
 def _where(stack: str) -> str:
-    """The innermost line of vitpar's among the threads of a process, the first thread that has one."""
+    """Return file:line of the innermost frame of vitpar, in the first thread that has one."""
     for line in stack.split("\n"):
         if f'File "{READERS}' in line:
             path, number = line.split('"')[1], line.split(", line ")[1].split(" ")[0]
@@ -184,10 +196,10 @@ def hunt(
     limit: float = SECONDS,
     changed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Attack targets, `parallel` at a time: `cases` of each, or for an even share of `seconds`.
+    """Fuzz targets, `parallel` at a time: `cases` of each, or an equal share of `seconds`.
 
-    tallies: by the names of the targets; they are filled. limit: seconds that a case may take. changed: called when one
-    of them has.
+    tallies: empty tallies by name of the target; results are added to them. limit: seconds that a case may take.
+    changed: called when a tally has changed.
     """
     queue, lock, failed = list(tallies.values()), threading.Lock(), list[BaseException]()
     slots = min(parallel, len(queue))

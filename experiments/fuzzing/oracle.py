@@ -1,7 +1,7 @@
-"""Promises to a user of hostile files, and how a reader that took a case breaks them.
+"""Guarantees for untrusted files, and findings about readers that break them.
 
-A reader accepts a case or raises a UserError that says what is wrong, in at most LONGEST characters, none of which
-controls a terminal, and without a memory address, which would differ every time.
+A reader must accept a case or raise a UserError that says what is wrong. The message must have at most LONGEST
+characters, no control characters, and no memory address, which would differ every time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import vitpar
 from vitpar.errors import UserError
 
 LONGEST = 1200
+"""Most characters of an error message."""
 ADDRESS = re.compile(r"\bat 0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
-"""Longer than a checksum of 32 bits, and with a letter: a strategy such as dp10x100000000 has none."""
+"""Memory address. It is longer than a 32-bit checksum and has a letter, unlike a strategy such as dp10x100000000."""
 HERE = Path(__file__).parent
 READERS = Path(vitpar.__file__).parent
 _LINES = 12
 
 
 class Wrong(Exception):
-    """Something was accepted that is not right, or done that no reader may do."""
+    """A reader accepted a wrong input or did something forbidden."""
 
 
 class Worse(Wrong):
-    """Work after an accepted case broke a promise.
+    """Using an accepted input broke a guarantee.
 
-    found: how.
+    found: the findings.
     """
 
     def __init__(self, found: list[Finding]) -> None:
@@ -40,18 +41,20 @@ class Worse(Wrong):
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: error, message, damage, memory, hang, crash, program or place; harness for its own faults. where: file:line
-    of vitpar, as far as known; with `kind` and `sort` it tells findings apart. words: what happened, perhaps in several
-    lines."""
+    """A broken guarantee. Findings with the same kind, sort and place are the same finding."""
 
     kind: str
+    """error, message, damage, memory, hang, crash, program, place, or harness for errors of the fuzzer itself."""
     sort: str
+    """More exact kind, for example the class of the error."""
     where: str
+    """file:line in vitpar, `?` if unknown."""
     words: str
+    """Description, in one or several lines."""
 
 
 def of_error(error: BaseException) -> list[Finding]:
-    """Return the findings in `error`, which reading a case raised."""
+    """Return the findings about an error that reading a case raised."""
     if isinstance(error, Worse):
         return error.found
     if isinstance(error, UserError):
@@ -70,7 +73,10 @@ def of_error(error: BaseException) -> list[Finding]:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. (Address space for a mapped file is none, nor is the stack of Python's parser.)"""
+    """Return whether an allocation failed.
+
+    Failing to map a file does not count, nor does a full stack of Python's parser, which raises MemoryError too.
+    """
     if isinstance(error, MemoryError):
         frames = traceback.extract_tb(error.__traceback__)
         return not (frames and frames[-1].filename.endswith("/ast.py"))
@@ -78,7 +84,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def message_problem(error: UserError) -> str | None:
-    """Return what is wrong with the message of a refusal, None if nothing."""
+    """Return what is wrong with an error message, or None."""
     try:
         words = str(error)
     except Exception as failed:
@@ -92,7 +98,7 @@ def message_problem(error: UserError) -> str | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it came from."""
+    """Yield `error` and the chain of its causes."""
     seen = set[int]()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -102,7 +108,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def place(error: BaseException) -> str:
-    """file:line of the innermost frame of vitpar's in the traceback of `error`, else in that of what it came from."""
+    """Return file:line of the innermost frame of vitpar in the traceback of `error`, else in those of its causes."""
     frames = [reversed(traceback.extract_tb(cause.__traceback__)) for cause in causes(error)]
     ours = (frame for each in frames for frame in each if frame.filename.startswith(str(READERS)))
     frame = next(ours, None)
@@ -110,13 +116,13 @@ def place(error: BaseException) -> str:
 
 
 def short(filename: str) -> str:
-    """The path of a file of vitpar's in its package, else its last parts."""
+    """Return the path of a file relative to vitpar's package, or the last two parts of other paths."""
     path = Path(filename)
     return str(path.relative_to(READERS.parent)) if path.is_relative_to(READERS.parent) else "/".join(path.parts[-2:])
 
 
 def trace(error: BaseException, lines: int | None = _LINES) -> str:
-    """The last lines of its traceback."""
+    """Return the last `lines` lines of the traceback of `error`, None for all."""
     text = "".join(traceback.format_exception(error)).rstrip().split("\n")
     shown = text if lines is None else text[-lines:]
     return "\n".join(line if len(line) <= 300 else f"{line[:300]}…" for line in shown)

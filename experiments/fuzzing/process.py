@@ -1,4 +1,4 @@
-"""A worker as the parent sees it: a process that is given orders, tells what it does, and may hang or die."""
+"""Worker process, seen from its parent: receives orders, reports its progress, and may hang or die."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ EXPERIMENTS = Path(__file__).resolve().parents[1]
 
 
 class Hang(Exception):
-    """A case takes too long. words: where it was."""
+    """A case takes too long."""
 
 
 class Died(Exception):
-    """The worker is no more."""
+    """The worker process has ended."""
 
 
 class Process:
-    """A worker as the parent sees it."""
+    """Handle of a worker process.
+
+    home: its folder for cases and temporary files.
+    """
 
     def __init__(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,7 @@ class Process:
         self._reading, self._rest = reading, b""
 
     def order(self, target: str, first: int, last: int | None, seconds: float) -> None:
-        """Let it run the cases `first` to `last` of a target, or as many as it can in so many seconds."""
+        """Order the cases `first` to `last` of a target, or as many as fit into `seconds`."""
         words = {"target": target, "first": first, "last": last, "seconds": seconds}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -69,7 +72,7 @@ class Process:
         return heard
 
     def stack(self) -> str:
-        """Where its threads are."""
+        """Return the stacks of its threads."""
         begin = self._errors.seek(0, os.SEEK_END)
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
@@ -78,17 +81,17 @@ class Process:
         return self._errors.read().decode(errors="replace").strip()
 
     def said(self) -> str:
-        """The last that it wrote to its output."""
+        """Return the last 4,000 bytes of its output as text."""
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 4000))
         return self._errors.read().decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """Kill it and what it started."""
+        """Kill the process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """End it and what it started; returns its exit status."""
+        """Kill the process and all that it started; return its exit status."""
         self.kill()
         status = self._process.wait()
         os.close(self._reading)
@@ -99,7 +102,7 @@ class Process:
         return status
 
     def status(self) -> int:
-        """The exit status of one that has died, or is about to."""
+        """Return the exit status of a process that has died or is about to."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(10)
         return 0

@@ -1,4 +1,4 @@
-"""Progress while cases run, then a table and the findings in words."""
+"""Progress lines, result table and text of the findings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fuzzing.hunt import Found, Tally
 WORST = ("harness", "program", "crash", "damage", "memory", "hang", "place", "error", "message")
 """Kinds of findings, the most harmful first."""
 LINES = 12
-"""Lines of a finding that are shown, half of them its last."""
+"""Lines of a finding that are shown: half from its beginning, half from its end."""
 
 
 def progress(tallies: Mapping[str, Tally]) -> str:
-    """One line on where everything is."""
+    """Return one line of progress."""
     begun = [tally for tally in tallies.values() if tally.cases]
     cases, findings = sum(tally.cases for tally in begun), sum(len(tally.found) for tally in begun)
     names = ", ".join(tally.name for tally in begun[-2:])
@@ -25,7 +25,7 @@ def progress(tallies: Mapping[str, Tally]) -> str:
 
 
 def table(tallies: Mapping[str, Tally]) -> Table:
-    """A row for each target."""
+    """Return the table with a row for each target."""
     rows = Table("target", *(("cases", "accepted", "refused", "slowest s", "largest MiB", "findings")), box=None)
     for column in rows.columns[1:]:
         column.justify = "right"
@@ -67,9 +67,12 @@ def _words(name: str, found: Found, whole: bool) -> str:
 
 
 def show(console: Console, tallies: Mapping[str, Tally], whole: bool = False) -> None:
-    """Print all of it. whole: with every line of what happened."""
+    """Print the findings and the table.
+
+    whole: show all lines of each finding.
+    """
     for words in findings(tallies, whole):
-        writable = words.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair is not
+        writable = words.encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot be printed
         console.print(f"\n{escape(writable)}", highlight=False, soft_wrap=True)
     console.print()
     console.print(table(tallies))

@@ -1,4 +1,4 @@
-"""Small images and tar files that seeds are made of, the same bytes every time."""
+"""Small images and tar files for seeds, with the same bytes every time."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ Members = list[tuple[str, bytes]]
 
 
 def picture(number: int, side: int = 8, mode: str = "RGB") -> Image.Image:
-    """A small image of noise."""
+    """Return a small image of noise.
+
+    number: seed.
+    """
     pixels = np.random.default_rng(number).integers(0, 256, (side, side, 4), dtype=np.uint8)
     return Image.fromarray(pixels, "RGBA").convert(mode)
 
 
 def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
-    """The image as a file."""
+    """Return the image as an encoded file."""
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
 
 
 def png(number: int, side: int = 8) -> bytes:
-    """A small PNG of noise."""
+    """Return a small PNG of noise."""
     return encoded(picture(number, side), "PNG")
 
 
 def jpeg(number: int, side: int = 8) -> bytes:
-    """A small JPEG of noise."""
+    """Return a small JPEG of noise."""
     return encoded(picture(number, side), "JPEG")
 
 
 def samples(count: int, labels: str = "cls") -> Members:
-    """Images, each with its label: beside it as `cls` or `json`, or as the `folder` that it is in."""
+    """Return `count` images with their labels.
+
+    labels: `cls` or `json` for a label file per image, `folder` for a folder per class.
+    """
     found: Members = []
     for i in range(count):
         image = jpeg(i) if i % 2 else png(i)
@@ -52,7 +58,7 @@ def samples(count: int, labels: str = "cls") -> Members:
 
 
 def tar(members: Iterable[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:
-    """A tar file."""
+    """Return a tar file."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=format) as archive:
         for name, content in members:

@@ -1,6 +1,6 @@
-"""Targets of attacks: a target makes seeds, makes cases of them, and reads a case as vitpar's users would.
+"""Base classes of targets: a target makes seeds, mutates them into cases, and reads a case as a user of vitpar would.
 
-Case N of a target is the same bytes every time: a generator seeded with its name and N draws everything for it. Of the
+Case N of a target has the same bytes every time: its random generator is seeded with the target's name and N. Of the
 first cases every third is an unchanged seed, which a reader must accept.
 """
 
@@ -24,51 +24,60 @@ from vitpar.errors import UserError
 
 Content = bytes | Odd
 Files = dict[str, Content]
-"""By path in the folder of the case."""
+"""Contents by path in the folder of the case."""
 Attack = Callable[[random.Random, Files], str]
-"""Changes the files of a seed, and says in a few words how."""
+"""Function that changes the files of a seed and returns a short description."""
 SMALL, FORMED = 0.45, 0.85
-"""Cases below the first are small edits of a seed; below the second, attacks that know the format; the rest both, and
-rough edits."""
+"""Limits of a uniform random number that selects the kind of mutation: small edits below SMALL, attacks that know the
+format below FORMED, and both above."""
 SEED_EVERY = 3
+"""One in this many of the first cases is an unchanged seed."""
 STRAYED = 0.02
-"""The part of cases in which a file becomes something that is no regular file."""
+"""Share of the cases in which a file is replaced by something that is not a regular file."""
 
 
 class Refused(UserError):
-    """Refusal that a reader returned instead of raising."""
+    """Refusal that a reader returned instead of raising it."""
 
 
 @dataclass
 class Case:
-    """A case as it lies in the folder `place`. changed: which files are not those of the seed. how: it was made."""
+    """A case, written to a folder."""
 
     number: int
     place: Path
+    """Folder of the case."""
     seed: int
+    """Index of the seed it was made from."""
     files: Files = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
+    """Names of the files that differ from the seed."""
     how: str = "the seed itself"
+    """Description of the mutation."""
     told: Any = None
+    """Input that is not in a file, for example a text."""
 
     @property
     def untouched(self) -> bool:
-        """Whether it is a seed as it is."""
+        """Return whether the case is an unchanged seed."""
         return not self.changed and self.told is None
 
     @property
     def bytes(self) -> int:
-        """Bytes that were written, to tell short cases from long ones."""
+        """Size of the case in bytes."""
         return sum(len(content) if isinstance(content, bytes) else 1 for content in self.files.values())
 
 
 class Target(ABC):
-    """One kind of input. home: a folder for what making the seeds takes."""
+    """One kind of input.
+
+    home: folder for files that are needed to make the seeds.
+    """
 
     what: ClassVar[str]
-    """Is attacked, in a few words."""
+    """Short description of the input."""
     programs: ClassVar[tuple[str, ...]] = ()
-    """Programs that reading may start."""
+    """Programs that the reader may start."""
 
     @abstractmethod
     def __init__(self, home: Path) -> None:
@@ -80,33 +89,36 @@ class Target(ABC):
 
     @abstractmethod
     def read(self, case: Case) -> None:
-        """Read it as vitpar does. Raises what the reader raises (UserError where it refuses), Refused, and
-        `oracle.Wrong` for what was accepted and should not have been."""
+        """Read the case as vitpar does.
+
+        Raises the errors of the reader (UserError for a refusal), Refused, and `oracle.Wrong` if the reader accepted a
+        wrong input.
+        """
 
     def close(self) -> None:  # noqa: B027, most have nothing of the kind
-        """Release what outlives a case."""
+        """Release resources that outlive a case."""
 
     def case(self, name: str, number: int, place: Path) -> Case:
-        """Case `number` of the target that is called `name`, in the empty folder `place`."""
+        """Make case `number` of the target named `name` in the folder `place`, which is emptied first."""
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         return self.make(random.Random(f"{name} {number}"), number, place)
 
 
 class FileTarget(Target):
-    """A target whose seeds are folders of small files, and whose cases are such folders with some files changed.
-
-    seeds: the folders. attacks: those that know the format, drawn alike; one that is there twice is drawn twice as
-    often. edits: which files small edits change (None: all). tokens: what text is made of.
-    """
+    """A target whose seeds are folders of small files, and whose cases are such folders with some files changed."""
 
     seeds: list[dict[str, bytes]]
+    """Contents by path, for each folder."""
     attacks: tuple[Attack, ...] = ()
+    """Attacks that know the format. One that is listed twice is drawn twice as often."""
     tokens: tuple[bytes, ...] = ()
+    """Tokens of the format, which edits insert."""
     strays: ClassVar[bool] = True
+    """Whether a file may be replaced by something that is not a regular file."""
 
     def editable(self, files: Files) -> list[str]:
-        """The files that are edited byte by byte."""
+        """Return the names of the files that byte edits may change."""
         return sorted(name for name, content in files.items() if isinstance(content, bytes))
 
     def make(self, draw: random.Random, number: int, place: Path) -> Case:
@@ -139,15 +151,15 @@ class FileTarget(Target):
 
 
 def whole_seed(number: int, seeds: int) -> int | None:
-    """Which of the seeds case `number` is, None for one that is made of a seed."""
+    """Return the index of the seed that case `number` is, None if the case is a mutation."""
     return number // SEED_EVERY if number % SEED_EVERY == 0 and number < SEED_EVERY * seeds else None
 
 
 def tolerated(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns, None where it refuses: for work that follows from something accepted, and may itself
-    be refused.
+    """Return the result of `call`, or None if it raises UserError.
 
-    Raises `oracle.Worse` for a refusal that breaks a promise to users.
+    For uses of an accepted input that may be refused themselves. Raises `oracle.Worse` if the refusal breaks a
+    guarantee.
     """
     try:
         return call()
@@ -158,7 +170,7 @@ def tolerated(call: Callable[[], Any]) -> Any:
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """All files in a folder, by their path in it."""
+    """Return the contents of all files in a folder by relative path."""
     return {
         os.path.relpath(os.path.join(parent, name), folder): Path(parent, name).read_bytes()
         for parent, _, names in sorted(os.walk(folder))
@@ -167,7 +179,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 
 def found(name: str) -> type[Target]:
-    """The target that is called `name` in `fuzzing.targets.TARGETS`, or that `module:class` names."""
+    """Return the class of the target `name` in `fuzzing.targets.TARGETS`, or of `module:class`."""
     from fuzzing.targets import TARGETS
 
     module, _, kind = TARGETS.get(name, name).partition(":")

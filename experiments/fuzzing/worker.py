@@ -1,8 +1,9 @@
-"""The process that runs cases. `hunt.py` starts it and writes orders to its standard input, a line of JSON each; it
-tells what it does through the descriptor that it is given, so that whatever a case does to it, the parent knows which
-case that was.
+"""Process that runs cases, started by `hunt.py`.
 
-    python -m fuzzing.worker DESCRIPTOR FOLDER [--patient]
+    python -m fuzzing.worker DESCRIPTOR FOLDER
+
+It reads orders from standard input, a line of JSON each, and reports every step to the file descriptor. So the parent
+knows which case was running if the process hangs or dies.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from vitpar.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
 RETIRES_BYTES, RETIRES_FILES = 1 << 29, 200
-"""Growth of memory and open files after which a worker ends, so that the next case is not charged for it."""
+"""Growth of memory and of open files at which a worker retires, so that the next case is not blamed for it."""
 
 
 class Worker:
-    """Runs the cases of one target after the other."""
+    """Runner of cases, for one target at a time.
+
+    channel: stream for its reports. home: its folder.
+    """
 
     def __init__(self, channel: TextIO, home: Path) -> None:
         self._channel, self._home = channel, home
@@ -39,7 +43,7 @@ class Worker:
         (home / guard.CANARY).write_bytes(b"not yours")
 
     def obey(self, order: dict[str, Any]) -> bool:
-        """Run the cases of an order; returns whether there is to be another."""
+        """Run the cases of an order; return False if the worker must retire."""
         self._load(order["target"])
         assert self._target is not None
         begun, files = guard.status("VmRSS"), _open_files()
@@ -104,7 +108,7 @@ class Worker:
 
 
 def _where(told: str | None) -> str:
-    """The innermost line of vitpar's in a traceback."""
+    """Return file:line of the innermost frame of vitpar in a traceback."""
     lines = [line.strip() for line in (told or "").split("\n") if f'File "{oracle.READERS}' in line]
     if not lines:
         return "?"
@@ -117,16 +121,16 @@ def _open_files() -> int:
 
 
 def main() -> None:
-    """Obey orders until there are no more."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent, also in the midst of a case
+    """Run orders until the input ends or the worker retires."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent, even during a case
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # what hangs is asked where, before it is ended
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks a hung worker for its stacks
     descriptor, home = int(sys.argv[1]), Path(sys.argv[2])
     worker = Worker(os.fdopen(descriptor, "w"), home)
     for line in sys.stdin:
         if not worker.obey(json.loads(line)):
             break
-    os._exit(0)  # threads of a case may still be there
+    os._exit(0)  # threads of a case may still be running
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from mutating.command import Commands, Outcome
 from mutating.mutation import Mutation, MutationError, mutated
 
 Told = Callable[[int, int, str, "Outcome | Result"], None]
-"""Called with the number done, how many there are, a command or mutation's name, and how it ended."""
+"""Progress callback: number done, total, name of a command or mutation, its outcome."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Result:
 
     mutation: Mutation
     tried: tuple[tuple[str, Outcome], ...]
-    """Commands that ran, with how they ended: up to the first that caught it."""
+    """Commands that ran and their outcomes, up to the first that caught the mutation."""
 
     @property
     def caught(self) -> tuple[str, Outcome] | None:
-        """The command that caught it."""
+        """Command that caught the mutation and its outcome, None if it was missed."""
         kinds = ("failed", "crash") if self.mutation.crash_counts else ("failed",)
         return next((pair for pair in self.tried if pair[1].kind in kinds), None)
 
@@ -51,20 +51,20 @@ class Campaign:
     """Outcomes of all mutations."""
 
     clean: dict[str, Outcome]
-    """How each command ended on the clean source."""
+    """Outcome of each command on the unchanged source."""
     results: tuple[Result, ...]
 
     @property
     def all_caught(self) -> bool:
-        """Whether every command passes on the clean source and every mutation was caught."""
+        """Return whether every command passes on the unchanged source and every mutation was caught."""
         return all(o.kind == "passed" for o in self.clean.values()) and all(r.caught for r in self.results)
 
 
 def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: float, told: Told) -> Campaign:
     """Try `mutations` on copies of the git work tree `source`, `parallel` at a time.
 
-    limit: seconds for one command. Raises KeyboardInterrupt after all processes have ended and the copies are gone,
-    MutationError for a folder that is not a git work tree.
+    limit: seconds for one command. told: called after each command and mutation. Raises MutationError if `source` is
+    not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes have ended and the copies are deleted.
     """
     runner = Commands(limit)
     with _copies(source, parallel) as copies, ThreadPoolExecutor(parallel) as pool:
@@ -94,7 +94,7 @@ def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: fl
 
 
 def _try(runner: Commands, clean: dict[str, Outcome], mutation: Mutation, root: Path) -> Result:
-    """Try the commands that pass on the clean source until one catches the mutation."""
+    """Run the commands that pass on the unchanged source until one catches the mutation."""
     result = Result(mutation, ())
     with mutated(root, mutation):
         for command in mutation.caught_by:
@@ -105,9 +105,9 @@ def _try(runner: Commands, clean: dict[str, Outcome], mutation: Mutation, root: 
 
 @contextmanager
 def _copies(source: Path, count: int) -> Iterator[Queue[Path]]:
-    """Folders with the files of the work tree that git knows or does not ignore, as they are now.
+    """Yield a queue of `count` copies of the work tree: its current files, except those that git ignores.
 
-    Their bytecode is tied to the content of the source: by time and size, a change in the same second could be missed.
+    Bytecode is validated by a hash of the source. By time and size, Python could miss a change in the same second.
     """
     folder = Path(tempfile.mkdtemp(prefix="vitpar-mutations-"))
     try:
@@ -127,7 +127,7 @@ def _copies(source: Path, count: int) -> Iterator[Queue[Path]]:
         yield roots
     finally:
         with _uninterrupted():
-            for _ in range(50):  # ranks that lost their parent may write until they have noticed
+            for _ in range(50):  # ranks that lost their parent may still write files
                 shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
                     break

@@ -1,4 +1,4 @@
-"""Run `vitpar check …` and `pytest …` in a copy of the repository, and tell a verdict from a crash."""
+"""Run `vitpar check …` and `pytest …` in a copy of the repository, and distinguish failures from crashes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ class Outcome:
     """How a command ended."""
 
     kind: Kind
-    """failed: a test's assertion failed or the check said so. crash: any other error. hang: beyond the time limit."""
+    """failed: an assertion of a test or the check failed. crash: any other error. hang: time limit exceeded."""
     words: str
-    """The verdict or the error, in one line."""
+    """Verdict or error in one line."""
     seconds: float = 0.0
     """Wall time."""
 
 
 class Stopped(Exception):
-    """Commands are not run any more."""
+    """The campaign was stopped: no command runs any more."""
 
 
 class Commands:
-    """Runs commands, from any thread, until it is stopped."""
+    """Thread-safe runner of commands.
+
+    limit: seconds for one command.
+    """
 
     def __init__(self, limit: float) -> None:
         self._limit, self._lock, self._stopped = limit, threading.Lock(), False
@@ -74,7 +77,7 @@ class Commands:
         return Outcome(judged.kind, judged.words, seconds)
 
     def stop(self) -> None:
-        """End what runs and start nothing more."""
+        """End the running commands and start no others."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -102,7 +105,7 @@ class Commands:
 
 
 def is_check(command: str) -> bool:
-    """Return whether it is `vitpar check`, not pytest."""
+    """Return whether a command is `vitpar check`, not pytest."""
     return command.startswith("vitpar check ")
 
 
@@ -116,7 +119,7 @@ def arguments(command: str) -> list[str]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it started, if anything of it is left."""
+    """End a command and all processes that it started."""
     for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         if process.poll() is None or number == signal.SIGKILL:
             with suppress(ProcessLookupError, PermissionError):
@@ -126,7 +129,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def judge_check(code: int, said: str) -> Outcome:
-    """Return what `vitpar check` found, from its exit code and output."""
+    """Return the outcome of `vitpar check` from its exit code and output."""
     verdicts = [line.strip() for line in said.splitlines() if re.match(r"(FAILED|passed)\b", line)]
     if code == 0 and verdicts and verdicts[-1].startswith("passed"):
         return Outcome("passed", verdicts[-1])
@@ -136,7 +139,7 @@ def judge_check(code: int, said: str) -> Outcome:
 
 
 def judge_tests(code: int, said: str, verdicts: Path) -> Outcome:
-    """Return what pytest found, from its exit code, its output and the lines of ``mutating.pytest_verdict``."""
+    """Return the outcome of pytest from its exit code, its output and the lines of ``mutating.pytest_verdict``."""
     rows = [json.loads(line) for line in verdicts.read_text().splitlines()] if verdicts.is_file() else []
     for kind in ("failed", "crash"):
         if code == 1 and (found := [row for row in rows if row["kind"] == kind]):

@@ -1,4 +1,4 @@
-"""A mutation: one wrong change of the source, and the commands of which at least one must notice it."""
+"""Mutations: wrong changes of the source, and the commands that must notice them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Mutation:
     old: str
     """Exact text that occurs once in the file."""
     new: str
-    """Text that takes its place."""
+    """Replacement of `old`."""
     caught_by: tuple[str, ...]
     """Commands, tried in order until one fails: `vitpar check …` or `pytest NODE …`, quoted as for a shell."""
     crash_counts: bool = False
     """Whether a crash of a command counts as caught. By default only a failed assertion or a check's verdict does."""
 
     def applied(self, text: str) -> str:
-        """Return the file's text with the change. Raises MutationError unless the old text occurs exactly once."""
+        """Return the text of the file with the change. Raises MutationError unless `old` occurs exactly once."""
         if (found := text.count(self.old)) != 1:
             raise MutationError(
                 f"the old text of mutation {self.name} occurs {found} times in {self.file}: adapt it to the source"
@@ -42,7 +42,7 @@ class Mutation:
 
 @contextmanager
 def mutated(root: Path, mutation: Mutation) -> Iterator[None]:
-    """Change the copy of the repository in `root` inside the ``with``."""
+    """Context manager that applies the mutation to the copy of the repository in `root`."""
     path = root / mutation.file
     text = path.read_text()
     path.write_text(mutation.applied(text))
@@ -53,7 +53,7 @@ def mutated(root: Path, mutation: Mutation) -> Iterator[None]:
 
 
 def problem(root: Path, mutation: Mutation) -> str | None:
-    """Return why a mutation cannot be made in the repository in `root`, or None."""
+    """Return why a mutation cannot be applied to the repository in `root`, or None."""
     try:
         changed = mutation.applied((root / mutation.file).read_text())
         if mutation.file.endswith(".py"):

@@ -1,7 +1,7 @@
-"""A pytest plugin that writes what became of each test to the file that VERDICTS names, one JSON object a line.
+"""Pytest plugin that writes the outcome of each test as a line of JSON to the file named by the variable VERDICTS.
 
-kind: `failed` where an assertion did, `crash` for any other error, or `passed`. Errors of ranks reach the test process
-as text: there the last traceback in it decides.
+kind: `failed` if an assertion failed, `crash` for any other error, or `passed`. Errors of ranks reach the test process
+as text; then the last traceback in the text decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VERDICTS = "VITPAR_MUTATION_VERDICTS"
 
 
 def pytest_configure() -> None:
-    """Let Hypothesis report the first counterexample: to look for a shorter one can take minutes."""
+    """Make Hypothesis report the first counterexample: searching for a shorter one can take minutes."""
     with suppress(ImportError):
         from hypothesis import Phase, settings
 
@@ -26,7 +26,7 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Write a line for an error in any phase of a test, or for a test that passed."""
+    """Write a line for an error in any phase of a test, and for each test that passed."""
     if call.excinfo is None:
         kind, words = "passed", ""
         if call.when != "call":
@@ -40,7 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def judge(error: BaseException) -> tuple[str, str]:
-    """Return kind and words of what a test raised."""
+    """Return kind and message of the error that a test raised."""
     words = f"{type(error).__name__}: {error}"
     if "Traceback (most recent call last):" in str(error):
         after = re.split(r"^Traceback \(most recent call last\):$", str(error), flags=re.MULTILINE)[-1]

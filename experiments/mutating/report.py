@@ -1,4 +1,4 @@
-"""A line for each command and mutation as it ends, then a table, and in words what was not caught."""
+"""Progress lines, result table and list of problems of a mutation campaign."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mutating.campaign import Campaign, Result
 from mutating.command import Outcome
 
 Ended = Outcome | Result
-"""How a command or a mutation ended."""
+"""Outcome of a command or a mutation."""
 
 COLOURS = {"passed": "green", "caught": "green", "not run": "yellow"}
 """Colours of words in the column `result`; all others are red."""
 
 SHOWN = 140
-"""Characters of a verdict in the table."""
+"""Most characters of a verdict in the table."""
 
 
 def coloured(word: str) -> str:
-    """Return the word in its colour."""
+    """Return the word with rich markup for its colour."""
     return f"[{COLOURS.get(word, 'red')}]{word}[/]"
 
 
 def verdict(result: Result) -> str:
-    """Return one word for what became of a mutation."""
+    """Return the outcome of a mutation in one word."""
     if result.caught:
         return "caught"
     kinds = [outcome.kind for _, outcome in result.tried]
@@ -35,7 +35,7 @@ def verdict(result: Result) -> str:
 
 
 def progress(done: int, total: int, name: str, ended: Ended) -> str:
-    """Return the line about a command or mutation that ended."""
+    """Return the progress line of a command or mutation that ended."""
     if isinstance(ended, Outcome):
         return f"clean source {done}/{total}  {coloured(ended.kind)}  {ended.seconds:3.0f} s  {escape(name)}"
     command = escape(ended.caught[0]) if ended.caught else ""
@@ -43,7 +43,7 @@ def progress(done: int, total: int, name: str, ended: Ended) -> str:
 
 
 def table(campaign: Campaign) -> Table:
-    """Return a row for each mutation."""
+    """Return a table with a row for each mutation."""
     rows = Table(box=None)
     rows.add_column("mutation", no_wrap=True)
     rows.add_column("result", no_wrap=True)
@@ -59,7 +59,7 @@ def table(campaign: Campaign) -> Table:
 
 
 def problems(campaign: Campaign) -> list[str]:
-    """Return in words which commands fail on the clean source and which mutations were not caught, and why."""
+    """Return messages for commands that fail on the unchanged source and mutations that were not caught."""
     found = []
     for command, outcome in campaign.clean.items():
         if outcome.kind != "passed":
@@ -75,7 +75,10 @@ def problems(campaign: Campaign) -> list[str]:
 
 
 def show(console: Console, campaign: Campaign, seconds: float) -> None:
-    """Print all of it. seconds: wall time of the campaign."""
+    """Print the table, the problems and a summary.
+
+    seconds: wall time of the campaign.
+    """
     console.print()
     console.print(table(campaign))
     for words in problems(campaign):

@@ -1,1 +1,1 @@
-"""The first run on a GPU, part by part: what runs, how it is stopped in time, what is kept. Imports no torch."""
+"""Parts of ``gpu_first_run.py``: its programs, their time limits, and its results. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The parts of the first run, the most important first, and the programs that each of them starts."""
+"""Parts of the first run on a GPU, the most important first, and the programs that each part starts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from bench.gpu_models import FP8_GAIN, MODELS, SETTINGS_GAIN
 ROOT = Path(__file__).resolve().parents[3]
 BASE, LARGE, HUGE, GIANT = MODELS
 MINUTES = "{minutes}"
-"""In a command: the minutes that are left to its part."""
+"""Placeholder in a command: the minutes left to its part."""
 RESULT = "{result}"
-"""In a command: the JSON file that it writes."""
+"""Placeholder in a command: the JSON file that it writes."""
 
 BENCH = ("torch", "numpy", "einops")
-"""Packages of the programs that only train."""
+"""Packages that programs need which only train."""
 DATA = ("pydantic", "webdataset", "braceexpand", "simplejpeg", "tomli_w", "safetensors", "PIL")
 VITPAR = (*BENCH, *DATA, "typer", "rich")
 PEERS = ("timm", "transformers", "lightning")
-"""Whose contenders are left out by bench_peers.py itself."""
+"""Optional packages: without one, bench_peers.py leaves out its contender."""
 
 BLAS_LT = {"TORCH_BLAS_PREFER_CUBLASLT": "1", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
 SETTINGS: dict[str, dict[str, str]] = {
@@ -36,56 +36,64 @@ SETTINGS: dict[str, dict[str, str]] = {
     "mix-order reduction, split tuned": {"TORCHINDUCTOR_MIX_ORDER_REDUCTION_AUTOTUNE_SPLIT_SIZE": "1"},
     "default again": {},
 }
-"""Environment of each; torch's default has mix-order reduction. The last one shows how far the clock has moved."""
+"""Environment variables of each compiler setting. torch's default uses mix-order reduction.
+
+The default is measured again at the end, to show how much the GPU's speed has drifted.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One program of a part.
-
-    command: without the interpreter. reads: where its rows are: in the file `RESULT`, in the last line that it prints,
-    or in pytest's lines. prediction: in words.
-    """
+    """One program of a part."""
 
     name: str
     command: tuple[str, ...]
+    """Arguments of the Python interpreter."""
     prediction: str
+    """Predicted outcome, as text."""
     reads: Literal["file", "stdout", "pytest"] = "file"
+    """Source of its measurements: the file `RESULT`, the last JSON line that it prints, or the lines of pytest."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Additional environment variables."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Programs that share a time limit. needs: packages without which none of them runs."""
+    """Programs that share a time limit."""
 
     name: str
     what: str
+    """Title in the report."""
     needs: tuple[str, ...]
+    """Packages that all of its programs need."""
     jobs: Callable[[bool, str], list[Job]]
-    """From whether all is tiny, and the device."""
+    """Returns its programs, given whether this is a tiny rehearsal, and the device."""
 
 
 def check(tiny: bool, device: str) -> list[Job]:
-    """vitpar's proof that the plan computes what one process does."""
+    """Return `vitpar check`, which compares a plan with one process."""
     compiling = "--no-compile" if tiny else "--compile"
     words = ("check", "--mesh", "dp1", "--precision", "bf16", compiling, "--device", device, "--json")
     return [Job("check", ("-m", "vitpar_cli.main", *words), "passes", "stdout")]
 
 
 def bench_gpu(name: str, tiny: bool, device: str, prediction: str, *words: str, models: tuple[str, ...] = ()) -> Job:
-    """A call of bench_gpu.py."""
+    """Return a call of bench_gpu.py.
+
+    words: further arguments. models: models to measure, empty for all; ignored if `tiny`.
+    """
     more = ("--tiny", "--steps", "1") if tiny else ("--models", *models) if models else ()
     command = ("experiments/bench_gpu.py", "--device", device, *words, *more, "--minutes", MINUTES, "--json", RESULT)
     return Job(name, command, prediction)
 
 
 def vitpar(tiny: bool, device: str) -> list[Job]:
-    """The trainer's step of every model."""
+    """Return the measurement of the trainer's step for every model."""
     return [bench_gpu("step", tiny, device, "a row for each model, in the table", "--sections", "vitpar")]
 
 
 def tests(tiny: bool, device: str) -> list[Job]:
-    """The GPU tests; without a GPU they are skipped one by one."""
+    """Return the GPU tests. Without a GPU, each of them is skipped."""
     there = importlib.util.find_spec("xdist") is not None
     processes = ("-n", str(max(1, min(6, (os.cpu_count() or 2) // 2)))) if there and not tiny else ()
     # Not the repository's addopts: a machine may lack the plugin whose marker it uses.
@@ -95,7 +103,7 @@ def tests(tiny: bool, device: str) -> list[Job]:
 
 
 def settings(tiny: bool, device: str) -> list[Job]:
-    """The compiler's settings, each in a fresh process."""
+    """Return a measurement for each compiler setting, each in a new process."""
     low, high = SETTINGS_GAIN
     found = []
     for name, variables in list(SETTINGS.items())[: 2 if tiny else None]:
@@ -106,7 +114,7 @@ def settings(tiny: bool, device: str) -> list[Job]:
 
 
 def fp8(model: str) -> Callable[[bool, str], list[Job]]:
-    """fp8 beside bf16, with each accumulation."""
+    """Return a function that makes comparisons of fp8 with bf16, one for each kind of accumulation."""
     low, high = FP8_GAIN
 
     def jobs(tiny: bool, device: str) -> list[Job]:
@@ -121,7 +129,7 @@ def fp8(model: str) -> Callable[[bool, str], list[Job]]:
 
 
 def peers(model: str) -> Callable[[bool, str], list[Job]]:
-    """vitpar beside the loops of others, on one model."""
+    """Return a function that makes a comparison of vitpar with other libraries on one model."""
 
     def jobs(tiny: bool, device: str) -> list[Job]:
         small = ("--tiny", "--rounds", "2", "--precision", "fp32", "--only", "vitpar_step", "plain")
@@ -133,7 +141,7 @@ def peers(model: str) -> Callable[[bool, str], list[Job]]:
 
 
 def section(name: str, *words: str) -> Callable[[bool, str], list[Job]]:
-    """Further sections of bench_gpu.py."""
+    """Return a function that makes a call of bench_gpu.py with the sections `words`."""
     return lambda tiny, device: [bench_gpu(name, tiny, device, "none", "--sections", *words, models=(BASE,))]
 
 
@@ -160,7 +168,7 @@ def missing(packages: tuple[str, ...]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of all programs: this checkout's packages, then what was on the path before."""
+    """Return the environment of all programs, with this checkout first in PYTHONPATH."""
     paths = [str(ROOT / folder) for folder in ("src", "cli", "experiments")]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     return found | {"PYTHONUNBUFFERED": "1"}

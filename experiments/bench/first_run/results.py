@@ -1,4 +1,4 @@
-"""The folder of results: ``results.json`` after every row, ``report.md`` made of it."""
+"""Folder of results: ``results.json``, written after every row, and ``report.md`` with its tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from bench.first_run.parts import PARTS
 from bench.json_file import read_json, write_json
 
 HIDDEN = ("cuda",)
+"""Facts of a call that the report does not show."""
 
 
 class Results:
-    """Results of all calls in one folder; each call adds its own."""
+    """Results of all calls that use one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,16 +25,19 @@ class Results:
 
     @property
     def log(self) -> Path:
-        """Where all that programs print is appended."""
+        """File to which the output of all programs is appended."""
         return self._log
 
     def call(self, facts: dict[str, Any]) -> None:
-        """Add a call, to which all further runs belong."""
+        """Add a call; all later runs belong to it."""
         self._all["calls"].append(facts)
         self._write()
 
     def keeper(self, part: str, job: str, prediction: str, **more: Any) -> Callable[[dict[str, Any]], None]:
-        """Return what keeps the state of a new run; each call of it replaces the state before."""
+        """Add a run and return a function that updates its state and writes the files.
+
+        more: further facts of the run.
+        """
         run = {"part": part, "job": job, "call": len(self._all["calls"]) - 1, "prediction": prediction, **more}
         self._all["runs"].append(run)
 
@@ -45,7 +49,7 @@ class Results:
         return keep
 
     def newest(self, part: str) -> dict[str, dict[str, Any]]:
-        """Return the last run of each job of a part that found anything, else its last one."""
+        """Return for each job of a part its last run with measurements, or its first run if none has any."""
         found: dict[str, dict[str, Any]] = {}
         for run in self._all["runs"]:
             if run["part"] == part and (run["found"] is not None or run["job"] not in found):

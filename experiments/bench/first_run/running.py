@@ -1,4 +1,4 @@
-"""Runs a program until it ends or its time is over, and keeps what it has measured so far."""
+"""Execution of a program with a time limit, keeping the measurements made so far."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from bench.json_file import read_json
 
 POLL_S = 0.5
 SAMPLE_S = 15.0
-"""Seconds between two looks at the GPU's clock."""
+"""Seconds between two samples of the GPU's clock."""
 GRACE_S = 5.0
-"""Seconds that a program has, after an interrupt, to print what it knows."""
+"""Seconds that a program has after an interrupt to print its results."""
 LONGEST = 500
-"""Characters of a line that are shown: JSON of a check has thousands."""
+"""Characters of a line that are printed: the JSON of a check has thousands."""
 TAIL = 15
-"""Lines of a program that failed which are kept."""
+"""Last lines of a failed program that are kept."""
 _PLAIN = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _XDIST = re.compile(r"^\[gw\d+\].*?\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS) (\S+\.py::.*)$")
 _REASON = re.compile(r"^(?:FAILED|ERROR) (\S+\.py::.*?) - (.*)$")
 
 
 class Running:
-    """A program in a process group of its own. What it prints goes to `log` and, line by line, to this output."""
+    """A program in a separate process group. Its output is appended to `log` and printed line by line."""
 
     def __init__(self, job: Job, seconds: float, result: Path, log: Path) -> None:
         self._job, self._result = job, result
@@ -58,7 +58,10 @@ class Running:
         self._reader.start()
 
     def wait(self, kept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Wait for its end; return what it found and how it ended. kept: called whenever there is more."""
+        """Wait until the program ends or reaches its time limit; return its measurements and how it ended.
+
+        kept: called with the same dict whenever there are new measurements.
+        """
         before, looked = "", 0.0
         try:
             while self._process.poll() is None and time.monotonic() < self._end:
@@ -79,7 +82,7 @@ class Running:
         return self._found(ended)
 
     def _kill(self) -> None:
-        """End the program and all that it has started."""
+        """End the program and all processes that it started."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -119,7 +122,7 @@ class Running:
 
 
 def pytest_rows(lines: list[str]) -> dict[str, dict[str, str]]:
-    """Return the outcome of each test, and why it failed where that was printed, from the lines of ``pytest -v``."""
+    """Return the outcome of each test, and the reason of a failure if printed, from the lines of ``pytest -v``."""
     rows: dict[str, dict[str, str]] = {}
     for line in lines:
         if match := _XDIST.match(line):
@@ -132,7 +135,7 @@ def pytest_rows(lines: list[str]) -> dict[str, dict[str, str]]:
 
 
 def last_json(lines: list[str]) -> Any:
-    """Return the last line that is a JSON object; None where there is none."""
+    """Return the last line that is a JSON object, or None."""
     for line in reversed(lines):
         if line.startswith("{"):
             with suppress(ValueError):
@@ -142,9 +145,9 @@ def last_json(lines: list[str]) -> Any:
 
 @cache
 def _writable_home() -> dict[str, str]:
-    """Return variables for a writable HOME, if this one is not: Triton and pip-installed packages keep caches there.
+    """Return variables for a writable HOME if the current one is not: Triton and other packages keep caches there.
 
-    The folder is private, because content of a cache is executed.
+    The folder is private, because code in a cache is executed.
     """
     home = os.environ.get("HOME", "")
     return {} if home and os.access(home, os.W_OK) else {"HOME": tempfile.mkdtemp(prefix="vitpar-home-")}

@@ -1,4 +1,4 @@
-"""Tables of the first run in Markdown, each with what was predicted beside what was measured."""
+"""Markdown tables of the first run, with predictions and measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from bench.gpu_models import MODELS, prediction
 
 Runs = dict[str, dict[str, Any]]
-"""The runs of a part, by job."""
+"""Runs of a part, by name of the job."""
 
 
 def lines(part: str, runs: Runs) -> Iterator[str]:
@@ -19,7 +19,7 @@ def lines(part: str, runs: Runs) -> Iterator[str]:
     make = makers.get(part.partition("-")[0], _bench)
     try:
         made = list(make({job: run for job, run in runs.items() if run["found"]}))
-    except Exception as error:  # rows can be of any shape here: a table that cannot be made must not end the run
+    except Exception as error:  # results of an interrupted program may be incomplete: this must not end the run
         made = [f"- the table cannot be made ({type(error).__name__}: {error}): see results.json"]
     yield from made
     for job, run in runs.items():
@@ -61,7 +61,7 @@ def _tests(runs: Runs) -> Iterator[str]:
 
 
 def _bench(runs: Runs) -> Iterator[str]:
-    """The tables of bench_gpu.py: limits, steps beside their predictions, and what was measured in turns."""
+    """Yield the tables of bench_gpu.py: limits, steps with their predictions, and comparisons."""
     found = [run["found"] for run in runs.values()]
     yield from table(
         ("model, batch", "products, TFLOP/s: burst", "sustained", "copy, GB/s"),
@@ -127,7 +127,7 @@ def _fp8(runs: Runs) -> Iterator[str]:
 
 
 def _turns(first: str, second: str, pairs: list[tuple[str, dict[str, Any]]], predicted: str = "none") -> Iterator[str]:
-    """Two contenders that took turns. In the rows vitpar's bf16 step is always called vitpar."""
+    """Yield the table of two contenders that took turns. The rows call vitpar's bf16 step vitpar."""
     rows = []
     for name, row in pairs:
         ours, other = (row["seconds"][key] for key in ("vitpar", second))
@@ -161,7 +161,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _rate(row: dict[str, Any], seconds: Sequence[float]) -> str:
-    """Images a second."""
+    """Return images/s as text."""
     return f"{row['batch_size'] / _middle(seconds):.1f}"
 
 

@@ -1,5 +1,8 @@
-"""Others that train the same ViT, and vitpar beside them: each in a process of its own (``bench.peers.worker``), where
-its own loop runs and sleeps while the others have their turn. One contender a module, whose `train` never returns."""
+"""Contenders of ``bench_peers.py``: vitpar and other libraries that train the same ViT.
+
+Each runs its own training loop in a separate process (``bench.peers.worker``) and sleeps while others have their turn.
+Each contender is a module with a function `train`, which never returns.
+"""
 
 CONTENDERS = {
     "vitpar_trainer": "vitpar, whole loop",
@@ -9,5 +12,6 @@ CONTENDERS = {
     "transformers_trainer": "transformers Trainer",
     "lightning_trainer": "Lightning Trainer",
 }
-"""Modules of this package, and what tables call them."""
+"""Modules of this package and their names in tables."""
 OURS = ("vitpar_trainer", "vitpar_step")
+"""Contenders of vitpar. Ratios are relative to the first of them that was measured."""

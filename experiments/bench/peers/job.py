@@ -1,4 +1,4 @@
-"""Work that every contender is given. Imports no torch."""
+"""Training job of a contender. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitpar.models import ViTConfig, model_config
 
 @dataclass(frozen=True)
 class Job:
-    """Work of one contender."""
+    """Training job of one contender."""
 
     contender: str
     """One of ``bench.peers.CONTENDERS``."""
@@ -24,14 +24,16 @@ class Job:
     device: Literal["cpu", "cuda"] = "cpu"
     compiled: bool = False
     saving: bool = False
-    """Whether memory matters more than time: all memory savings of the contender are switched on."""
+    """Whether to switch on all memory savings of the contender, at the cost of speed."""
     limit_bytes: int | None = None
-    """Memory to pretend, which parameters, gradients and AdamW's state must not exceed; None for the actual memory."""
+    """Pretended memory limit of parameters, gradients and AdamW state, in bytes; None for the actual memory."""
 
     @property
     def config(self) -> ViTConfig:
-        """The model's shape; initial values that recipes know, from which every parameter has a gradient: a wrong one
-        shows."""
+        """Configuration of the model.
+
+        Its initial values are available in recipes and give every parameter a gradient, so that wrong gradients show.
+        """
         return model_config(self.model, init="timm", **self.options)
 
     def to_json(self) -> str:
@@ -40,5 +42,5 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The inverse of `to_json`."""
+        """Return the job that `to_json` wrote."""
         return cls(**json.loads(text))

@@ -1,4 +1,4 @@
-"""The deepest model that can be trained at all."""
+"""Search for the deepest model that a contender can train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from bench.peers.running import Contender, Left
 
 
 def deepest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest depth up to `most` that fits, if all below it do; 0 for none. Doubles, then bisects."""
+    """Return the largest depth up to `most` that fits, 0 for none.
+
+    Doubles the depth, then bisects; assumes that smaller depths fit too.
+    """
     good, bad = 0, 1
     while bad <= most and fits(bad):
         good, bad = bad, 2 * bad
@@ -25,9 +28,10 @@ def deepest(fits: Callable[[int], bool], most: int) -> int:
 
 
 class Trials:
-    """Two steps of a model of some depth, each trial in a process of its own.
+    """Callable that tests whether a model of a given depth can train two steps, in a separate process each time.
 
-    full: how the last one that did not fit said it. Raises Left for what is no matter of memory.
+    full: error message of the last model that did not fit. done: whether each tested depth fits. Calling it raises
+    Left for errors other than a lack of memory.
     """
 
     def __init__(self, job: Job) -> None:
@@ -40,7 +44,7 @@ class Trials:
                 contender.ready().turn(2)
             self.done[depth] = True
         except Left as left:
-            # The kernel kills what takes more of the host's memory than there is.
+            # "died" counts as well: the kernel kills a process that exhausts the host's memory.
             if left.kind not in ("full", "died"):
                 raise
             self.full, self.done[depth] = left.why, False

@@ -1,4 +1,4 @@
-"""vitpar's ViT, unwrapped, under Lightning's Trainer, in the mode that Lightning has for measuring its overhead."""
+"""Contender: vitpar's plain ViT under Lightning's Trainer with barebones=True, its mode for measuring overhead."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -19,14 +19,14 @@ from bench.settings import CLIP
 try:
     import lightning
     from lightning import pytorch as pl
-except ModuleNotFoundError:  # the older package of the same
+except ModuleNotFoundError:  # the name of its older package
     import pytorch_lightning as pl
 
     lightning = pl
 
 
 class Ready(IterableDataset):
-    """Whole batches, in memory, on the device, without end."""
+    """Endless data set of complete batches, already on the device."""
 
     def __init__(self, job: Job) -> None:
         self._batches = batches(job)
@@ -36,7 +36,7 @@ class Ready(IterableDataset):
 
 
 class Module(pl.LightningModule):
-    """The model with its loss and optimizer."""
+    """Lightning module: the model with its loss and optimizer."""
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Module(pl.LightningModule):
         return adamw(self.model)
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        # Lightning's own refuses fused optimizers under mixed precision.
+        # Lightning's own clipping rejects fused optimizers under mixed precision.
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
 
 
 class Gate(pl.Callback):
-    """Tells `turns` after every step."""
+    """Callback that reports every step to `turns`."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -66,7 +66,7 @@ class Gate(pl.Callback):
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
-    """Without end."""
+    """Train until the process ends."""
     model = our_vit(job)
     if job.saving:
         recompute(model.blocks.values())

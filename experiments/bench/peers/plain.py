@@ -1,4 +1,4 @@
-"""vitpar's ViT, unwrapped, in a loop by hand."""
+"""Contender: vitpar's ViT, without its parallel layers, in a hand-written loop."""
 
 from itertools import cycle
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from bench.plain_loop import plain_step
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
-    """Without end."""
+    """Train until the process ends."""
     model = our_vit(job)
     if job.saving:
         recompute(model.blocks.values())
@@ -22,7 +22,7 @@ def train(job: Job, turns: Turns) -> NoReturn:
 
 
 def train_plainly(model: nn.Module, job: Job, turns: Turns, version: str) -> NoReturn:
-    """Any model that makes logits of images."""
+    """Train `model`, which maps images to logits, with the hand-written loop until the process ends."""
     step = plain_step(model, job.compiled, job.precision)
     turns.ready(count(model), version)
     for images, labels in cycle(batches(job)):
@@ -31,7 +31,7 @@ def train_plainly(model: nn.Module, job: Job, turns: Turns, version: str) -> NoR
 
 
 def recompute(blocks: Any) -> None:
-    """Let every block be computed again in backward."""
+    """Apply activation checkpointing to every block."""
     for block in blocks:
         forward = block.forward
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""The side of taking turns that asks: starts contenders, gives turns, compares. Imports no torch."""
+"""Control of the contenders: starts their processes, gives them turns and compares them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from bench.peers.job import Job
 
 EXPERIMENTS = Path(__file__).parents[2]
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Relative, of the losses of the first steps. Autocast rounds in other places than parameters cast to bf16 do."""
+"""Largest relative difference of the losses of the first steps, by precision.
+
+It is large in bf16, because autocast rounds at other places than vitpar, which casts parameters to bf16.
+"""
 
 
 FEWEST = 2
-"""Rounds that are run in any case: a spread needs two."""
+"""Rounds that always run, even late: a spread needs two."""
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
 def _one_gpu() -> dict[str, str]:
-    """transformers' Trainer would take all it can see."""
+    """Return variables that hide all GPUs but one: transformers' Trainer would use every visible GPU."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     return {"CUDA_VISIBLE_DEVICES": seen.split(",")[0]}
 
 
 class Left(Exception):
-    """A contender has no further steps to give: kind is `missing`, `failed`, `full`, or `died`."""
+    """A contender cannot continue. kind: `missing` (not installed), `failed`, `full` (out of memory) or `died`."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -41,9 +44,9 @@ class Left(Exception):
 
 
 class Contender:
-    """A worker, which waits until it is asked. Ends with the ``with`` it is used in.
+    """A worker process, which waits for its turns. As a context manager, it ends the process on exit.
 
-    parameters, version: known after `ready`.
+    parameters: number of parameters. version: library and its version. Both are known after `ready`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -60,23 +63,26 @@ class Contender:
         )
 
     def ready(self) -> Self:
-        """Wait until it could take its first step. Raises Left."""
+        """Wait until it can take its first step. Raises Left."""
         answer = self._answer()
         self.parameters, self.version = answer["parameters"], answer["version"]
         return self
 
     def turn(self, steps: int, untimed: int = 0, losses: bool = False) -> dict[str, Any]:
-        """Let it take `untimed` steps, then `steps` whose time is taken. Raises Left."""
+        """Let it make `untimed` steps, then `steps` timed ones; return its answer (``bench.peers.turns.Turns``).
+
+        losses: whether to return the losses of all these steps. Raises Left.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"steps": steps, "untimed": untimed, "losses": losses}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # its answer says why
+            pass  # the answer below says why
         return self._answer()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -100,21 +106,22 @@ class Contender:
 
 @dataclass
 class Timed:
-    """Measurements of one contender, a mean for every round.
-
-    wall, cpu: seconds of a step.
-    faults: page faults of a step.
-    """
+    """Measurements of one contender. Each list but `losses` has one mean per round."""
 
     contender: Contender
     losses: list[float]
+    """Losses of the first steps."""
     wall: list[float] = field(default_factory=list)
+    """Seconds of a step."""
     cpu: list[float] = field(default_factory=list)
+    """CPU seconds of a step, all threads."""
     faults: list[float] = field(default_factory=list)
+    """Page faults of a step."""
     memory_bytes: int | None = None
+    """Peak GPU memory that it allocated, in bytes; None on the CPU."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was measured, and of whom."""
+        """Return the measurements with the contender's name, version and number of parameters."""
         names = ("losses", "wall", "cpu", "faults", "memory_bytes")
         who = {"contender": self.contender.job.contender, "version": self.contender.version}
         return {**who, "parameters": self.contender.parameters, **{name: getattr(self, name) for name in names}}
@@ -123,10 +130,11 @@ class Timed:
 def take_turns(
     timed: Sequence[Timed], rounds: int, steps: int, end: float = math.inf, after: Callable[[], None] = lambda: None
 ) -> None:
-    """Fill in the times of each contender in every round; the order turns around every round. The first step of a turn
-    is not timed: it finds caches, and a GPU's allocator, as the one before left them.
+    """Run the rounds and append the measurements of each contender; the order is reversed every other round.
 
-    end: on the monotonic clock; no round begins after it, but for the first two. after: is called after every round.
+    The first step of a turn is not timed: caches and the GPU's allocator are in the state the last contender left.
+
+    end: time on the monotonic clock after which no round begins, except the first two. after: called after every round.
     """
     for number in range(rounds):
         if number >= FEWEST and time.monotonic() > end:
@@ -141,5 +149,5 @@ def take_turns(
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative one."""
+    """Return the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))

@@ -13,7 +13,7 @@ BATCHES = 3
 
 
 def batches(job: Job) -> list[tuple[Tensor, Tensor]]:
-    """Random images [batch, channels, size, size] in the precision of the job, and labels [batch], on the device."""
+    """Return BATCHES batches on the device: random images [batch, channels, size, size] and labels [batch]."""
     config, g = job.config, torch.Generator().manual_seed(SEED)
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
     shape = (job.batch_size, config.channels, config.image_size, config.image_size)
@@ -25,7 +25,7 @@ def batches(job: Job) -> list[tuple[Tensor, Tensor]]:
 
 
 def our_vit(job: Job) -> ViT:
-    """vitpar's model, unwrapped, float32, with the parameters that vitpar starts from."""
+    """Return the ViT without vitpar's parallel layers, with vitpar's initial parameters in float32."""
     config = job.config
     with torch.device("meta"):
         model = ViT(config)
@@ -36,10 +36,10 @@ def our_vit(job: Job) -> ViT:
 
 @torch.no_grad()
 def start_as_ours(model: nn.Module, job: Job) -> None:
-    """Give the model of timm or transformers the parameters that vitpar starts from.
+    """Copy vitpar's initial parameters into a model of timm or transformers.
 
-    The import of such weights says which of their elements, in which order, make each parameter of ours: where it is
-    given their indices, it gives back where each of ours has to go.
+    vitpar's weight import maps their tensors to vitpar's. Applied to element indices instead of values, it returns the
+    permutation, which is then inverted.
     """
     theirs = dict(model.named_parameters())
     ours = dict(our_vit(job).named_parameters())
@@ -59,5 +59,5 @@ def start_as_ours(model: nn.Module, job: Job) -> None:
 
 
 def count(model: nn.Module) -> int:
-    """Its parameters."""
+    """Return the number of parameters."""
     return sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""timm's Vision Transformer in the same loop by hand."""
+"""Contender: timm's VisionTransformer in the hand-written loop of ``bench.peers.plain``."""
 
 from typing import NoReturn
 
@@ -12,7 +12,7 @@ from bench.peers.turns import Turns
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
-    """Without end."""
+    """Train until the process ends."""
     c = job.config
     model = VisionTransformer(
         img_size=c.image_size,

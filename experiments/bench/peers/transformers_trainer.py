@@ -1,6 +1,6 @@
-"""transformers' ViTForImageClassification under its Trainer.
+"""Contender: transformers' ViTForImageClassification under its Trainer.
 
-Reports, saves, evaluates and shows nothing; does not look for NaN at every step, which would wait for the device.
+Logging, saving, evaluation and progress bars are off. So is the NaN filter, which would wait for the device every step.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ NEVER = 10**9
 
 
 class Ready(IterableDataset):
-    """Whole batches, in memory, on the device, without end."""
+    """Endless data set of complete batches, already on the device."""
 
     def __init__(self, job: Job) -> None:
         self._batches = batches(job)
@@ -35,7 +35,7 @@ class Ready(IterableDataset):
 
 
 class Watched(Trainer):
-    """Keeps its newest loss; takes batches as they are."""
+    """Trainer that keeps its last loss and takes complete batches from the data set."""
 
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_dataset, batch_size=None)
@@ -46,7 +46,7 @@ class Watched(Trainer):
 
 
 class Gate(TrainerCallback):
-    """Tells `turns` after every optimizer step."""
+    """Callback that reports every optimizer step to `turns`."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -58,7 +58,7 @@ class Gate(TrainerCallback):
 
 
 def model_of(job: Job) -> nn.Module:
-    """vitpar's shape, in transformers' words."""
+    """Return transformers' model with the configuration of the job."""
     c = job.config
     config = ViTConfig(
         hidden_size=c.embed_dim,
@@ -77,7 +77,7 @@ def model_of(job: Job) -> nn.Module:
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
-    """Without end."""
+    """Train until the process ends."""
     model = model_of(job).to(job.device)
     start_as_ours(model, job)
     optimizer = adamw(model)

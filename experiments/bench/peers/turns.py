@@ -1,4 +1,4 @@
-"""A contender's side of taking turns: called after each of its optimizer steps, sleeps while it is not its turn."""
+"""Turns of a contender, seen from its process: called after each optimizer step, blocks while others have a turn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class Turns:
-    """Reads ``{"steps": n, "untimed": m, "losses": bool}`` from the other side, lets the loop go on for m + n steps and
-    answers with what the last n took.
+    """Gate that lets the training loop run only during its turns.
 
-    They are read in this process, after the device has finished: `wall` on the clock and `cpu` of all threads in
-    seconds, and `faults`, how many pages of memory the system had to give. The end of the input ends the process.
+    Reads a request ``{"steps": n, "untimed": m, "losses": bool}``, lets the loop make m + n steps, and answers with the
+    total of the last n: `wall` and `cpu` (all threads) in seconds, and `faults`, minor page faults. They are measured
+    in this process after the device has finished. The end of the input ends the process.
     """
 
     def __init__(self, device: torch.device, asked: TextIO, answers: TextIO) -> None:
@@ -28,20 +28,22 @@ class Turns:
         self._begun: dict[str, float] = {}
 
     def tell(self, **answer: Any) -> None:
-        """One line to the other side."""
+        """Write an answer as one line of JSON."""
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
     def ready(self, parameters: int, version: str) -> None:
-        """Must be called once, before the first step: says what is there to train, and waits for the first turn."""
+        """Report the model's size and wait for the first turn. Must be called once, before the first step."""
         self.tell(ready=True, parameters=parameters, version=version)
         self._wait()
 
     def stepped(self, loss: Tensor) -> None:
-        """Must be called after every optimizer step, with its loss (0-dim, before the update). Is not read before the
-        turn ends."""
+        """Count a step, and wait at the end of the turn. Must be called after every optimizer step.
+
+        loss: 0-dim, from before the update. It is read only at the end of the turn, so that no step waits for it.
+        """
         if self._losses is not None:
-            self._losses.append(loss.detach().clone())  # a compiled step may write the next loss there
+            self._losses.append(loss.detach().clone())  # a compiled step may overwrite the tensor
         self._left -= 1
         if self._left == self._timed:
             self._start()
@@ -52,14 +54,14 @@ class Turns:
             answer["losses"] = [loss.item() for loss in self._losses]
         if self._device.type == "cuda":
             answer["memory_bytes"] = torch.cuda.max_memory_allocated()
-            torch.cuda.empty_cache()  # the next contender may need it
+            torch.cuda.empty_cache()  # leave the memory to the next contender
         self.tell(**answer)
         self._wait()
 
     def _wait(self) -> None:
         line = self._asked.readline()
         if not line:
-            os._exit(0)  # no loop of anybody's has to be asked to end
+            os._exit(0)  # the training loops have no common way to stop
         turn = json.loads(line)
         self._timed = turn["steps"]
         self._left = self._timed + turn["untimed"]
@@ -80,7 +82,10 @@ class Turns:
 
 
 def pipes() -> tuple[TextIO, TextIO]:
-    """Standard input and output as they were. What anyone prints from here on goes to standard error."""
+    """Return standard input and output, and redirect later output to standard error.
+
+    So prints of the libraries do not mix with the answers.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return sys.stdin, answers

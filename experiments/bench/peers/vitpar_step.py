@@ -1,4 +1,4 @@
-"""vitpar's step without the loop around it."""
+"""Contender: vitpar's training step without its Trainer."""
 
 from itertools import cycle
 from typing import NoReturn
@@ -14,12 +14,12 @@ from vitpar.strategy import Plan, parse, validate
 
 
 def plan(job: Job) -> Plan:
-    """One rank; to save memory it computes blocks again and keeps parameters and AdamW's state on the host."""
+    """Return dp1; with `job.saving` also activation checkpointing and CPU offload of parameters and AdamW state."""
     return validate(parse("dp1+ckpt+offload" if job.saving else "dp1"), job.config, job.batch_size)
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
-    """Without end."""
+    """Train until the process ends."""
     device = join(ALONE, job.device)
     step = vitpar_step(
         job.config, plan(job), job.batch_size, device, precision=job.precision, compile_blocks=job.compiled

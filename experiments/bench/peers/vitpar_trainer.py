@@ -1,6 +1,6 @@
-"""vitpar's Trainer, whole: its step, and between steps its metrics, log interval and look at the clock.
+"""Contender: vitpar's complete Trainer, with its metrics, logging and time checks between steps.
 
-Only where batches come from is another: they are in memory, on the device. Its data set has an index and no images.
+Only the input is replaced: batches are already on the device. The data set has an index but no images.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ NEVER = 10**9
 
 
 class Ready:
-    """Stands for ``vitpar.training.input.Input``: batches that are on the device. Tells `turns` between two steps."""
+    """Replacement of ``vitpar.training.input.Input``: batches on the device. Reports every step to `turns`."""
 
     def __init__(self, job: Job, turns: Turns) -> None:
         self._job, self._turns = job, turns
@@ -38,7 +38,7 @@ class Ready:
         self.loss = torch.zeros(())
 
     def train_batches(self, images: object, start: int = 0) -> Iterator[Batch]:
-        """Without end."""
+        """Yield batches without end."""
         size = self._job.batch_size
         labels = torch.zeros(size, dtype=torch.int64)
         for number, batch in enumerate(cycle(batches(self._job)), start=1):
@@ -47,13 +47,13 @@ class Ready:
             self._turns.stepped(self.loss)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, None]:
-        """Images and labels of the batch; the model draws no random numbers."""
+        """Return images and labels of the batch, and None: the model draws no random numbers."""
         assert self._here is not None
         return *self._here, None
 
 
 class Watched(Trainer):
-    """Leaves its losses with the input."""
+    """Trainer that passes each loss to its input, which reports it."""
 
     def step(self, number: int, batch: Batch) -> Stepped:
         stepped = super().step(number, batch)
@@ -62,7 +62,7 @@ class Watched(Trainer):
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
-    """Without end."""
+    """Train until the process ends."""
     device = join(ALONE, job.device)
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder, "data"), job)
@@ -76,7 +76,7 @@ def train(job: Job, turns: Turns) -> NoReturn:
 
 
 def recipe(data: Path, job: Job) -> Recipe:
-    """The settings of all contenders (``bench.settings``); neither evaluation nor checkpoints, else as recipes are."""
+    """Return a recipe with the settings of all contenders (``bench.settings``), without evaluation and checkpoints."""
     c = job.config
     sections: dict[str, Any] = {
         "model": {
@@ -103,7 +103,7 @@ def recipe(data: Path, job: Job) -> Recipe:
 
 
 def write_data(folder: Path, job: Job) -> None:
-    """An index of a sample for every class, in shards that take no room."""
+    """Write an index with one sample per class, and sparse shards, which use no disk space."""
     folder.mkdir()
     classes = job.config.num_classes
     rows = np.zeros(classes, ROW)

@@ -1,7 +1,7 @@
-"""One contender in a process of its own: ``python -m bench.peers.worker JOB`` (JSON of ``bench.peers.job.Job``).
+"""Process of one contender: ``python -m bench.peers.worker JOB`` (JSON of ``bench.peers.job.Job``).
 
-Answers, a line of JSON each: ``missing`` where what it needs cannot be imported, ``failed``, ``full`` where memory
-ended, else what ``bench.peers.turns`` says.
+Its answers are lines of JSON: ``missing`` if an import failed, ``full`` if it ran out of memory, ``failed`` for other
+errors, or the answers of ``bench.peers.turns``.
 """
 
 import importlib
@@ -16,13 +16,13 @@ from bench.peers.turns import Turns, pipes
 
 
 def main(text: str) -> None:
-    """See the module's docstring."""
+    """Train the contender of the JSON job `text` until the input ends."""
     asked, answers = pipes()
     job = Job.from_json(text)
     turns = Turns(torch.device(job.device), asked, answers)
     try:
         module = importlib.import_module(f"bench.peers.{job.contender}")
-    except Exception as error:  # packages fail to import in ways of their own
+    except Exception as error:  # importing a package may raise any error
         turns.tell(missing=one_line(error))
         return
     try:
@@ -36,11 +36,11 @@ def main(text: str) -> None:
         turns.tell(failed=one_line(error))
     finally:
         sys.stderr.flush()
-        os._exit(0)  # threads of a loop that was left may be waiting for each other
+        os._exit(0)  # threads of an interrupted loop may deadlock at a normal exit
 
 
 def state_bytes(job: Job) -> int:
-    """Bytes of parameters, gradients and AdamW's two moments in float32."""
+    """Return the bytes of parameters, gradients and AdamW's two moments in float32."""
     from vitpar.models.vit import ViT
 
     with torch.device("meta"):
@@ -48,7 +48,7 @@ def state_bytes(job: Job) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of error and the first line of what it says."""
+    """Return the class of an error and the first line of its message."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
 

@@ -1,1 +1,1 @@
-"""How bytes, text and files of each format are made hostile. Whatever is drawn comes from the generator given."""
+"""Mutations of bytes, text and files of each format. All randomness comes from the generator passed to them."""

@@ -1,4 +1,4 @@
-"""Edits of bytes that know nothing of the format, but a dictionary of its tokens."""
+"""Edits of bytes that know only the tokens of a format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGEST_RUN = 1 << 20
 def small(
     draw: random.Random, data: bytes, others: Sequence[bytes] = (), tokens: Sequence[bytes] = ()
 ) -> tuple[bytes, str]:
-    """One to three edits of a few bytes. Returns the bytes, and what was done."""
+    """Make one to three edits of a few bytes; return the bytes and a description."""
     edits = (_flip, _flip, _number, _number, _nudge, _drop, *((_token, _token, _token) if tokens else (_insert,)))
     return _edited(draw, data, [draw.choice(edits) for _ in range(draw.randint(1, 3))], others, tokens)
 
@@ -35,7 +35,10 @@ def small(
 def rough(
     draw: random.Random, data: bytes, others: Sequence[bytes] = (), tokens: Sequence[bytes] = ()
 ) -> tuple[bytes, str]:
-    """One to four edits of any size."""
+    """Make one to four edits of any size; return the bytes and a description.
+
+    others: other files, parts of which may be spliced in.
+    """
     edits = (_truncate, _truncate, _extend, _double, _swap, _cut, _run, _splice, _noise, _flip, _number, _token)
     return _edited(draw, data, [draw.choice(edits) for _ in range(draw.randint(1, 4))], others, tokens)
 
@@ -53,7 +56,7 @@ def _edited(
 
 
 def _place(draw: random.Random, data: bytearray) -> int:
-    """A byte; half of them among the first, where headers are."""
+    """Return the index of a byte, in half of the cases one of the first 128, where headers are."""
     most = len(data) if draw.random() < 0.5 else min(len(data), 128)
     return draw.randrange(most) if most else 0
 

@@ -1,4 +1,4 @@
-"""Images whose headers lie, that unpack to far more than they are, or that are something else in disguise."""
+"""Images with wrong headers, decompression bombs, and other formats disguised as images."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXIF = b"Exif\0\0MM\0*\0\0\0\x08"
 
 @functools.cache
 def zeros(length: int = BOMB_BYTES) -> bytes:
-    """So many zeros, deflated: a thousandth of their size."""
+    """Return `length` zeros, compressed with zlib to about a thousandth of their size."""
     packer, block = zlib.compressobj(9), bytes(1 << 20)
     return b"".join(packer.compress(block) for _ in range(length >> 20)) + packer.flush()
 
 
 @functools.cache
 def gzip_zeros() -> bytes:
-    """Return zeros as one member of a gzip file; more members may follow."""
+    """Return BOMB_BYTES zeros as one member of a gzip file; more members may follow."""
     crc = 0
     for _ in range(BOMB_BYTES >> 20):
         crc = zlib.crc32(bytes(1 << 20), crc)
@@ -32,7 +32,7 @@ def gzip_zeros() -> bytes:
 
 
 def attack(draw: random.Random, data: bytes) -> tuple[bytes, str]:
-    """Change what the format says in its headers. Returns the bytes, and what was done."""
+    """Change the headers of an image; return the bytes and a description."""
     kinds = {b"\xff\xd8": _jpeg, b"\x89P": _png, b"GI": _gif, b"BM": _bmp, b"II": _tiff, b"MM": _tiff, b"RI": _webp}
     return kinds.get(data[:2], disguised)(draw, data)
 
@@ -70,7 +70,7 @@ def _jpeg(draw: random.Random, data: bytes) -> tuple[bytes, str]:
 
 
 def png_chunk(kind: bytes, content: bytes) -> bytes:
-    """With its length and checksum."""
+    """Return a PNG chunk with its length and checksum."""
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
@@ -214,7 +214,7 @@ DISGUISES: dict[str, bytes] = {
 
 
 def disguised(draw: random.Random, data: bytes = b"") -> tuple[bytes, str]:
-    """Something else, in part behind the beginning of an image."""
+    """Return a file of another format, in some cases behind the first bytes of an image, and a description."""
     name = draw.choice(sorted(DISGUISES))
     content, begin = DISGUISES[name], draw.choice((0, 0, 0, 2, 8, 12))
     return data[:begin] + content, f"{name} behind {min(begin, len(data))} bytes of an image"

@@ -1,4 +1,4 @@
-"""JSON that says something else, in ways that readers may not expect."""
+"""Mutations of JSON: unexpected values, duplicate keys, invalid syntax, very large or deeply nested values."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _MARK = "@raw {} raw@"
 
 
 def json_attack(draw: random.Random, data: bytes) -> tuple[bytes, str]:
-    """One to three changes to what JSON says. Returns the text, and what was done."""
+    """Make one to three changes to a JSON document; return the text and a description."""
     try:
         tree = json.loads(data)
     except ValueError:
@@ -107,7 +107,7 @@ def json_attack(draw: random.Random, data: bytes) -> tuple[bytes, str]:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of everything in it."""
+    """Return (container, key) of every value in `tree`."""
     found = []
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         found.append((tree, key))
@@ -148,7 +148,7 @@ def _change(draw: random.Random, tree: Any, raws: list[str]) -> str:
 
 
 def _near(draw: random.Random, value: Any) -> Any:
-    """Something of the same kind."""
+    """Return a similar value, mostly of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

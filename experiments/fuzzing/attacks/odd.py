@@ -1,4 +1,4 @@
-"""Files that are no regular files, or hold far more than they should, in the place of one."""
+"""Replacements of a file: FIFOs, folders, links, and huge sparse files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ SPARSE_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Odd:
-    """One of them. begin: the first bytes of a sparse file."""
+    """Replacement of a file."""
 
     kind: Kind
     begin: bytes = b""
+    """First bytes of a sparse file."""
 
 
 def stray(draw: random.Random, files: dict[str, bytes | Odd]) -> str:
-    """Put one in the place of a file."""
+    """Replace one of `files`; return a description."""
     name = draw.choice(sorted(files))
     kind, content = draw.choice(KINDS), files[name]
     files[name] = Odd(kind, content if isinstance(content, bytes) else b"")

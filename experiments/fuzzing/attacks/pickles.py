@@ -1,4 +1,4 @@
-"""Pickles that run programs, claim sizes, or nest, and edits of the numbers in harmless ones."""
+"""Pickles that run programs, claim huge sizes, or nest deeply; and edits of numbers in harmless pickles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _call(module: str, name: str, arguments: bytes = b"(t") -> bytes:
 
 
 def text(words: str) -> bytes:
-    """A piece of text."""
+    """Return the instruction that pushes a string."""
     return b"X" + struct.pack("<I", len(words.encode())) + words.encode()
 
 
@@ -99,7 +99,7 @@ NESTS = (
 
 
 def hostile(draw: random.Random) -> tuple[bytes, str]:
-    """A pickle of one of these kinds. Returns the bytes, and which."""
+    """Return a hostile pickle and its kind."""
     kind = draw.choice(("program", "program", "numpy", "numpy", "size", "size", "nest", "endings"))
     begin = draw.choice((PROTO, PROTO, b"", b"\x80\x04", b"\x80\x05"))
     parts = {"program": PROGRAMS, "numpy": NUMPY, "size": SIZES, "nest": NESTS}
@@ -113,14 +113,14 @@ def hostile(draw: random.Random) -> tuple[bytes, str]:
 
 
 def renumbered(draw: random.Random, data: bytes) -> tuple[bytes, str]:
-    """The pickle with other numbers and lengths in one to three of its instructions."""
+    """Change numbers or lengths in one to three instructions of a pickle; return the bytes and a description."""
     try:
         places = [
             (place, op.name)
             for op, argument, place in pickletools.genops(data)
             if place is not None and isinstance(argument, int | str | bytes) and op.code not in ("c", "i")
         ]
-    except Exception:  # no whole pickle: it is edited without knowing it
+    except Exception:  # not a complete pickle: it is left unchanged
         places = []
     changed, done = bytearray(data), []
     for _ in range(draw.randint(1, 3) if places else 0):
@@ -141,5 +141,5 @@ def renumbered(draw: random.Random, data: bytes) -> tuple[bytes, str]:
 
 
 def plain(value: object, protocol: int = 2) -> bytes:
-    """A harmless one."""
+    """Return a harmless pickle of `value`."""
     return pickle.dumps(value, protocol=protocol)

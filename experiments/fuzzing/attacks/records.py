@@ -1,4 +1,4 @@
-"""TFRecords of protocol buffers whose lengths lie, with checksums that are right again where that is wanted."""
+"""TFRecords of protocol buffers with wrong lengths, labels and structure. Checksums are recomputed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TABLE: list[int] = []
 
 
 def crc32c(data: bytes) -> int:
-    """Castagnoli's checksum."""
+    """Return the CRC-32C (Castagnoli) checksum."""
     if not _TABLE:
         for byte in range(256):
             for _ in range(8):
@@ -30,13 +30,16 @@ def masked(data: bytes) -> bytes:
 
 
 def record(content: bytes, length: int | None = None) -> bytes:
-    """With its length, which may be another, and both checksums."""
+    """Return a TFRecord with both checksums.
+
+    length: claimed length, None for the right one.
+    """
     size = struct.pack("<Q", len(content) if length is None else length % (1 << 64))
     return size + masked(size) + content + masked(content)
 
 
 def varint(number: int, width: int = 0) -> bytes:
-    """Seven bits a byte, of `width` bytes at least."""
+    """Encode a number as a varint of at least `width` bytes."""
     number %= 1 << 64
     found = bytearray()
     while number > 127 or len(found) < width - 1:
@@ -46,24 +49,30 @@ def varint(number: int, width: int = 0) -> bytes:
 
 
 def field(number: int, content: bytes, length: int | None = None) -> bytes:
-    """A field with a length, which may be another."""
+    """Return a length-delimited field.
+
+    length: claimed length, None for the right one.
+    """
     return varint(number << 3 | 2) + varint(len(content) if length is None else length) + content
 
 
 def feature(name: bytes, kind: int, content: bytes) -> bytes:
-    """An entry of the map of features."""
+    """Return an entry of the map of features.
+
+    kind: 1 for bytes, 2 for floats, 3 for integers.
+    """
     return field(1, field(1, name) + field(2, field(kind, content)))
 
 
 def example(image: bytes, label: int, name: bytes) -> bytes:
-    """tensorflow.Example as ImageNet has it."""
+    """Return a tensorflow.Example in the layout of ImageNet."""
     features = feature(b"image/encoded", 1, field(1, image)) + feature(b"image/class/label", 3, field(1, varint(label)))
     features += feature(b"image/class/synset", 1, field(1, name)) + feature(b"image/height", 3, field(1, varint(8)))
     return field(1, features)
 
 
 def attack(draw: random.Random, examples: Sequence[tuple[bytes, int, bytes]]) -> tuple[bytes, str]:
-    """A file of the examples with something hostile in it. Returns the bytes, and what was done."""
+    """Return a TFRecord file of the examples with one attack, and a description."""
     parts = [record(example(*one)) for one in examples]
     place = draw.randrange(len(parts))
     image, label, name = examples[place]

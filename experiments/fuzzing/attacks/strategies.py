@@ -1,4 +1,4 @@
-"""Strategy strings out of their grammar, and beside it."""
+"""Random strategy strings, valid and invalid."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ EDITS = (
 
 
 def strategy(draw: random.Random) -> str:
-    """One of them."""
+    """Return a random strategy string."""
     text = _layered(draw) if draw.random() < 0.4 else _uniform(draw, draw.random() < 0.6)
     if draw.random() < 0.1:
         text = draw.choice(
@@ -106,7 +106,10 @@ def strategy(draw: random.Random) -> str:
 
 
 def _uniform(draw: random.Random, sane: bool) -> str:
-    """sane: whether it probably parses."""
+    """Return a random strategy of one layer.
+
+    sane: whether it should probably parse.
+    """
     if sane:
         roles = draw.sample(("dp", "fsdp", "tp", "pp"), draw.choice((1, 2, 3)))
         axes = [f"{role}{draw.choice(('1', '2', '2', '4', '8'))}" for role in roles]

@@ -1,4 +1,4 @@
-"""Parquet files with columns of other types, of nothing, or of very much."""
+"""Parquet files with columns of unexpected types, without data, or with very much data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METADATA = (
 
 
 def written(table: Any, compression: str = "snappy") -> bytes:
-    """Return the table as a Parquet file with few rows per group."""
+    """Return the table as a Parquet file with small row groups."""
     import pyarrow.parquet
 
     file = io.BytesIO()
@@ -35,7 +35,10 @@ def written(table: Any, compression: str = "snappy") -> bytes:
 
 
 def images(numbers: Iterable[int], compression: str = "snappy", known: bool = True, **columns: Any) -> bytes:
-    """Images and labels, as Hugging Face keeps them."""
+    """Return a Parquet file of images and labels in the layout of Hugging Face.
+
+    known: whether the metadata has the names of classes. columns: replace columns.
+    """
     import pyarrow
 
     rows = list(numbers)
@@ -95,8 +98,10 @@ def _images(kind: str) -> Any:
 
 @functools.cache
 def bomb(kind: str) -> bytes:
-    """A small file of very much. Deflated zeros in every image, one group of rows of them, or very many rows of
-    nothing."""
+    """Return a small file with very much data.
+
+    kind: `images` for large images of zeros, `rows` for many empty rows, else large images in a single row group.
+    """
     import pyarrow
 
     if kind == "images":
@@ -116,7 +121,7 @@ def bomb(kind: str) -> bytes:
 
 
 def attack(draw: random.Random) -> tuple[bytes, str]:
-    """One of them. Returns the bytes, and which."""
+    """Return a hostile Parquet file and a description."""
     import pyarrow
 
     kind = draw.choice(("label", "label", "label", "image", "image", "bomb", "names", "metadata"))

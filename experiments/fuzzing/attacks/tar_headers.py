@@ -1,4 +1,4 @@
-"""Headers of tar files, with right checksums whatever they say."""
+"""Headers of tar files with arbitrary fields and right checksums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ END = bytes(2 * BLOCK)
 
 
 def base256(number: int, width: int = 12) -> bytes:
-    """Return a number in GNU's base-256 form, for what octal digits cannot express, negative numbers included."""
+    """Return a number in GNU's base-256 encoding, for numbers that are negative or too large for octal digits."""
     whole = number % (1 << 8 * width - 1)
     return bytes([(whole >> 8 * (width - 1)) | 0x80 | (0x40 if number < 0 else 0)]) + (
         whole % (1 << 8 * (width - 1))
@@ -24,8 +24,10 @@ def header(
     magic: bytes = b"ustar\x0000",
     rest: bytes = b"",
 ) -> bytes:
-    """A header with a right checksum. size: its field as it stands, or a number, in octal digits where they suffice.
-    rest: what stands from byte 345 on."""
+    """Return a header with a right checksum.
+
+    size: number, or the raw bytes of the field. rest: bytes from offset 345 on.
+    """
     if isinstance(size, int):
         size = b"%011o\0" % size if 0 <= size < 1 << 33 else base256(size)
     begin = (
@@ -37,17 +39,20 @@ def header(
 
 
 def padded(content: bytes) -> bytes:
-    """With zeros up to the end of its last block."""
+    """Return the content, padded with zeros to complete blocks."""
     return content + bytes(-len(content) % BLOCK)
 
 
 def member(name: bytes, content: bytes, kind: bytes = b"0", **fields: bytes) -> bytes:
-    """One file."""
+    """Return a member: header and padded content."""
     return header(name, len(content), kind, **fields) + padded(content)
 
 
 def pax(records: Sequence[tuple[bytes, bytes]], kind: bytes = b"x") -> bytes:
-    """An extended header."""
+    """Return a PAX extended header.
+
+    kind: x for the next member, g for all later members.
+    """
     content = b""
     for key, value in records:
         line = b" " + key + b"=" + value + b"\n"

@@ -1,4 +1,4 @@
-"""Tar files whose headers lie. Checksums are right, so that readers go on to what is wrong."""
+"""Tar files with wrong headers. Checksums are right, so that readers get past them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ LINKS = (b"0", b"\0", b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"S", b"V", b"M"
 
 
 def attack(draw: random.Random, members: Members, labels: str) -> tuple[bytes, str]:
-    """A tar file of the members with something hostile in it. labels: the kind of their labels. Returns the bytes, and
-    what was done."""
+    """Return a tar file of the members with one attack, and a description.
+
+    labels: kind of their labels (cls, json or folder).
+    """
     parts = [member(name.encode(), content) for name, content in members]
     place = draw.randrange(len(parts))
     whole = draw.choice(WHOLE) if draw.random() < 0.3 else None
@@ -106,7 +108,7 @@ def _long_name(draw: random.Random, name: bytes, content: bytes) -> bytes:
 
 
 def _chain(draw: random.Random, name: bytes, content: bytes) -> bytes:
-    """Headers before a member, more than a reader may put on its stack."""
+    """Put many extension headers before a member: a recursive reader would exhaust its stack."""
     links = (member(b"././@LongLink", name + b"\0", b"L"), pax([(b"mtime", b"1")]), pax([(b"mtime", b"1")], b"g"))
     return draw.choice(links) * draw.choice((2, 400, 5_000)) + member(name, content)
 
@@ -117,7 +119,7 @@ def _kind(draw: random.Random, name: bytes, content: bytes) -> bytes:
 
 
 def _sparse(draw: random.Random, name: bytes, content: bytes) -> bytes:
-    """The old GNU way and the three of PAX."""
+    """Make the member sparse, in the old GNU format or one of the PAX formats."""
     if draw.random() < 0.5:
         pairs = b"".join(
             draw.choice((b"%011o\0" % draw.randrange(4096), base256(draw.choice(SIZES)))) for _ in range(8)
@@ -143,7 +145,7 @@ def _sparse(draw: random.Random, name: bytes, content: bytes) -> bytes:
 
 
 def _label(draw: random.Random, name: bytes, content: bytes) -> bytes:
-    """The member, and a label that is none or that no data set has."""
+    """Add a label that is invalid or that no data set has."""
     key = name.partition(b".")[0]
     json = (
         b'{"label": %s}' % draw.choice((*LABELS, b"1.0", b"true", b'"2"', b"[1]", b"null")),
@@ -208,7 +210,7 @@ def _magic(draw: random.Random, name: bytes, content: bytes) -> bytes:
 
 
 def _many(draw: random.Random, name: bytes, content: bytes) -> bytes:
-    """Members of no bytes."""
+    """Return many empty members."""
     count = draw.choice((100, 3_000, 20_000))
     return b"".join(header(b"%08d.%s" % (i, draw.choice((b"cls", b"png", b"txt"))), 0) for i in range(count))
 

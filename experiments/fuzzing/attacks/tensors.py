@@ -1,4 +1,4 @@
-"""Safetensors files whose headers lie."""
+"""Safetensors files with wrong headers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ SIDES = (-1, 0, 1, 2, 24, 1 << 16, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, 1 <
 
 
 def split(data: bytes) -> tuple[bytes, bytes]:
-    """The header without its length, and the tensors."""
+    """Split a file into its header, without the length, and the data of its tensors."""
     length = int.from_bytes(data[:8], "little")
     return data[8 : 8 + length], data[8 + length :]
 
 
 def joined(header: bytes, body: bytes, length: int | None = None) -> bytes:
-    """A file. length: that the header is said to have."""
+    """Return a file of a header and data.
+
+    length: claimed length of the header, None for the right one.
+    """
     return (len(header) if length is None else length).to_bytes(8, "little") + header + body
 
 
 def attack(draw: random.Random, data: bytes) -> tuple[bytes, str]:
-    """Change a header. Returns the bytes, and what was done."""
+    """Change a header or lengths; return the bytes and a description."""
     header, body = split(data)
     kind = draw.choice(
         ("json", "json", "shape", "shape", "offsets", "offsets", "type", "length", "body", "more", "padding")

@@ -1,4 +1,4 @@
-"""TOML that says something else, in ways that readers may not expect."""
+"""Mutations of TOML: unexpected values, duplicate keys, invalid syntax, very large or deeply nested values."""
 
 from __future__ import annotations
 
@@ -97,8 +97,10 @@ TOML_LINES = (
 
 
 def toml_attack(draw: random.Random, data: bytes, words: Sequence[str] = ()) -> tuple[bytes, str]:
-    """One to three changes to the lines of TOML. words: further lines that may be put in. Returns the text, and what
-    was done."""
+    """Make one to three changes to the lines of a TOML document; return the text and a description.
+
+    words: further lines that may be inserted.
+    """
     lines, done = data.decode(errors="replace").split("\n"), []
     for _ in range(draw.randint(1, 3)):
         place = draw.randrange(len(lines))

@@ -1,4 +1,4 @@
-"""A web server on this machine that lies, and what it says for a case."""
+"""Hostile web server on this machine, and its answers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ Step = bytes | float
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a server, sent step by step.
-
-    endless: sent repeatedly after that.
-    rude: whether the connection is reset at the end.
-    honest: whether the answer may yield the shard, and nothing else.
-    """
+    """Answer of the server."""
 
     steps: tuple[Step, ...]
+    """Bytes and pauses, in order."""
     endless: bytes = b""
+    """Bytes to send repeatedly after the steps."""
     rude: bool = False
+    """Whether to reset the connection at the end."""
     honest: bool = True
+    """Whether a reader that accepts the answer must have read exactly the shard."""
 
 
 class Server:
@@ -52,16 +51,16 @@ class Server:
         self._server.daemon_threads, self._server.allow_reuse_address = True, True
         self._server.server_bind()
         self._server.server_activate()
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # whoever asked has gone
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client has closed the connection
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that the server listens on."""
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self._stopping.set()
         self._server.shutdown()
         self._server.server_close()
@@ -86,7 +85,7 @@ class Server:
 
 
 def head(status: str = "200 OK", length: int | str | None = None, *lines: str) -> bytes:
-    """The first part of an answer."""
+    """Return the status line and headers of an answer."""
     said = [
         f"HTTP/1.1 {status}",
         *([] if length is None else [f"Content-Length: {length}"]),
@@ -97,9 +96,9 @@ def head(status: str = "200 OK", length: int | str | None = None, *lines: str) -
 
 
 def answers(draw: random.Random, shard: bytes, canary: Path) -> tuple[Answer, str]:
-    """Return a hostile server's answer to a request for a shard, and its name.
+    """Return a random answer to a request for a shard, and its description.
 
-    canary: a local file that must never be read for it.
+    canary: local file that a redirect points to and that must never be read.
     """
     made = list(_answers(draw, shard, canary))
     return draw.choice(made)

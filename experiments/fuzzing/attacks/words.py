@@ -1,4 +1,4 @@
-"""Short texts of a recipe, the command line and a launcher: where labels are, policies, URLs, clusters, hosts."""
+"""Random short texts: label specifications, augmentation policies, URLs, clusters, models and lists of hosts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _LONG = ("x" * 5_000, "\0", "\x1b[31m", "\ud800", "", " ", "9" * 5_000, "{" * 5_
 
 
 def label(draw: random.Random) -> str:
-    """Where labels are."""
+    """Return a label specification."""
     return draw.choice(
         ("cls", "json", "folder", "json:label", "json:", "cls:x", "JSON", "json:a:b", "json:\0", ":", *_LONG)
     )
 
 
 def policy(draw: random.Random) -> str:
-    """An augmentation policy."""
+    """Return an augmentation policy."""
     numbers = ("0", "1", "2", "9", "10", "-1", "0.5", "1e9", "inf", "nan", "99999999999", "")
     parts = [
         draw.choice(("m", "n", "mstd", "inc", "p", "w", "x", "")) + draw.choice(numbers)
@@ -28,7 +28,7 @@ def policy(draw: random.Random) -> str:
 
 
 def url(draw: random.Random) -> str:
-    """A URL of shards, in part with braces, in part one that runs a command."""
+    """Return a URL of shards with braces. Some URLs run a command."""
     braces = (
         "{0..3}",
         "{000..127}",
@@ -92,14 +92,14 @@ def url(draw: random.Random) -> str:
 
 
 def cluster(draw: random.Random) -> str:
-    """The name of a cluster."""
+    """Return the name of a cluster."""
     kind = draw.choice(("H100", "h100", "A100", "H200", "x", "", "../../x", "H100.toml", "/etc/passwd", *_LONG))
     numbers = ("", "8x", "1x", "32x8x", "0x8x", "99999x99x", "99999x64x", "4096x8x", "512x8x", "-1x", "8x8x8x", "1e3x")
     return draw.choice(numbers) + kind
 
 
 def model(draw: random.Random) -> str:
-    """The name of a model."""
+    """Return the name of a model."""
     sane = (
         "vit_small_patch16_224",
         "vit_giant_patch14_224",
@@ -113,7 +113,7 @@ def model(draw: random.Random) -> str:
 
 
 def hosts(draw: random.Random) -> str:
-    """SLURM's list of hosts."""
+    """Return a list of hosts in SLURM's notation."""
     numbers = (
         "1-3",
         "01-03,7",

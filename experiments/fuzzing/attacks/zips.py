@@ -1,4 +1,4 @@
-"""Zip files whose directory lies, and entries that unpack to far more than they are."""
+"""Zip files with wrong headers, and zip bombs."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _VALUES = (0, 1, 2, 8, 9, 12, 14, 99, 0xFF, 0x800, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFF
 
 
 def packed(entries: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED) -> bytes:
-    """A zip file."""
+    """Return a zip file of the entries."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", method) as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that are there twice
+        warnings.simplefilter("ignore")  # about duplicate names
         for name, content in entries:
             archive.writestr(zipfile.ZipInfo(name), content, method)
     return file.getvalue()
 
 
 def attack(draw: random.Random, data: bytes) -> tuple[bytes, str]:
-    """Change a field of a header, an entry, or add one. Returns the bytes, and what was done."""
+    """Change a field of a header, change an entry or add one; return the bytes and a description."""
     kind = draw.choice(
         ("central", "central", "central", "local", "local", "end", "end", "bomb", "bomb", "twice", "names")
     )
@@ -84,8 +84,11 @@ def attack(draw: random.Random, data: bytes) -> tuple[bytes, str]:
 
 
 def bombed(data: bytes, name: str, claimed: int) -> bytes:
-    """The zip file with its entry `name` replaced by zeros, of which its headers claim so many."""
-    raw = zeros()[2:-4]  # without the head and checksum of zlib
+    """Return the zip file with its entry `name` replaced by BOMB_BYTES zeros.
+
+    claimed: uncompressed size that the headers claim.
+    """
+    raw = zeros()[2:-4]  # without zlib's header and checksum
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = [(entry.filename, archive.read(entry)) for entry in archive.infolist() if entry.filename != name]
     whole = packed(entries)

@@ -1,4 +1,4 @@
-"""The readers of vitpar that take input of others, by the name of their target."""
+"""Targets: readers of vitpar that take untrusted input, as `module:class` by name."""
 
 TARGETS = {
     "tar": "fuzzing.targets.shards:ForeignShards",

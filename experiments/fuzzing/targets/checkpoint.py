@@ -1,4 +1,4 @@
-"""The folder in which a run keeps its state."""
+"""Target: folders of checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOML = '[model]\nname = "vit_tiny"\n[data]\npath = "data"\n[train]\nsteps = 5\n'
 
 
 class CheckpointFolder(FileTarget):
-    """Checkpoint as a run of one process writes it."""
+    """A checkpoint as one process writes it."""
 
     what = "the folder of a checkpoint: its index, its state, its files of tensors"
     tokens = (b"F32", b"data_offsets", b"[0,0]", b"null", b"-1", b"1e999", b'"shape":[', b"bfloat16", b"\\ud800", b"{}")
@@ -69,7 +69,7 @@ class CheckpointFolder(FileTarget):
         sealed = INDEX in case.changed
         if told is None and case.changed & {*checkpoint.index.files} and not sealed:
             raise oracle.Wrong(f"damage() is silent on {sorted(case.changed)[0]}, which is not what was written")
-        # Whoever does not ask first must not fall into a hole either.
+        # Reading without calling damage() first must be safe too.
         right = True
         for name in list(checkpoint.index.tensors)[:200]:
             found = tolerated(partial(read_whole, checkpoint, name))
@@ -97,12 +97,12 @@ def _content(files: Files, name: str) -> bytes:
 
 
 def seal(files: Files, text: bytes) -> None:
-    """Make `text` the index, with a right checksum where it is an index at all."""
+    """Write `text` as the index, with a recomputed checksum if it is a valid index."""
     try:
         index = Index.model_validate_json(text)
         index.crc32 = index.checksum
         text = index.model_dump_json().encode()
-    except Exception:  # it is none: let readers find out
+    except Exception:  # not a valid index: write it as it is
         pass
     files[INDEX] = text
 
@@ -141,7 +141,7 @@ def _gone(draw: random.Random, files: Files) -> str:
 
 
 def _known(draw: random.Random, files: Files, name: str, words: str) -> str:
-    """Let the index know what the file is now, in half of the cases."""
+    """Update size and checksum of a changed file in the index, in half of the cases; return a description."""
     if draw.random() < 0.5:
         return f"{name}: {words}"
     content = _content(files, name)

@@ -1,4 +1,4 @@
-"""CIFAR archives, as published and hostile."""
+"""Target: CIFAR archives, as published and mutated."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Cifar(FileTarget):
         self.attacks = (self._pickle, self._pickle, self._pickle, self._archive, self._archive)
 
     def _pickle(self, draw: random.Random, files: Files) -> str:
-        """Something hostile in the place of a pickle, or of a number in it."""
+        """Replace a pickle by a hostile one, or numbers in it."""
         number = draw.choice((1, 3))
         members = dict(self._folders[number])
         name = draw.choice(sorted(members))
@@ -97,7 +97,7 @@ class Cifar(FileTarget):
         packed = gzip.compress(whole, mtime=0)
         if kind == "bomb":
             packed = gzip_zeros()
-        elif kind == "inner bomb":  # a member that is large, in an archive that is small
+        elif kind == "inner bomb":  # a huge member in a small archive
             name = members[0][0].encode()
             parts = tar_headers.header(name, BOMB_BYTES), tar(members[1:], tarfile.USTAR_FORMAT)
             packed = gzip.compress(parts[0], mtime=0) + gzip_zeros() + gzip.compress(parts[1], mtime=0)

@@ -1,4 +1,4 @@
-"""Encoded images, whatever their files are called."""
+"""Target: encoded images of any type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitpar.data.images import decode, image_size, image_type
 
 
 def forms() -> list[bytes]:
-    """Images of all types and most of their forms."""
+    """Return images of all supported types, in most of their variants."""
     rgb, grey = picture(1, 16), picture(2, 16, "L")
     found = [
         encoded(rgb, "JPEG"),
@@ -50,7 +50,7 @@ def forms() -> list[bytes]:
 
 
 class Images(FileTarget):
-    """One image."""
+    """One encoded image."""
 
     what = "encoded images of six types, headers that lie, bombs, and other formats in disguise"
     strays = False
@@ -66,7 +66,7 @@ class Images(FileTarget):
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.flags.writeable:
             raise oracle.Wrong(f"decoded to {pixels.dtype} of shape {pixels.shape}")
         width, height = image_size(data)
-        # A large JPEG may be decoded at a part of its size.
+        # A large JPEG may be decoded at 1/2, 1/4 or 1/8 of its size.
         sides = {(-(-height // part), -(-width // part)) for part in (1, 2, 4, 8)}
         if pixels.shape[:2] not in sides | {side[::-1] for side in sides}:
             raise oracle.Wrong(f"its header says {width} x {height}, and it decodes to {pixels.shape}")

@@ -1,4 +1,4 @@
-"""The archives of ILSVRC2012: tar files in a tar file, and the development kit with its MATLAB file."""
+"""Target: archives of ILSVRC2012, with tar files in a tar file and the development kit with its MATLAB file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fuzzing.target import Case, Files, FileTarget
 from fuzzing.targets.sources import read_source
 
 SYNSETS = {2: "n00000001", 1: "n00000002", 3: "n00000003"}
-"""By the kit's own numbers."""
+"""WordNet id of each class by its number in the development kit."""
 KIT, FOLDER = "ILSVRC2012_devkit_t12.tar.gz", "ILSVRC2012_devkit_t12"
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 PLACES = (f"{FOLDER}/data/meta.mat", f"{FOLDER}/data/ILSVRC2012_validation_ground_truth.txt")
 
 
 class ImageNet(FileTarget):
-    """ImageNet as it is published."""
+    """ImageNet as published."""
 
     what = "ImageNet's tar files of tar files, and its kit"
     tokens = (b"ustar\x0000", b"n00000001.tar", b"ILSVRC2012_val_00000001.JPEG", b"\0" * 512)
@@ -47,7 +47,7 @@ class ImageNet(FileTarget):
         self.attacks = (self._table, self._table, self._tar, self._inner)
 
     def _table(self, draw: random.Random, files: Files) -> str:
-        """Bytes and numbers of what is packed in the kit."""
+        """Change the files in the development kit."""
         inside = list(draw.choice(self._inside))
         which = int(draw.random() < 0.2)
         if draw.random() < 0.5:
@@ -68,7 +68,7 @@ class ImageNet(FileTarget):
         return f"{name}: {words}"
 
     def _inner(self, draw: random.Random, files: Files) -> str:
-        """A hostile tar file in a sound one."""
+        """Put a hostile tar file into a valid one."""
         outer, place = list(self._outer), draw.randrange(len(self._outer))
         data, words = tars.attack(draw, self._classes[place], "cls")
         outer[place] = (outer[place][0], data)
@@ -82,7 +82,7 @@ class ImageNet(FileTarget):
 
 
 def table(compressed: bool) -> bytes:
-    """The table of synsets as MATLAB keeps it."""
+    """Return the table of synsets as a MATLAB file."""
     fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
     rows = [(number, synset, f"class {number}", "", 0, np.zeros((1, 0))) for number, synset in sorted(SYNSETS.items())]
     rows.append((4, "n00000009", "a group", "", 2, np.array([[1, 2]])))
@@ -95,5 +95,8 @@ def table(compressed: bool) -> bytes:
 
 
 def kit(meta: bytes, truth: bytes) -> bytes:
-    """The development kit."""
+    """Return the development kit.
+
+    meta: MATLAB file. truth: labels of the validation images.
+    """
     return gzip.compress(tar(zip(PLACES, (meta, truth), strict=True)), 1, mtime=0)

@@ -1,4 +1,4 @@
-"""Clusters and profiles that searches take, vitpar's and Galvatron's."""
+"""Target: files of clusters and profiles, in the formats of vitpar and Galvatron."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ GALVATRON = {
 
 
 class ProfileFiles(FileTarget):
-    """One kind of file in each seed."""
+    """Clusters and profiles, one kind of file in each seed."""
 
     what = "clusters in TOML, profiles in JSON, profiles of Galvatron's"
     tokens = (

@@ -1,4 +1,4 @@
-"""Recipes, and the settings that a command line adds to them."""
+"""Target: recipes, and settings of the command line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KEYS = tuple(
 
 
 class RecipeFile(FileTarget):
-    """A TOML file, and in some cases `--set`."""
+    """A recipe in TOML, in some cases with `--set`."""
 
     what = "recipes in TOML, and --set values"
     tokens = (
@@ -109,7 +109,7 @@ def _difference(recipe: Recipe, read: Any) -> str:
 
 
 def _settings(draw: random.Random) -> Iterator[tuple[str, str]]:
-    """Keys and values, some of which may fit each other."""
+    """Yield keys of a recipe and values, some of which fit the key."""
     for key in draw.sample(KEYS, draw.choice((1, 1, 2, 3, 8))):
         made = {"parallel.mesh": strategy, "augment.policy": policy, "stream.train": url, "stream.val": url}
         if key in made and draw.random() < 0.8:
@@ -134,7 +134,7 @@ def _lines(draw: random.Random, files: Files) -> str:
 
 
 def _drawn(draw: random.Random, files: Files) -> str:
-    """A recipe of drawn settings."""
+    """Write a recipe of random settings."""
     sections: dict[str, list[str]] = {"data": ['path = "x"'], "train": ["steps = 3"]}
     for key, value in _settings(draw):
         section, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""Data sets as they lie on disks: tar files of others, packed ones that have changed, and their index."""
+"""Targets: tar files of other tools, packed data sets that were changed, and their index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIDE = 8
 
 
 def read_all(folder: Path, split: str) -> tuple[list[bytes], list[int]]:
-    """The images and labels of a split; names of samples are looked at too."""
+    """Return the images and labels of a split; also reads the names of samples."""
     shards = ShardSet.open(folder, split)
     images = [shards.read(i) for i in range(len(shards))]
     for i in range(len(shards)):
@@ -35,14 +35,14 @@ def read_all(folder: Path, split: str) -> tuple[list[bytes], list[int]]:
 
 
 def loaded(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pixels and labels of a split, as an evaluation takes them."""
+    """Return the pixels and labels of a split, loaded as for an evaluation."""
     loader = EvalLoader(ShardSet.open(folder, split), EvalTransform(SIDE), batch_size=4, workers=0)
     batches = list(loader)
     return torch.cat([batch.images for batch in batches]), torch.cat([batch.labels for batch in batches])
 
 
 class ForeignShards(FileTarget):
-    """Tar files that are indexed where they are."""
+    """Tar files of other tools that are indexed in place."""
 
     what = "tar files of others: found, indexed, read by the index, verified"
     tokens = (b"ustar\x0000", b".png", b".cls", b"0000", b"00000000644", b"../", b"\0" * 512)
@@ -81,7 +81,7 @@ class ForeignShards(FileTarget):
 
 
 class _Packed(FileTarget):
-    """The seed is a data set as `vitpar data pack` makes it."""
+    """Target whose seed is a data set written by `vitpar data pack`."""
 
     def __init__(self, home: Path) -> None:
         for i in range(12):
@@ -98,7 +98,7 @@ class _Packed(FileTarget):
 
 
 class PackedShards(_Packed):
-    """Shards that are not what was indexed any more."""
+    """Shards that changed after they were indexed."""
 
     what = "shards that changed after they were indexed: read, loaded, verified"
 
@@ -130,7 +130,7 @@ class PackedShards(_Packed):
 
 
 def _overwritten(draw: random.Random, files: Files) -> str:
-    """Other bytes, and no other size."""
+    """Flip bits of a shard without changing its size."""
     name = draw.choice([name for name in sorted(files) if name.endswith(".tar")])
     data = bytearray(_bytes(files, name))
     for _ in range(draw.randint(1, 3)):
@@ -147,7 +147,7 @@ def _exchanged(draw: random.Random, files: Files) -> str:
 
 
 class Index(_Packed):
-    """The manifest and the indices, in part with checksums that are right again."""
+    """Manifest and index files, in some cases with recomputed checksums."""
 
     what = "dataset.json and the indices of samples"
     tokens = (
@@ -194,7 +194,7 @@ def _manifest(draw: random.Random, files: Files) -> str:
 
 
 def _rows(draw: random.Random, files: Files) -> str:
-    """Other rows, which the manifest knows of."""
+    """Change rows of an index and update its checksum in the manifest."""
     rows = np.load(io.BytesIO(_bytes(files, "train.index.npy"))).copy()
     column = draw.choice(rows.dtype.names)
     limits = np.iinfo(rows.dtype[column])
@@ -211,14 +211,14 @@ def _rows(draw: random.Random, files: Files) -> str:
 
 
 def _sealed(files: Files, data: bytes, samples: int) -> None:
-    """Make `data` the index of the training split, with its checksum in the manifest."""
+    """Write `data` as the index of the training split and update the manifest."""
     manifest: dict[str, Any] = json.loads(_bytes(files, "dataset.json"))
     manifest["splits"]["train"] |= {"index_sha256": hashlib.sha256(data).hexdigest(), "samples": samples}
     files["train.index.npy"], files["dataset.json"] = data, json.dumps(manifest).encode()
 
 
 def _npy(draw: random.Random, files: Files) -> str:
-    """A header of .npy that lies."""
+    """Write a wrong .npy header and update the manifest."""
     data = _bytes(files, "train.index.npy")
     length = struct.unpack_from("<H", data, 8)[0]
     said, body = data[10 : 10 + length].decode(), data[10 + length :]

@@ -1,4 +1,4 @@
-"""Sources of data sets: TFRecords, Parquet, zip files with maps, lists, folders."""
+"""Targets: sources of data sets (TFRecords, Parquet, zip files with maps, lists, folders)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fuzzing.target import Case, Files, FileTarget
 from vitpar.data.sources import open_source
 
 MOST = 64
-"""Images of a split that are read, from its beginning and its end."""
+"""Images that are read from the beginning and from the end of a split."""
 NAMES = tuple(f"class{i}" for i in range(3))
 
 
 def read_source(place: Path) -> dict[str, list[tuple[bytes, str]]]:
-    """The images of every split with the names of their classes."""
+    """Return the images of every split with the names of their classes."""
     source = open_source(place)
     found = {}
     for split, images in source.splits.items():
@@ -39,7 +39,7 @@ def content(files: Files, name: str) -> bytes:
 
 
 class TFRecords(FileTarget):
-    """ImageNet's records."""
+    """ImageNet as TFRecords."""
 
     what = "TFRecords of images and labels"
     tokens = (
@@ -79,13 +79,13 @@ class TFRecords(FileTarget):
             return
         for split, images in found.items():
             for image, name in images:
-                # Without the names of classes, which one label may contradict, there are numbers.
+                # Class names may be missing: one contradicting label makes the source use numbers instead.
                 if (image, name) not in self._right and (name in NAMES or image not in {one for one, _ in self._right}):
                     raise oracle.Wrong(f"an image of {split} or its label is not what was written, and nothing is said")
 
 
 class Parquet(FileTarget):
-    """Hugging Face's files."""
+    """Parquet files in the layout of Hugging Face."""
 
     what = "Parquet files of images and labels"
     tokens = (
@@ -117,7 +117,7 @@ class Parquet(FileTarget):
         return f"{name}: {words}"
 
     def _footer(self, draw: random.Random, files: Files) -> str:
-        """Numbers in the description at the end, and its length."""
+        """Change numbers in the footer of a file, or its length."""
         name = draw.choice(sorted(files))
         data = bytearray(content(files, name))
         length = int.from_bytes(data[-8:-4], "little")
@@ -135,7 +135,7 @@ class Parquet(FileTarget):
 
 
 class ZipsAndLists(FileTarget):
-    """Zipped ImageNet, and images that a list names."""
+    """ImageNet in zip files, images of a CSV list, and folders of classes."""
 
     what = "train.zip and val.zip with maps and class names; CSV lists; folders of classes"
     tokens = (b"\t", b"\n", b"PK\1\2", b"PK\3\4", b"PK\5\6", b",", b'"', b"-1", b"999999", b"../", b"\r", b"\0")

@@ -1,4 +1,4 @@
-"""Strategies as text and as JSON, and other short texts of the command line."""
+"""Targets: strategies as text and JSON, and other short texts of the command line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def used(plan: Plan, draw: random.Random) -> None:
-    """Use a plan in all ways that precede a start."""
+    """Validate, resolve and convert a plan, as is done before a run starts."""
     model: ViTConfig = draw.choice(MODELS)
     batch = draw.choice(BATCHES)
     changed = tolerated(lambda: dataclasses.replace(plan, **draw.choice(SETTINGS))) or plan
@@ -64,10 +64,10 @@ def used(plan: Plan, draw: random.Random) -> None:
 
 
 class TextTarget(Target):
-    """A target of which a case is a short text."""
+    """Target whose cases are short texts."""
 
     def case_of(self, number: int, place: Path, text: Any) -> Case:
-        """The case of a text."""
+        """Return the case of a text."""
         return Case(
             number, place, 0, {"text": str(text).encode("utf-8", "surrogatepass")}, how=repr(text)[:150], told=text
         )
@@ -104,7 +104,7 @@ class StrategyText(TextTarget):
 
 
 class Words(TextTarget):
-    """Other short texts."""
+    """Other short texts: labels, policies, URLs, clusters, hosts, models."""
 
     what = "label specs, augmentation policies, URLs with braces, names of clusters and models, lists of hosts"
 
@@ -156,7 +156,7 @@ GALVATRON = {
 
 
 class PlanFile(FileTarget):
-    """Plans in JSON, vitpar's and Galvatron's."""
+    """Plans in JSON, in the formats of vitpar and Galvatron."""
 
     what = "plan.json of vitpar and strategies of Galvatron"
     tokens = (

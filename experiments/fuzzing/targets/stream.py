@@ -1,4 +1,4 @@
-"""Shards that are read from begin to end, from files and from a web server."""
+"""Targets: shards that are read sequentially, from files and from a web server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fuzzing.target import Case, Files, FileTarget, Target
 from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamLoader, StreamSet, TrainTransform
 
 SIDE, CLASSES, MOST = 8, 3, 300
-"""Side and classes of images; MOST: batches after which an endless stream has been read enough."""
+"""Image size, number of classes, and batches after which reading an endless stream stops."""
 SILENT_S = 1.0
 KINDS = ("cls", "json")
 
 
 def hurry() -> None:
-    """Take a source that is silent for a second for dead, where that can be set."""
+    """Shorten vitpar's timeout for a silent source to SILENT_S."""
     for module in ("vitpar.limits", "vitpar.data.stream.urls", "vitpar.data.stream"):
         loaded = importlib.import_module(module)
         for name in ("_SILENT_S", "SILENT_S", "MAX_SILENT_S"):
@@ -34,19 +34,22 @@ def hurry() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How a stream is read."""
+    """Way of reading a stream."""
 
     skips: bool
+    """Whether bad samples are skipped instead of ending the run."""
     workers: int
+    """Decoding threads."""
     trains: bool
+    """Whether to read four batches for training instead of one evaluation."""
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Way:
-        """Mostly the plainest."""
+        """Return a random way, mostly the simplest one."""
         return cls(draw.random() < 0.3, draw.choice((0, 0, 2)), draw.random() < 0.2)
 
     def labels(self, urls: tuple[str, ...], kind: str) -> tuple[list[int], int]:
-        """Labels of the samples that come, in order, and how many shards or samples were passed over."""
+        """Return the labels of the samples in order, and the number of skipped shards and samples."""
         data = StreamSet(urls, samples=6, num_classes=CLASSES, labels=Labels(kind), shuffle_buffer=4)
         settings: dict[str, Any] = {
             "batch_size": 4,
@@ -68,13 +71,13 @@ class Way:
 
 
 def told(labels: list[int]) -> None:
-    """Refuse labels that no class has."""
+    """Raise `oracle.Wrong` if a label is outside the classes."""
     if any(label >= CLASSES for label in labels):
         raise oracle.Wrong("a label is outside the classes")
 
 
 class LocalStream(FileTarget):
-    """Shards in files."""
+    """Shards in local files."""
 
     what = "shards in files, read as streams"
     tokens = (b"ustar\x0000", b".png", b".cls", b"0000", b"00000000644", b"../", b"\0" * 512)

@@ -1,4 +1,4 @@
-"""Weights of others: safetensors with their configurations, and pickles that must not run."""
+"""Targets: weights of other libraries, as safetensors with configurations and as pickles that must not run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HUGGING_FACE = {
 
 
 def timm_state() -> dict[str, torch.Tensor]:
-    """A tiny ViT's parameters under timm's names."""
+    """Return the parameters of a tiny ViT under timm's names."""
     torch.manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {"cls_token": (1, 1, WIDTH), "pos_embed": (1, 5, WIDTH)}
     shapes |= {"patch_embed.proj.weight": (WIDTH, 3, 4, 4), "patch_embed.proj.bias": (WIDTH,)}
@@ -56,7 +56,7 @@ def timm_state() -> dict[str, torch.Tensor]:
 
 
 def hugging_face_state() -> dict[str, torch.Tensor]:
-    """Return the tensors under transformers' names."""
+    """Return the same parameters under transformers' names."""
     names = {
         "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
         "norm": "vit.layernorm",
@@ -79,7 +79,7 @@ def hugging_face_state() -> dict[str, torch.Tensor]:
 
 
 class Weights(FileTarget):
-    """Safetensors, alone or in a folder with JSON, and vitpar's own."""
+    """Safetensors of timm, transformers and vitpar, with their JSON files."""
 
     what = "safetensors and config.json of timm, transformers and vitpar, imported"
     tokens = (
@@ -148,7 +148,7 @@ def _json(draw: random.Random, files: Files) -> str:
 
 
 class Pickles(FileTarget):
-    """Files of torch.save, and files that pretend to be."""
+    """Files of torch.save, and hostile pickles under their names."""
 
     what = "files of torch.save, and pickles that run programs, read without trust"
     tokens = (
@@ -197,7 +197,10 @@ def _saved(value: object) -> bytes:
 
 
 def _saved_as_before(state: dict[str, torch.Tensor]) -> bytes:
-    """In the format before zip files, which names storages by their addresses: there is one, under another name."""
+    """Return the parameters in the format of torch.save before zip files.
+
+    It names storages by their addresses, which differ every time: all parameters share one storage, which is renamed.
+    """
     flat = torch.cat([tensor.flatten() for tensor in state.values()])
     parts = flat.split([tensor.numel() for tensor in state.values()])
     whole = {name: part.view(tensor.shape) for part, (name, tensor) in zip(parts, state.items(), strict=True)}
@@ -211,7 +214,7 @@ def _name(files: Files) -> str:
 
 
 def _pickle(draw: random.Random, files: Files) -> str:
-    """Another data.pkl in a file of torch's, or other numbers in it."""
+    """Replace data.pkl in a file of torch.save, or numbers in it."""
     name = _name(files)
     data = _content(files, name)
     if not data.startswith(b"PK"):

@@ -1,4 +1,4 @@
-"""All mutations, by what they break. A new one goes into the module of its subject."""
+"""All mutations, in modules by subject."""
 
 from mutating.mutation import Mutation
 from mutating.table import gradients, images, loss, model, parallel, results, steps
@@ -12,4 +12,4 @@ MUTATIONS: tuple[Mutation, ...] = (
     *images.MUTATIONS,
     *results.MUTATIONS,
 )
-"""In the order of the table that is printed."""
+"""All mutations, in the order of the printed table."""

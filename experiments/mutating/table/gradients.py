@@ -1,14 +1,17 @@
-"""Gradients of single parameters that are wrong by a little."""
+"""Mutations that make gradients of single parameters slightly wrong."""
 
 from mutating.mutation import Mutation
 
 FILE = "src/vitpar/parallel/model.py"
 REDUCED = "            self._tensor_sums.run()\n"
-"""Gradients of a step are complete after this line."""
+"""Line of `FILE` after which the gradients of a step are complete."""
 
 
 def scaled(parameter: str, change: str) -> str:
-    """Return the line, and after it a change of one parameter's gradient. change: a statement about `gradient`."""
+    """Return REDUCED followed by code that changes one parameter's gradient.
+
+    change: statement that changes the variable `gradient`.
+    """
     return (
         f"{REDUCED}"
         "        for name, parameter in self.named_parameters():\n"

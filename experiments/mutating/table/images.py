@@ -1,4 +1,4 @@
-"""Which samples come when, and what becomes of their pixels."""
+"""Mutations of the order of samples and of image transforms."""
 
 from mutating.mutation import Mutation
 

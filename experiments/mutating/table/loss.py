@@ -1,4 +1,4 @@
-"""The loss of plain and of mixed labels."""
+"""Mutations of the loss, for plain and mixed labels."""
 
 from mutating.mutation import Mutation
 

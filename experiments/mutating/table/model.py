@@ -1,4 +1,4 @@
-"""The model's arithmetic and its initial values."""
+"""Mutations of the model's arithmetic and initial values."""
 
 from mutating.mutation import Mutation
 

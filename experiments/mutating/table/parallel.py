@@ -1,4 +1,4 @@
-"""Collectives and layouts: what a plan sends, sums and cuts."""
+"""Mutations of collectives and layouts."""
 
 from mutating.mutation import Mutation
 

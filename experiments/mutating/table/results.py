@@ -1,4 +1,4 @@
-"""Mutations of what a run reports and leaves: evaluation, averages, the schedule in the loop, exported weights."""
+"""Mutations of a run's results: evaluation, averages, the schedule in the loop, exported weights."""
 
 from mutating.mutation import Mutation
 

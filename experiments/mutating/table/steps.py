@@ -1,4 +1,4 @@
-"""Mutations of what a step does with gradients: norm, clipping, optimizers, averages, learning rates."""
+"""Mutations of the use of gradients: norm, clipping, optimizers, averages, learning rates."""
 
 from mutating.mutation import Mutation
 

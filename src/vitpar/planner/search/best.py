@@ -156,10 +156,11 @@ class Search:
         begun, found = time.perf_counter(), self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
         # Uniform plans first: they are few, and a good price early lets the bounds rule out most of the mixed plans.
-        self._uniform(kinds, budget, found, progress, math.inf if effort.patient else until)
+        unpriced = self._uniform(kinds, budget, found, progress, math.inf if effort.patient else until)
         # With several stages per rank the space contains only uniform plans, so these kinds are done.
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
         least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
+        least, exact = min(least, unpriced), exact and unpriced >= found.limit
         fastest = max((price.images_per_second for price in found.plans), default=0.0)
         return Result(
             plans=found.ranked,
@@ -192,10 +193,12 @@ class Search:
 
     def _uniform(
         self, kinds: list[tuple[float, Kind]], budget: float, found: BestPlans, progress: Progress, until: float
-    ) -> None:
+    ) -> float:
         """Offer to `found` every uniform plan that fits and could be the best, until the time `until`.
 
         Plans are priced in the order of their bounds, so none is priced that a bound rules out.
+
+        Returns a lower bound on the seconds per image of the plans with several stages per rank that were not priced.
         """
         order = count()
         # (seconds per image at least, tie-breaker, kind, its strategies not yet tried). None stands for all strategies:
@@ -216,6 +219,7 @@ class Search:
             if strategies:
                 bound = strategies[-1][0] / kind.batch_size
                 heapq.heappush(heap, (bound, next(order), kind, strategies))
+        return min((bound for bound, _, kind, _ in heap if kind.pipeline.virtual_stages > 1), default=math.inf)
 
     def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Strategy]]:
         """Return (lower bound on the seconds of a step, strategy) of the uniform plans that may fit, fastest last."""

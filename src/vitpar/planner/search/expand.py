@@ -279,10 +279,12 @@ class Expansion:
         # Nearly even splits first: they are usually best, and a good price early prunes the others.
         for blocks in sorted(sizes, key=lambda n: abs(n - even)):
             for run in self._ways(number, blocks):
-                here = max(longest, run.time, before + run.through)
-                if here >= self._limit:
+                if max(longest, run.time) >= self._limit:
                     break
-                self._deal(number + 1, left - blocks, before + run.each + self._hop, here, [*runs, run])
+                # Runs are in the order of their time: one that is slower to pass through may stand before a quicker one.
+                here = max(longest, run.time, before + run.through)
+                if here < self._limit:
+                    self._deal(number + 1, left - blocks, before + run.each + self._hop, here, [*runs, run])
 
 
 def _split(sizes: tuple[int, ...], depth: int) -> str | tuple[int, ...]:

@@ -281,7 +281,7 @@ class Expansion:
             for run in self._ways(number, blocks):
                 if max(longest, run.time) >= self._limit:
                     break
-                # Runs are in the order of their time: one that is slower to pass through may stand before a quicker one.
+                # Runs are ordered by their time: one that is slower to pass through may come before a quicker one.
                 here = max(longest, run.time, before + run.through)
                 if here < self._limit:
                     self._deal(number + 1, left - blocks, before + run.each + self._hop, here, [*runs, run])

@@ -16,7 +16,7 @@ def test_a_data_set_without_val_trains_alike_and_is_not_evaluated(tmp_path: Path
         run = tmp_path / f"run-{val}"
         summary = trainer_of(recipe_of(data, "dp1"), run).run()
         losses.append([row["loss"] for row in rows(run)])
-        assert len(rows(run, "eval")) == (3 if val else 0) and ("top1" in summary) == val
+        assert len(rows(run, "eval")) == (6 if val else 0) and ("top1" in summary) == val
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert "not evaluated" in (tmp_path / "run-False/log.txt").read_text()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import time
 from collections.abc import Iterable
 
 from vitpar.limits import MAX_QUOTED_CHARS
@@ -90,3 +91,8 @@ def divisors(number: int) -> list[int]:
     """Return every divisor of `number` (1 or more), in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def log_line(text: str) -> str:
+    """Return a line of a run's log.txt: date, local time and `text`."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"

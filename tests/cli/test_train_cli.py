@@ -196,7 +196,7 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
         assert done.returncode == 0, done.stderr
         runs[mesh] = place / f"skip-{mesh}"
         notes = [
-            line.partition(" ")[2] for line in (runs[mesh] / "log.txt").read_text().splitlines() if "warning" in line
+            line.split(" ", 2)[2] for line in (runs[mesh] / "log.txt").read_text().splitlines() if "warning" in line
         ]
         assert [note.partition(":")[2].partition(":")[0] for note in notes] == [" validation"] * 2 + [" training"]
         assert "1 image skipped: sample '" in notes[0] and spoilt[2] in notes[0]
@@ -205,7 +205,7 @@ def test_bad_images_are_skipped_counted_and_the_same_everywhere(
         assert " ".join(notes[-1].removeprefix("warning: ").split()) in " ".join(done.stdout.split())
         assert [row["samples"] for row in rows_of(runs[mesh], "eval")] == [VAL - 1] * 2
     assert losses_of(runs["dp2"]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
-    notes = [(run / "log.txt").read_text().splitlines()[-2].partition(" ")[2] for run in runs.values()]
+    notes = [(run / "log.txt").read_text().splitlines()[-2].split(" ", 2)[2] for run in runs.values()]
     assert notes[0] == notes[1]
 
 

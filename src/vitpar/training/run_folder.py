@@ -30,6 +30,7 @@ from vitpar.errors import RecipeError
 from vitpar.io import write_text
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import write_plan
+from vitpar.text import log_line
 from vitpar.training.faults.non_finite import skip_words
 from vitpar.training.recipe import Recipe
 
@@ -118,7 +119,7 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Append a line to log.txt, with date and local time."""
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        self._log.write(log_line(text))
         self._log.flush()
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from vitpar.errors import FaultError
 from vitpar.launch import report_failure
+from vitpar.text import log_line
 from vitpar.training.faults.hang import Answer, dump, issued, leave, sentence
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class Watchdog:
 
 def _log(path: Path, text: str) -> None:
     with suppress(OSError), path.open("a") as log:
-        log.write(f"{time.strftime('%H:%M:%S')} error: {text}\n")
+        log.write(log_line(f"error: {text}"))
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:

@@ -94,7 +94,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("step", "samples", "written", "size", "files", "")
+    table = Table("step", "samples", "written", "size", "files", "note")
     for row in found:
         if row["problem"]:
             table.add_row(f"{row['step']:,}", "", row["written"], "", "", f"[red]{row['problem']}")

@@ -197,7 +197,7 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
     title = "a block of the first rank, without what is sent"
     table = Table("strategy", "rows", box=box.SIMPLE, title=title, title_justify="left")
-    for heading in ("forward ms", "backward ms", "images/s", "saved MiB"):
+    for heading in ("forward ms", "backward ms", "images/s", "saved MB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
         if layer.layer == "block" and layer.wrapped == always_wrapped(layer.tensor):
@@ -205,7 +205,7 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
             flag = CHECKPOINTS[layer.checkpoint]
             times = [curve.timings[-1].seconds for curve in (forward, backward)]
             figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
-            table.add_row(layer.tensor + flag, str(rows), *figures, f"{layer.saved.of(rows) / 2**20:,.2f}")
+            table.add_row(layer.tensor + flag, str(rows), *figures, f"{layer.saved.of(rows) / 1e6:,.2f}")
     console.print(table)
     optimizer = profile.optimizer.timings[-1]
     words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms a million parameters, with the norm"

@@ -183,6 +183,12 @@ def train(
     plan = chosen.plan
     transforms(merged, config.image_size)  # refuses invalid settings before ranks start
     refuse_huge_batch(merged, config)
+    if kind == "cpu":
+        from vitpar.launch import find_world
+        from vitpar.planner.out_of_memory import refuse_impossible
+
+        world = find_world()
+        refuse_impossible(merged, config, plan, world.local_size if world else plan.world_size)
     if merged.model.weights is not None and went.begins:
         beginning(merged, config)
     goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from typer.exceptions import TyperException
@@ -27,7 +28,15 @@ def sentence(error: TyperException) -> str:
         remedy = f"give it as {name} {shown(extra[1])}" if name else f"see {command} --help"
         return f"unexpected argument {shown(extra[1])}: {remedy}"
     text = error.format_message().rstrip(".")
+    if (name := POSITIONAL.get(context.info_name if context else "")) and name in text and (given := _positional()):
+        return f"unexpected argument {shown(given)}: give it as {name} {shown(given)}"
     return f"{text[:1].lower()}{text[1:]}: see {command} --help"
+
+
+def _positional() -> str | None:
+    """Return the first argument of the command if it is no option."""
+    arguments = sys.argv[2:3]
+    return arguments[0] if arguments and not arguments[0].startswith("-") else None
 
 
 def _instead(option: str, options: list[str]) -> str:

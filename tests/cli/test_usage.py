@@ -26,6 +26,7 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("train --qqq", "vitpar train has no option --qqq: see --help"),
         ("train dp2", "unexpected argument dp2: give it as --mesh dp2"),
         ("eval --checkpoint x runs/x", "unexpected argument runs/x: give it as --checkpoint runs/x"),
+        ("eval runs/x/weights", "unexpected argument runs/x/weights: give it as --checkpoint runs/x/weights"),
         ("eval", "missing option '--checkpoint': see vitpar eval --help"),
         ("scaling dp2", "unexpected argument dp2: see vitpar scaling --help"),
         ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from vitpar.errors import DeviceMemoryError, PlannerError, StrategyError
+from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError, StrategyError
 from vitpar.models.config import ViTConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
@@ -25,6 +25,8 @@ from vitpar.training.recipe import Recipe
 
 # The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.
 _TEXT = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
+IMPOSSIBLE = 2.0
+"""Predicted memory relative to the machine's from which a run on CPUs is refused."""
 _SHOWN = 0.1  # share of the predicted memory below which a part is not named
 
 
@@ -67,6 +69,25 @@ def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: s
     hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
     profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
     return price(plan, LayerCosts(config, hardware, profile), batch_size, moments).memory
+
+
+def refuse_impossible(recipe: Recipe, config: ViTConfig, plan: Plan, local_ranks: int) -> None:
+    """Raise RecipeError if a step on CPUs needs far more memory than the machine has: the system would kill the ranks.
+
+    Predictions are off by a few percent, so `IMPOSSIBLE` times the memory leaves no doubt. For less there is a warning.
+
+    local_ranks: ranks on this machine
+    """
+    try:
+        memory = estimate_memory(config, plan, recipe.train.batch_size, recipe.train.precision, moments(recipe))
+    except PlannerError:
+        return
+    need, there = max(memory, key=lambda one: one.total), memory_bytes(torch.device("cpu"))
+    if local_ranks * need.total > IMPOSSIBLE * there:
+        raise RecipeError(
+            f"{memory_words(need)} a rank, but {count(local_ranks, 'rank')} of this machine share {size(there)}: use "
+            f"{either(['a smaller --batch-size', *_ways(need, recipe, config, plan)])}"
+        )
 
 
 def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device, local_ranks: int) -> str | None:

@@ -67,15 +67,20 @@ class RunFolder:
     path: None for a new one under `RUNS`.
     goes_on: whether the run began earlier.
 
-    Raises RecipeError if another process writes to the folder.
+    Raises RecipeError if the folder cannot be made, or another process writes to it.
     """
 
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, goes_on: bool = False) -> None:
         check_run_folder(path, goes_on)
         self._goes_on = goes_on
-        self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._log = (self.path / "log.txt").open("a")
+        try:
+            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._log = (self.path / "log.txt").open("a")
+        except OSError as error:
+            raise RecipeError(
+                f"the run folder '{path or RUNS}' cannot be made: {error.strerror}: name another one with --run-dir"
+            ) from None
         try:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

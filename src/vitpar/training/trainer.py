@@ -248,7 +248,8 @@ class Trainer:
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:
             self.saver.go_on(found)
-        self.reporter.info(f"resuming from {found.path}: {count(self.done, 'step')} done")
+        complete = "; the run is complete, so only the evaluation is repeated" if self.done >= self.total_steps else ""
+        self.reporter.info(f"resuming from {found.path}: {count(self.done, 'step')} done{complete}")
 
     def _start(self) -> None:
         images = len(self.train_set), len(self.val_set) if self.val_set is not None else 0

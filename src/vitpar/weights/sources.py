@@ -151,11 +151,14 @@ def unpickled(file: Path, trust: bool) -> Any:
     """
     try:
         with open_regular(file) as opened:
-            zipped = opened.read(4) == b"PK\x03\x04"  # torch distinguishes its two formats in the same way
+            begin = opened.read(4)
     except OSError as error:
         raise DataError(f"'{file}' cannot be read: {error.strerror}") from None
+    zipped = begin == b"PK\x03\x04"  # torch distinguishes its two formats in the same way
     if zipped:
         _refuse_bombs(file)
+    elif begin[:1] != b"\x80":  # the opcode with which torch.save and pickle begin
+        raise DataError(f"'{file}' is no weights file: name one that ends in .safetensors, .pth, .pt or .bin")
     if not trust:
         _refuse_long_words(file, zipped)
     try:
@@ -170,10 +173,6 @@ def unpickled(file: Path, trust: bool) -> Any:
     except Exception as error:  # a malicious file can cause any error
         said = " ".join(str(error).split())
         other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
-        if not zipped and not _is_pickle(file):
-            raise DataError(
-                f"'{file}' is no weights file: name one that ends in .safetensors, .pth, .pt or .bin"
-            ) from None
         if isinstance(error, pickle.UnpicklingError) and not trust and other:
             what = shown(other[1] or f"the instruction {other[2]}")
             raise DataError(
@@ -182,12 +181,6 @@ def unpickled(file: Path, trust: bool) -> Any:
             ) from None
         sentence = shown(said.partition("Trying to load")[0])
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
-
-
-def _is_pickle(file: Path) -> bool:
-    """Return whether a file begins as torch.save and pickle begin theirs, with the protocol's opcode."""
-    with open_regular(file) as opened:
-        return opened.read(1) == b"\x80"
 
 
 class _Listed(io.FileIO):

@@ -43,7 +43,7 @@ MUTATIONS = (
         file="src/vitpar/training/step.py",
         old="            norm = norm / scale if self._scaler else norm\n",
         new="",
-        caught_by=("pytest tests/training/optim/test_fp16.py::test_training_in_fp16_goes_as_in_fp32",),
+        caught_by=("pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",),
     ),
     Mutation(
         name="ema-decay",
@@ -61,7 +61,7 @@ MUTATIONS = (
         '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)\n',
         new='"(three h d) i -> three (h d) i", three=3, h=self.heads)\n'
         '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (three h d) i", h=self.heads)\n',
-        caught_by=("pytest tests/training/optim/test_muon.py::test_queries_keys_and_values_are_matrices_of_their_own",),
+        caught_by=("pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",),
     ),
     Mutation(
         name="cosine-late",

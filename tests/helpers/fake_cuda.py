@@ -123,7 +123,7 @@ def _together(func: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> Iter
     """
     if func in COPIES or torch.Tag.pointwise in func.tags:
         return []
-    if func.name().startswith("aten::_foreach_"):  # falls back to item by item where devices differ
+    if func.name().startswith("aten::_foreach_"):  # torch falls back to one tensor at a time where devices differ
         lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
         return zip(*lists, strict=True)
     return [tensors]

@@ -2,8 +2,8 @@
 
 from mutating.mutation import Mutation
 
-NORMS = "tests/training/test_training_parts.py::test_norm_and_clipping_equal_one_process"
-AVERAGE = "tests/training/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
+NORMS = "tests/training/test_training_parts.py::test_norm_and_clipping_match_one_process"
+AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 MUTATIONS = (
     Mutation(
         name="clipping-ignores-replicas",
@@ -69,7 +69,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="(step - 1 - self.warmup_steps) /",
         new="max(0, step - 2 - self.warmup_steps) /",
-        caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warm_up",),
+        caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warmup",),
     ),
     Mutation(
         name="decay-on-everything",

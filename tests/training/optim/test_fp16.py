@@ -201,7 +201,7 @@ def test_overflow_at_the_smallest_scale_stops_the_run(
     tmp_path: Path,
     ranks: Callable[[int], RankPool],
 ) -> None:
-    """A scale that cannot fall further ends the run with one error line on every rank, instead of skipping every step."""
+    """A scale that cannot fall further ends the run with one error line on every rank, not with endless skipping."""
     given = {f"loss_scale__{name}": value for name, value in settings.items()}
     recipe = recipe_of(data, "dp2", **given, train__log_every=100)
     steps = (2, 3, 4, 5, 6)

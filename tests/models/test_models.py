@@ -227,7 +227,7 @@ def test_every_dropout_has_its_own_random_stream() -> None:
     assert places == list(range(17))
 
 
-def test_dropout_has_the_right_rate_scale_and_independence() -> None:
+def test_dropout_rate_scale_and_independence() -> None:
     keys = torch.arange(4000) * 7919
     x = torch.ones(4000, 2, 5)
     place = torch.tensor(3)

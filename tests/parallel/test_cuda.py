@@ -139,7 +139,7 @@ def test_every_attention_backend_matches_one_process(backend: str, tmp_path: Pat
 
 
 def test_checkpoint_keeps_the_values_at_its_start(alone: None, tmp_path: Path) -> None:
-    """GPU tensors are copied to pinned memory on a side stream; training may change them only after `staged` returns."""
+    """GPU tensors are copied to pinned memory on a side stream. Training may change them once `staged` has returned."""
     tensors = {"large": torch.arange(2**22, device="cuda", dtype=torch.float32), "host": torch.ones(3)}
     tensors |= {"small": torch.full((5,), 2.0, device="cuda", dtype=torch.bfloat16)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Summaries of `vitpar.planner.describe`, compared with numbers by hand and with what `parallelize` builds."""
+"""Plan summaries, compared with numbers by hand and with the parameters that `parallelize` builds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ BASE = model_config("vit_base_patch16_224")
 
 
 def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: Any) -> Plan:
-    """The validated plan of a strategy string with some fields changed."""
+    """Return the validated plan of a strategy string with changed fields."""
     return validate(replace(parse(strategy), **fields), config, batch_size)
 
 
@@ -34,13 +34,13 @@ def summary_of(strategy: str, config: ViTConfig = BASE, **fields: Any) -> PlanSu
 
 
 def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> dict[str, int]:
-    """How many elements of each layer's parameters `rank` keeps under `plan`."""
+    """Return the number of parameter elements that `rank` holds under `plan`, by layer."""
     pp, stage_rank = place_of_rank(plan, rank)
     held, parts = layer_parameters(config, plan, stage_rank), stage_layers(config, plan)
     return {name: held[name] for stage in stages_of_rank(pp, plan) for name in parts[stage]}
 
 
-def test_a_whole_model_has_the_published_number_of_parameters() -> None:
+def test_unsharded_model_has_the_published_number_of_parameters() -> None:
     assert STEM + 12 * BLOCK + HEAD == 5_717_416  # timm's vit_tiny_patch16_224
     assert layer_parameters(TINY, Plan()) == {"stem": STEM, **{f"blocks.{i}": BLOCK for i in range(12)}, "head": HEAD}
 
@@ -52,25 +52,27 @@ def test_tp_splits_weights_and_column_biases_but_not_row_biases() -> None:
     assert (made["stem"], made["blocks.0"], made["head"]) == (STEM, block, head)
 
 
-def test_every_layer_is_split_by_its_own_strategy() -> None:
+def test_each_layer_is_split_by_its_own_strategy() -> None:
     made = layer_parameters(BASE, planned("pp1: 0-5=tp4, *=dp2xfsdp2", BASE))
     whole = layer_parameters(BASE, Plan())
-    rows = 2 * 2 * 768 + 2 * 768  # norms, and biases of the matrices that give whole features
+    rows = 2 * 2 * 768 + 2 * 768  # norms, and the biases of row-parallel matrices
     assert made["blocks.5"] == rows + (whole["blocks.5"] - rows) // 4
     assert made["blocks.6"] == whole["blocks.6"] // 2
-    assert made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198  # token and positions have one row
+    assert (
+        made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198
+    )  # class token and positions have one row, which dim-0 sharding cannot split
 
 
-def test_zero_shards_what_plain_dp_keeps_whole() -> None:
+def test_zero_shards_what_plain_dp_replicates() -> None:
     whole, first = layer_parameters(BASE, planned("dp4", BASE)), layer_parameters(BASE, planned("dp4+zero1", BASE))
     assert whole == layer_parameters(BASE, Plan())
     assert first == layer_parameters(BASE, planned("fsdp4", BASE)) == layer_parameters(BASE, planned("dp4+zero2", BASE))
 
 
-def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
+def test_fsdp_splits_dim_0_and_fills_the_first_ranks() -> None:
     plan = planned("fsdp5", batch_size=10)
     first, last = (layer_parameters(TINY, plan, rank)["stem"] for rank in (0, 4))
-    assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and token have one row, which rank 0 gets
+    assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and class token have one row, which rank 0 gets
     assert last == 36 * 768 + 36
     assert sum(sum(rank_parameters(TINY, plan, rank).values()) for rank in range(5)) == 5_717_416
 
@@ -78,12 +80,12 @@ def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
 @pytest.mark.parametrize(
     ("length", "parts", "lengths"), [(8, 4, [2, 2, 2, 2]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (3, 1, [3])]
 )
-def test_parts_are_those_of_torch_chunk(length: int, parts: int, lengths: list[int]) -> None:
+def test_chunk_length_matches_torch_chunk(length: int, parts: int, lengths: list[int]) -> None:
     assert [chunk_length(length, parts, index) for index in range(parts)] == lengths
     assert [len(part) for part in torch.empty(length).chunk(parts)] == [n for n in lengths if n]
 
 
-def test_stages_and_their_state() -> None:
+def test_summary_lists_stages_and_their_state() -> None:
     summary = summary_of("dp2xpp2", TINY, split=(4, 8))
     first, second = summary.pipeline
     assert (first.stages, second.stages) == ((0,), (1,))
@@ -99,14 +101,14 @@ def test_stages_and_their_state() -> None:
     assert summary_of("dp4", TINY).pipeline_axis is None
 
 
-def test_a_rank_of_an_interleaved_schedule_holds_several_stages() -> None:
+def test_interleaved_rank_holds_several_stages() -> None:
     summary = summary_of("pp2", TINY, schedule="interleaved1f1b", virtual_stages=3)
     assert [part.stages for part in summary.pipeline] == [(0, 2, 4), (1, 3, 5)]
     assert summary.pipeline[0].layers[1] == ("blocks.4", "blocks.5")
     assert summary.pipeline[0].parameters == STEM + 6 * BLOCK
 
 
-def test_the_first_rank_of_a_v_holds_both_ends() -> None:
+def test_first_rank_of_a_v_schedule_holds_both_ends() -> None:
     summary = summary_of("pp2", TINY, schedule="zbvzerobubble", virtual_stages=2)
     assert [part.stages for part in summary.pipeline] == [(0, 3), (1, 2)]
     assert summary.pipeline[0].parameters == STEM + 6 * BLOCK + HEAD
@@ -118,7 +120,7 @@ def test_offloaded_layers_count_as_host_memory() -> None:
     assert part.state_bytes == 16 * 5_717_416
 
 
-def test_strategies_come_with_their_layers() -> None:
+def test_summary_groups_layers_by_strategy() -> None:
     found = summary_of("pp2: 4-7=tp4, *=dp4+ckpt").strategies
     assert [(part.strategy, part.layers[0], part.layers[-1], len(part.layers)) for part in found] == [
         ("dp4+ckpt", "stem", "head", 10),
@@ -144,7 +146,9 @@ def test_strategies_come_with_their_layers() -> None:
         ("pp2: 0-5=tp4, 6-11=dp4", [("blocks.6", 0, 0, 0.75)]),
     ],
 )
-def test_redistributions(strategy: str, changes: list[tuple[str, int, float, float]]) -> None:
+def test_summary_lists_redistributions_between_layers(
+    strategy: str, changes: list[tuple[str, int, float, float]]
+) -> None:
     summary = summary_of(strategy)
     found = [(c.layer, c.stage, c.forward, c.backward) for c in summary.redistributions]
     assert found == changes
@@ -169,7 +173,7 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     8: [
         ("tp8+2.5d", {}),
         ("tp8+3d", {}),
-        ("fsdp8", {}),  # of 10 classes the last ranks get none
+        ("fsdp8", {}),  # 10 classes: the last ranks get no rows
         ("fsdp2xtp4+2d", {}),
         ("dp2xtp4+2d+zero1", {}),
         ("pp2xtp2xfsdp2", INTERLEAVED),
@@ -180,7 +184,7 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
-    """Return, for every plan, this rank's number of parameter elements by layer. Runs on every rank."""
+    """Return, for every plan, this rank's number of parameter elements by layer; runs on every rank."""
     found = []
     for plan in plans:
         model = parallelize(UNEVEN, plan, Execution(32), device)
@@ -190,7 +194,7 @@ def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int
 
 
 @pytest.mark.parametrize("size", BY_RANKS)
-def test_a_rank_keeps_what_was_predicted(size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_hold_the_predicted_number_of_parameters(size: int, ranks: Callable[[int], RankPool]) -> None:
     plans = [planned(strategy, UNEVEN, 32, **fields) for strategy, fields in BY_RANKS[size]]
     kept = ranks(size).run(held_by_layer, plans)
     for number, plan in enumerate(plans):

@@ -143,10 +143,7 @@ def test_parameters_without_gradient_do_not_change() -> None:
 
 
 def norms(device: torch.device, mesh: str) -> tuple[float, float, float, dict[str, Tensor]]:
-    """Return the norm, the norms after clipping to twice and half of it, and the clipped gradients.
-
-    Runs on every rank.
-    """
+    """Return the norm, the norms after clipping to twice and half of it, and the clipped gradients; collective."""
     model = built(device, mesh, qk_norm=True)
     backward(model)
     gradients = ShardedOptimizer(model.named_parameters(), OptimizerSection()).gradients()

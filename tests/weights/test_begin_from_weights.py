@@ -55,7 +55,7 @@ def recipe_from(place: Path, mesh: str, **changed: Any) -> Recipe:
 
 
 def begun(device: torch.device, recipe: Recipe, run_dir: Path) -> list[str]:
-    """Return the parameters and averages on this rank that differ from the recipe's weights at the start; then train."""
+    """Return this rank's parameters and averages that differ from the recipe's weights at the start; then train."""
     trainer = trainer_of(recipe, run_dir)
     weights, wrong = open_weights(Path(recipe.model.weights or "")), []
     for name, tensor in trainer.state.tensors().items():

@@ -80,13 +80,13 @@ def test_open_degree_takes_the_rest(text: str, world_size: int, resolved: str) -
         ),
     ],
 )
-def test_degrees_that_do_not_fit_the_world(text: str, world_size: int, message: str) -> None:
+def test_degrees_that_do_not_match_the_world_are_refused(text: str, world_size: int, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text).resolve(world_size)
     assert str(caught.value) == message
 
 
-def test_open_degree_has_no_size() -> None:
+def test_open_degree_has_no_world_size() -> None:
     with pytest.raises(StrategyError, match=r"^the degree of 'dp' is open: give it a number"):
         _ = parse("tp2xdp").world_size
 
@@ -139,7 +139,7 @@ def test_open_degree_has_no_size() -> None:
         ),
     ],
 )
-def test_a_field_that_is_wrong_by_itself_is_refused(build, message: str) -> None:
+def test_invalid_field_is_refused_on_construction(build, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         build()
     assert str(caught.value) == message
@@ -155,7 +155,7 @@ def test_leftmost_axis_varies_slowest() -> None:
 
 
 @pytest.mark.parametrize("text", ["dp2xpp3xtp2", "pp2xdp2", "tp2xdp3xpp2", "fsdp4", "pp2: 0=dp4, *=tp2xdp2"])
-def test_places_and_ranks(text: str) -> None:
+def test_place_of_rank_and_rank_of_place_are_inverse(text: str) -> None:
     plan = parse(text)
     places = [place_of_rank(plan, rank) for rank in range(plan.world_size)]
     assert sorted(places) == [(pp, number) for pp in range(plan.pp or 1) for number in range(plan.stage_size)]
@@ -176,7 +176,7 @@ NAMES = ("stem", *(f"blocks.{i}" for i in range(6)), "head")
         ("dp2+ckpt", ["dp2+ckpt"] * 8),
     ],
 )
-def test_strategies_of_the_layers(text: str, expected: list[str]) -> None:
+def test_groups_assign_a_strategy_to_every_layer(text: str, expected: list[str]) -> None:
     found = parse(text).strategies(NAMES)
     assert tuple(found) == NAMES
     assert [str(strategy) for strategy in found.values()] == expected
@@ -192,7 +192,7 @@ def test_strategies_of_the_layers(text: str, expected: list[str]) -> None:
         ),
     ],
 )
-def test_layers_that_the_model_lacks(text: str, message: str) -> None:
+def test_missing_or_unknown_layers_are_refused(text: str, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text).strategies(NAMES)
     assert str(caught.value) == message

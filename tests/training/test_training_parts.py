@@ -169,7 +169,7 @@ def test_norm_and_clipping_match_one_process(mesh: str, ranks: Callable[[int], R
 
 
 def averages(device: torch.device, mesh: str) -> dict[str, float]:
-    """Return errors of the averages against a plain loop, and of the model after `averaged` ends; runs on every rank."""
+    """Return errors of the averages against a plain loop, and of the model after `averaged` ends; collective."""
     model = built(device, mesh)
     ema = EMA(model, 0.9)
     by_hand = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}

@@ -147,7 +147,10 @@ def test_all_ranks_have_equally_many_batches(folder: Path) -> None:
 
 
 def test_resumed_stream_starts_a_pass_in_a_new_order(folder: Path) -> None:
-    """This includes a run that stopped twice in one pass. Repeating the old order would show some samples twice."""
+    """This includes a run that stopped twice in one pass.
+
+    With the old order, a run that stops often would see only the first samples.
+    """
     data = whole(str(folder))
     orders, keys = set(), set()
     for start in (0, 4, 8, COUNT - 1, COUNT, COUNT + 1):

@@ -92,7 +92,7 @@ def test_links_between_nodes_are_slower_and_shared() -> None:
     within, across = (links.seconds("all_reduce", group, size) for group in (RankGroup(8, 1, 1), RankGroup(16, 1, 2)))
     assert within < across < 2 * within  # all 8 links of a node work in parallel
     strided = links.seconds("all_reduce", RankGroup(4, 8, 4), size)
-    assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # all ranks of a node share one link
+    assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # one rank per node uses only one link
     for operation in ("all_gather", "reduce_scatter", "all_to_all"):
         assert links.seconds(operation, RankGroup(8, 1, 1), size) < within
 

@@ -255,7 +255,7 @@ def test_help_names_all_schedules(run: Run) -> None:
         ("pp4", {"microbatches": 8}, 16),
         ("pp2xdp3", {}, 24),
         ("tp4+sp", {}, 16),
-        ("dp3xtp4+sp", {}, 24),  # two images for each of 12 parts
+        ("dp3xtp4+sp", {}, 24),  # two images for each of the 12 batch parts
         ("pp1: 0-3=tp6, *=dp6", {}, 24),
         ("pp2: 0-3=tp6+sp, *=dp2xfsdp3", {"schedule": "gpipe"}, 48),
         ("tp8+3d", {"microbatch_size": 2}, 16),

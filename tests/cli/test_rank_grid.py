@@ -79,7 +79,7 @@ def test_colours_mark_parts_of_the_batch() -> None:
         return [str(span.style) for span in text.spans if span.style in COLOURS]
 
     assert colours("dp2xtp2") == ["cyan", "magenta"]
-    assert colours("tp4+2d") == ["cyan", "magenta"]  # its rows
+    assert colours("tp4+2d") == ["cyan", "magenta"]  # the rows of the 2d grid split the batch
     assert colours("dp2xtp4+2d") == ["cyan", "yellow", "magenta", "green"]
     assert colours("pp1: 0=dp2xtp2, *=tp4") == ["cyan", "magenta", "cyan"]
 

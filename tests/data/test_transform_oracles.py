@@ -43,7 +43,7 @@ def noise(height: int, width: int) -> NDArray[np.uint8]:
     [
         ((1000, 1000), {}, 20_000),
         ((600, 900), {"scale": (0.3, 0.5), "ratio": (0.5, 4.0)}, 20_000),
-        ((2000, 300), {}, 4000),  # few boxes fit, and some of the time none
+        ((2000, 300), {}, 4000),  # few boxes fit, and sometimes none of the ten attempts
     ],
 )
 def test_crop_distribution_matches_torchvision(shape: tuple[int, int], settings: dict[str, Any], count: int) -> None:

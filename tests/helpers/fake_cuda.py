@@ -43,15 +43,18 @@ PROPERTIES = SimpleNamespace(
 
 
 class Synchronisation(RuntimeError):
-    """The host waited for the device."""
+    """Error: the host waited for the device."""
 
 
 class DeviceMismatch(RuntimeError):
-    """An operation was given tensors of host and device."""
+    """Error: an operation was given tensors of host and device."""
 
 
 class FakeCuda(FakeTensorMode):
-    """Provide the device inside a ``with`` block. library: the return value of ``fake_cuda_library.load``."""
+    """Mode that provides the simulated device inside a ``with`` block.
+
+    library: the return value of ``fake_cuda_library.load``
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         _patch()

@@ -19,11 +19,11 @@ TIMEOUT = 1100.0  # seconds for one function; pytest's own timeout is usually sh
 
 
 class RankError(AssertionError):
-    """A function failed on a rank of the pool; the message holds that rank's traceback."""
+    """Error of a function on a rank of the pool; the message holds that rank's traceback."""
 
 
 class RankPool:
-    """`size` spawned processes in one process group, each with one CPU thread."""
+    """Pool of `size` spawned processes in one process group, each with one CPU thread."""
 
     def __init__(self, size: int) -> None:
         from torch.distributed import TCPStore
@@ -81,7 +81,7 @@ class RankPool:
         return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
 
     def close(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -28,7 +28,7 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 
 
 class Waiting(AssertionError):
-    """The host waited for the device."""
+    """Error: the host waited for the device."""
 
 
 class Operations(TorchDispatchMode):

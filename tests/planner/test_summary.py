@@ -135,13 +135,13 @@ def test_summary_groups_layers_by_strategy() -> None:
     ("strategy", "changes"),
     [
         ("dp2xtp2", []),
-        ("pp1: 0-3=fsdp4, *=dp4", []),  # one layout
-        # From a quarter to all a rank needs three quarters more, the other way nothing.
+        ("pp1: 0-3=fsdp4, *=dp4", []),  # both have the same token layout
+        # From a quarter of the batch to all of it, a rank receives three quarters; in backward nothing.
         ("pp1: 0-3=dp4, 4-11=tp4", [("blocks.4", 0, 0.75, 0)]),
-        # Rank 1 has the second quarter and needs the second half; the other way it has a half and needs a quarter.
+        # Forward: rank 1 goes from its quarter to another half. Backward: it has that half and needs its quarter.
         ("pp1: stem=fsdp4, *=tp2xfsdp2", [("blocks.0", 0, 0.5, 0.25)]),
         ("pp1: stem=fsdp4, *=fsdp2xtp2", [("blocks.0", 0, 0.25, 0)]),
-        # Between stages the smaller parts travel, so the side of the larger ones redistributes.
+        # Between stages the smaller shards travel, so the stage with the larger ones redistributes.
         ("pp2: 0-5=dp4, 6-11=tp4", [("blocks.6", 1, 0.75, 0)]),
         ("pp2: 0-5=tp4, 6-11=dp4", [("blocks.6", 0, 0, 0.75)]),
     ],

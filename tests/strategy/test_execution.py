@@ -16,7 +16,7 @@ SPLIT = {"pipelined": True, "splits_backward": True}
 @pytest.mark.parametrize(
     ("mesh", "layer", "rules", "expected"),
     [
-        # wrapped, narrow copies, offloaded, resharded after forward, after backward, reduced
+        # wrapped, low-precision copies, offloaded, resharded after forward, resharded after backward, reduced
         ("dp2", "blocks.0", {}, (False, False, False, False, False, LAST)),
         ("dp2", "blocks.0", {"narrow": True}, (False, True, False, False, False, LAST)),
         ("dp2", "blocks.0", SPLIT, (False, False, False, False, False, END)),

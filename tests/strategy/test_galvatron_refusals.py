@@ -39,7 +39,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ({"default_dp_type": "fsdp"}, '\'default_dp_type\' in .* is "fsdp": give "ddp", "zero2" or "zero3"'),
         ({"default_dp_type": ["ddp"]}, r"'default_dp_type' in .* is \[\"ddp\"\]: give .*"),
         ({"vcp": 2}, "'vcp' in the Galvatron plan is 2: give 1, as vitpar has no context parallelism"),
-        # text of numbers
+        # lists of numbers as text
         ({"tp_sizes_enc": [2, 2, 2, 2]}, rf"'tp_sizes_enc' in the Galvatron plan is \[2, 2, 2, 2\]: {LIST}"),
         ({"tp_sizes_enc": ""}, f"'tp_sizes_enc' in the Galvatron plan is \"\": {LIST}"),
         ({"checkpoint": "0,0,,0"}, f"'checkpoint' in the Galvatron plan is \"0,0,,0\": {LIST}"),
@@ -52,7 +52,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ),
         ({"use_sp": "0,0,0"}, "use_sp has 3 values but tp_sizes_enc 4: give one for each block"),
         ({"tp_sizes_enc": "2"}, "tp_consecutive_flags has 4 values but tp_sizes_enc 1: give one for each block"),
-        # values of blocks
+        # values per block
         ({"tp_consecutive_flags": "1,1,2,1"}, "block 2: tp_consecutive_flags is 2: use 0 or 1"),
         ({"dp_types_enc": "0,0,0,3"}, "block 3: dp_types_enc is 3: use 0 or 1"),
         ({"use_sp": "0,2,0,0"}, "block 1: use_sp is 2: use 0 or 1"),
@@ -75,7 +75,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ({"tp_sizes_enc": "2,2,0,2"}, "block 2: tp 0 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         ({"tp_sizes_enc": "2,2,8,2"}, "block 2: tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         ({"vtp": 8}, r"stem and head \(vtp\): tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
-        # the whole
+        # the plan as a whole
         ({"pp_deg": 3}, "pp_deg 3 does not divide 8 ranks: use 1, 2 or 4"),
         (
             {"pp_deg": 8, "tp_sizes_enc": "1,1,1,1", "vtp": 1},

@@ -62,14 +62,14 @@ def test_equal_layouts_move_nothing(strategy: Strategy) -> None:
     ("source", "target", "share"),
     [
         ("dp4", "tp4", 3 / 4),  # each rank lacks three of the four parts
-        ("tp4", "dp4", 0),  # all hold everything: each cuts its own
-        ("dp4", "dp2xtp2", 1 / 4),  # the neighbour's quarter makes the half
-        ("dp4", "tp2xdp2", 1 / 2),  # rank 1 has a quarter of the other half
+        ("tp4", "dp4", 0),  # every rank holds everything and keeps its slice
+        ("dp4", "dp2xtp2", 1 / 4),  # half of the rows: the rank's quarter and its neighbour's
+        ("dp4", "tp2xdp2", 1 / 2),  # rank 1 holds a quarter that is not in its half
         ("dp2xtp2", "tp2xdp2", 1 / 2),
         ("fsdp4", "dp4", 0),
         ("fsdp2xdp2", "dp4", 0),  # rows follow the rank order, not the roles
         ("dp6", "tp3xdp2", 1 / 2),
-        ("dp4", "tp4+2d", 1 / 8),  # half of the rows, half of the features, of which a half is there
+        ("dp4", "tp4+2d", 1 / 8),  # needs half of the rows and features, and has half of that
         ("tp4+2d", "tp4", 3 / 4),
         ("dp4", "tp4+sp", 0),
     ],

@@ -45,7 +45,7 @@ def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
         (parse("dp2xfsdp4"), 32, BatchArithmetic(32, 8, 4, 1, 4)),
         (plan_of("dp2", microbatches=4), 32, BatchArithmetic(32, 2, 16, 4, 4)),
         (plan_of("dp2", microbatch_size=8), 32, BatchArithmetic(32, 2, 16, 2, 8)),
-        # with pp the nearest working number to twice the pipeline degree
+        # with pp, the default is the valid number nearest to twice the pipeline degree
         (parse("pp2xtp2xdp2"), 32, BatchArithmetic(32, 2, 16, 4, 4)),
         (parse("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
         (parse("pp4"), 12, BatchArithmetic(12, 1, 12, 6, 2)),
@@ -56,7 +56,7 @@ def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
         (plan_of("pp4", schedule="gpipe"), 2, BatchArithmetic(2, 1, 2, 2, 1)),
         (interleaved("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
         (interleaved("pp2"), 7, BatchArithmetic(7, 1, 7, 1, 7)),
-        # layers that cut their batch further, or differently
+        # layers that split their batch further, or differently
         (parse("tp4xdp2+2d"), 32, BatchArithmetic(32, 4, 8, 1, 8)),
         (parse("tp8+2.5d"), 32, BatchArithmetic(32, 4, 8, 1, 8)),
         (parse("tp8+3d"), 32, BatchArithmetic(32, 2, 16, 1, 16)),

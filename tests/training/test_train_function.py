@@ -17,7 +17,7 @@ from vitpar.errors import RecipeError, StrategyError
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 

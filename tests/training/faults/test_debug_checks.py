@@ -31,7 +31,7 @@ FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 

@@ -49,7 +49,7 @@ hang_minutes = 0.05
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data and a recipe."""
+    """Return a folder with packed data and a recipe."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE)

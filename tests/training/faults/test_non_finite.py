@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 

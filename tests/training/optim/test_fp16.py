@@ -28,7 +28,7 @@ FP16_LOSS = 2e-3
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 

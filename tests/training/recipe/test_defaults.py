@@ -79,7 +79,7 @@ def test_rows_have_their_published_values() -> None:
         (256, {"optimizer.name": "muon"}, 5e-4),
         (2048, {"optimizer.name": "lamb"}, 3e-3),
         (512, {"optimizer.name": "lamb"}, 1.5e-3),
-        (256, {"optimizer.name": "sgd"}, 1e-3),  # the fixed default
+        (256, {"optimizer.name": "sgd"}, 1e-3),  # sgd and lars keep a fixed default
         (256, {"optimizer.name": "lars"}, 1e-3),
         (256, {"optimizer.lr": 0.7}, 0.7),
     ],

@@ -27,7 +27,7 @@ RANDOM = {"model.dropout": 0.1, "model.drop_path": 0.1, "augment.mixup": 0.8, "a
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 

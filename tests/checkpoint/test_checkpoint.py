@@ -203,6 +203,7 @@ def test_newer_checkpoints_stay_until_the_resumed_run_saves(run: Path, data: Pat
 
 
 def test_run_with_only_damaged_checkpoints_does_not_start_anew(run: Path, data: Path) -> None:
+    """A fresh start would replace the metrics and checkpoints of the run."""
     before = rows(run)
     for path in (run / "checkpoints").iterdir():
         cut(path)
@@ -212,6 +213,7 @@ def test_run_with_only_damaged_checkpoints_does_not_start_anew(run: Path, data: 
 
 
 def test_half_replaced_checkpoint_is_completed(run: Path) -> None:
+    """The process died between the two renames of a replacement; the new checkpoint is complete and takes its place."""
     there = Checkpoints(run / "checkpoints")
     there.path(STEPS).rename(atomic.removed(there.path(STEPS)))
     there.path(2 * STEPS).rename(atomic.partial(there.path(STEPS)))
@@ -249,6 +251,7 @@ def shares_memory(device: torch.device) -> bool:
 
 
 def test_sharded_as_does_not_copy(ranks: Callable[[int], RankPool]) -> None:
+    """A copy would need memory for a second shard while training runs."""
     assert ranks(2).run(shares_memory) == [True, True]
 
 
@@ -269,6 +272,7 @@ def test_sharded_as_does_not_copy(ranks: Callable[[int], RankPool]) -> None:
 def test_changed_training_settings_must_be_allowed(
     changed: dict[str, Any], key: str, words: str, run: Path, data: Path, tmp_path: Path
 ) -> None:
+    """A changed setting alters the result, so it must be intended. With --allow-change the sample count continues."""
     recipe = recipe_of(data, "dp1", **{"train.steps": 14, **changed})
     if changed.get("train.ema_decay", 0) is None:
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})

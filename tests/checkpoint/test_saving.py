@@ -149,6 +149,7 @@ def fails_on(device: torch.device, folder: Path, rank: int, where: str) -> list[
 def test_full_disk_is_an_error_on_every_rank(
     rank: int, where: str, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """All ranks must stop together; otherwise the healthy ones would wait for the failed one."""
     for answer in ranks(2).run(fails_on, tmp_path, rank, where):
         message, worst, left = answer
         assert f"step_2' cannot be written (rank {rank}: No space left on device)" in message
@@ -189,6 +190,8 @@ def test_shard_invisible_to_rank_0_is_an_error(alone: None, tmp_path: Path, monk
 
 
 def test_failure_after_publishing_keeps_the_checkpoint(alone: None, tmp_path: Path) -> None:
+    """The callback runs when the checkpoint is already complete, so its failure must not undo it."""
+
     def refuse() -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -302,6 +302,7 @@ def test_other_commands_refuse_invalid_input(
 
 
 def test_files_in_the_working_folder_are_not_imported(place: Path, vitpar: Command) -> None:
+    """Spawned ranks would otherwise import a file such as random.py in place of the standard library."""
     (place / "random.py").write_text("raise SystemExit('not this one')")
     done = vitpar("check", "--mesh", "dp2", "--set", "model.depth=1", "--set", "train.batch_size=4", launcher=("-P",))
     (place / "random.py").unlink()

@@ -31,6 +31,7 @@ from vitpar.limits import MAX_TAR_EXTENDED_BYTES, MAX_TAR_PADDING_BYTES
 
 
 def test_every_flipped_bit_in_an_indexed_image_is_detected(tmp_path: Path) -> None:
+    """JPEG decoders accept most damaged files, so the index has checksums."""
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed")
     shards = ShardSet.open(tmp_path / "packed", "train")
@@ -50,6 +51,7 @@ def test_every_flipped_bit_in_an_indexed_image_is_detected(tmp_path: Path) -> No
 
 
 def test_stream_refuses_images_that_fail_strict_decoding(tmp_path: Path) -> None:
+    """Streams have no checksums, so the decoder must be strict where Pillow fills in missing data."""
     data = jpeg(64, 64)
     damaged = data[:-40] + b"\xff\xd9"
     assert decode(damaged).shape == (64, 64, 3), "Pillow fills what is missing"

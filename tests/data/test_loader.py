@@ -78,6 +78,7 @@ def joined(loaders, steps, field):
 
 @pytest.mark.parametrize(("parts", "workers"), [(1, 1), (1, 3), (2, 0), (3, 2), (6, 0), (6, 1)])
 def test_order_and_pixels_do_not_depend_on_the_plan(train, parts, workers):
+    """Losses of different plans are comparable only if every sample is the same in each of them."""
     steps = 8  # 48 samples: more than two epochs, one of them ending inside a batch
     alone = take(TrainLoader(train, TRAIN, batch_size=6, seed=1, workers=0), steps)
     for part in range(parts):
@@ -122,6 +123,7 @@ def test_start_continues_where_another_loader_stopped(train):
 
 
 def test_ranks_without_images_open_no_shard(packed, monkeypatch):
+    """Ranks that take no images, such as later pipeline stages, need only labels and keys."""
     train, val = ShardSet.open(packed, "train"), ShardSet.open(packed, "val")
     full = take(TrainLoader(train, TRAIN, batch_size=6), 5)
     full_eval = list(EvalLoader(val, EVAL, batch_size=4))
@@ -187,6 +189,7 @@ def test_skipped_bad_sample_is_counted_and_named(damaged, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_shard_is_never_skipped(damaged, workers):
+    """data.bad_sample=skip is for single bad images. A lost file would silently remove a part of the data."""
     shards = ShardSet.open(damaged, "train")
     for path in damaged.glob("*.tar"):
         path.unlink()
@@ -212,6 +215,7 @@ def test_closing_or_dropping_the_iterator_stops_its_threads(train):
 
 
 def test_program_with_an_unclosed_loader_still_exits(packed):
+    """Decoding threads must not keep the interpreter alive."""
     program = """if True:
         import sys
         from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform

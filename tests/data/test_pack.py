@@ -201,6 +201,7 @@ def test_missing_source_is_refused(tmp_path):
 
 
 def test_overwrite_replaces_only_a_packed_data_set(tmp_path):
+    """A wrong path with --overwrite must not delete a user's other files."""
     write_classes(tmp_path / "source", 3)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")

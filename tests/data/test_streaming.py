@@ -222,6 +222,7 @@ def test_unsafe_or_invalid_urls_are_refused_before_opening(
 
 @pytest.mark.parametrize("name", ["GOPEN_REWRITE", "USE_AIS_FOR"])
 def test_environment_cannot_turn_a_url_into_a_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """webdataset rewrites URLs by these variables, which could turn a plain URL into a shell command."""
     monkeypatch.setenv(name, "http://=pipe:touch x #")
     with pytest.raises(DataError, match=f"{name} is set in the environment, and would change what a URL opens: unset"):
         stream("http://h/a.tar")
@@ -343,6 +344,7 @@ def test_network_and_command_errors_are_reported(url: str, message: str, address
 
 
 def test_silent_stream_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled connection would otherwise hang the training."""
     data = stream("pipe:exec sleep 60", allow_pipe=True)
     begun = time.monotonic()
     monkeypatch.setattr(urls, "_SILENT_S", 0.5)
@@ -396,6 +398,7 @@ def test_bad_sample_fails_by_name_or_is_skipped_and_counted(tmp_path: Path, work
 
 
 def test_label_out_of_range_is_never_skipped(folder: Path) -> None:
+    """It means that stream.classes is wrong, not that one sample is bad."""
     data = StreamSet((f"{folder}/train-2.tar",), 7, 10, Labels())
     with pytest.raises(DataError, match=r"label 1[0-2] of sample '00.*' is beyond the 10 classes that stream\.classes"):
         loaded(data, 5, bad_sample="skip")

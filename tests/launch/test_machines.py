@@ -188,6 +188,7 @@ SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
 def test_slurm_script_requeues_only_a_preempted_run(
     code: str, again: bool, place: Path, cluster: dict[str, str]
 ) -> None:
+    """Exit code 75 means that the run has saved a checkpoint and can resume; errors must not be repeated."""
     words = ["--mesh", "pp2: stem=dp2, *=fsdp2"]
     done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": code}, timeout=60)
     assert done.returncode == int(code)

@@ -92,6 +92,7 @@ def started() -> Iterator[list["subprocess.Popen[str]"]]:
 def test_ranks_on_one_machine_listen_on_loopback_only(
     launcher, how: str, started: list["subprocess.Popen[str]"]
 ) -> None:
+    """torch's store and gloo do not authenticate peers, so an open port would accept anyone."""
     address = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": free_port()}
     for rank in range(2):
         started.append(

@@ -66,6 +66,7 @@ def union(parts: list[dict[str, str]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("mesh", PLANS)
 def test_every_plan_starts_from_the_same_values(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Plans can be compared only if they start from identical parameters."""
     expected = {name: digest(value) for name, value in one_process(5, config_of()).items()}
     found = ranks(parse(mesh).world_size).run(gathered, mesh, 5, "fp32", False)
     assert union(found) == expected
@@ -79,6 +80,7 @@ def test_every_precision_starts_from_the_same_values(mesh: str, ranks: Callable[
 
 @pytest.mark.parametrize("mesh", ("fsdp2", "tp2", "pp2"))
 def test_initialise_fills_every_shard(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """The parameters are set to NaN first, so a part that stays unfilled shows."""
     expected = {name: digest(value) for name, value in one_process(0, config_of()).items()}
     assert union(ranks(2).run(gathered, mesh, 0, "fp32", True)) == expected
 
@@ -116,6 +118,7 @@ def test_values_depend_on_seed_and_name() -> None:
 
 
 def test_initial_values_neither_use_nor_advance_the_global_rng() -> None:
+    """A program that draws its own random numbers gets the same model and the same numbers."""
     shape, config = torch.Size((24, 96)), config_of()
     torch.manual_seed(0)
     first = initial_value("blocks.0.mlp.fc2.weight", shape, 3, config)

@@ -146,6 +146,7 @@ def test_missing_compiler_falls_back_unless_compile_was_requested(alone: None, m
 
 
 def test_fastest_attention_is_chosen_on_gpus_and_kept_on_resume(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run keeps its kernel, because kernels differ in the last digits."""
     config, plan = plan_of()
     tried: list[tuple[str, ...]] = []
     rates = {"flash": 2.0, "cudnn": 1.0, "efficient": math.inf}
@@ -237,6 +238,7 @@ def test_compile_cache_does_not_mix_up_attention_kernels(tmp_path: Path) -> None
 def test_attention_within_timing_noise_keeps_the_preferred_backend(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Otherwise noise would choose a different kernel on every start."""
     config, plan = plan_of()
     rates = {"cudnn": 1.0, "flash": 0.98, "efficient": 1.5}
     monkeypatch.setattr(attention, "probe", lambda names, *_: {name: rates[name] for name in names})
@@ -270,6 +272,7 @@ def test_attention_backend_that_cannot_run_is_refused_before_launch(
 
 
 def test_garbage_collection_runs_between_steps_only() -> None:
+    """A collection in the middle of a step would delay one rank, for which all others wait."""
     assert gc.isenabled()
     collected: list[str] = []
     gc.callbacks.append(lambda phase, info: collected.append(phase))

@@ -136,6 +136,7 @@ def test_host_waits_are_detected() -> None:
 
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "tp2"])
 def test_operation_count_after_backward_does_not_depend_on_depth(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Norm, clipping and update must use foreach kernels; an operation per layer costs host time in every step."""
     pool = ranks(parse(mesh).world_size)
     shallow, deep = ([found.counts for found in pool.run(operations, mesh, depth)] for depth in (2, 6))
     for few, many in zip(shallow, deep, strict=True):
@@ -179,6 +180,7 @@ def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:
     "mesh", ["dp1", "dp1+ckpt", "fsdp2", "tp2", "tp2+sp", pytest.param("tp4xdp2+2d", marks=pytest.mark.slow)]
 )
 def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Graph breaks or recompilation in later steps would cost more than compilation gains."""
     for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh):
         assert after == [1, 1, 1, 2, 2], "one graph to train all blocks with, one to evaluate"
         assert not breaks

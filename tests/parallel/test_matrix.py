@@ -102,6 +102,7 @@ def few_ranks(choice: tuple[str, ...]) -> bool:
     ],
 )
 def test_every_pair_of_features_matches_one_process(choice: tuple[str, ...], ranks: Callable[[int], RankPool]) -> None:
+    """Few combinations contain all possible pairs; `make soak` checks the complete product."""
     skip_what_cannot_run(choice[-1])
     case = case_of(*choice[:-1])
     for result in ranks(case.ranks).run(check_all_precisions, case, choice[-1:])[0]:
@@ -118,6 +119,7 @@ def test_every_allowed_combination_matches_one_process(case: Case, ranks: Callab
 
 @pytest.mark.parametrize("clash", CLASHES, ids=lambda clash: f"{clash.first} {clash.second}")
 def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
+    """The error names both features, the reason, and what to use instead."""
     chosen = {clash.first, clash.second}
     schedule = next(iter(chosen & set(DIMENSIONS["schedule"])), "1f1b")
     data = next(iter(chosen & set(DIMENSIONS["data"])), "dp")

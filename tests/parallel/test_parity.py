@@ -25,6 +25,7 @@ TABLE = [
 
 @pytest.mark.parametrize("case", TABLE)
 def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    """All ranks must agree on the result, which covers gradients, updates, averages and the gradient norm."""
     skip_what_cannot_run(case.check.get("precision", "fp32"))
     results = ranks(case.ranks).run(run_case, case)
     assert all(result.passed for result in results), results[0].worst
@@ -47,6 +48,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_compiled_blocks_match_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """All blocks share one graph; a graph per block would exceed the compiler's recompile limit."""
     # More blocks than the compiler's recompile limit (8), after which it silently runs the function eagerly.
     case = Case(mesh, model={"depth": 10, "drop_path": 0.1}, check={"compile_blocks": True})
     for result, graphs in ranks(case.ranks).run(run_compiled, case):
@@ -106,5 +108,6 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
 def test_check_detects_a_wrong_gradient_scale(
     mesh: str, spoil: str, precision: str, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The check must fail on averaged instead of summed gradients, and on an error of 1 % in one block."""
     result = ranks(2).run(spoil_and_run, Case(mesh, check={"precision": precision}), spoil)[0]
     assert not result.passed

@@ -127,6 +127,7 @@ def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 8])
 def test_descriptions_match_the_collectives(size: int, ranks: Callable[[int], RankPool]) -> None:
+    """`vitpar plan` prints these descriptions, so the numbers in them must equal the counted collectives."""
     plans = [planned(strategy, 32, **fields) for strategy, _, fields, _, _ in SENT[size]]
     plans += [planned(strategy, 32) for strategy, _, _ in IN_BLOCKS[size]]
     found = ranks(size).run(sent_by_a_block, plans)[0]

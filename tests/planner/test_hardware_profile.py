@@ -37,6 +37,7 @@ def test_curve_interpolates_and_extrapolates_at_the_last_rate() -> None:
     st.tuples(st.floats(0, 1e10), st.floats(0, 1e10)),
 )
 def test_larger_sizes_never_take_less_time(points: list[tuple[int, float]], sizes: tuple[float, float]) -> None:
+    """Noisy timings must not make more work look cheaper to the search."""
     line = curve(*sorted(points))
     less, more = sorted(sizes)
     assert line.seconds(less) <= line.seconds(more) * (1 + 1e-12)

@@ -195,6 +195,7 @@ def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int
 
 @pytest.mark.parametrize("size", BY_RANKS)
 def test_ranks_hold_the_predicted_number_of_parameters(size: int, ranks: Callable[[int], RankPool]) -> None:
+    """Memory predictions rest on this count, which must be exact for every rank and layer."""
     plans = [planned(strategy, UNEVEN, 32, **fields) for strategy, fields in BY_RANKS[size]]
     kept = ranks(size).run(held_by_layer, plans)
     for number, plan in enumerate(plans):

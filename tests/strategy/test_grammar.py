@@ -59,6 +59,7 @@ def test_layerwise_plans_have_a_canonical_form(text: str) -> None:
     )
 )
 def test_any_text_is_a_plan_or_a_refusal_in_one_line(text: str) -> None:
+    """Random text must never cause another exception, and accepted text must have a canonical form that parses back."""
     try:
         plan = parse(text)
     except StrategyError as error:

@@ -208,5 +208,6 @@ def test_num_stages_counts_virtual_ones() -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
+    """Importing torch takes seconds, which errors in a strategy string should not cost."""
     code = "import sys, vitpar.strategy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -103,6 +103,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_evaluation_matches_a_plain_loop(
     split: str, mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """Every image counts exactly once although batches are padded, and all ranks get the same result."""
     expected = by_hand(data, split)
     assert expected.samples == (VAL if split == "val" else TRAIN * CLASSES)
     assert 0 < expected.top1 < expected.top5 < 1
@@ -162,6 +163,7 @@ def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any],
 def test_evaluation_does_not_change_training(
     mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """Losses, gradients and parameters are bitwise equal with and without evaluations between the steps."""
     pool = ranks(parse(mesh).world_size)
     with_evaluation, without = (pool.run(trained, data, mesh, fields, between) for between in (True, False))
     assert with_evaluation == without

@@ -67,6 +67,7 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
 
 
 def test_run_matches_a_plain_loop(tmp_path: Path, alone: None) -> None:
+    """The plain loop is written independently, so it detects mistakes that all plans share."""
     data = pack_small(tmp_path)
     recipe = recipe_of(data, "dp1", **SETTINGS)
     train(CPU, recipe, tmp_path / "run")

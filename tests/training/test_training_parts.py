@@ -230,6 +230,7 @@ def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int],
 def test_weights_load_under_another_plan(
     writes: str, reads: str, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """One plan saves, another loads, and the logits equal those of the unsharded model."""
     folder = tmp_path / "step_1"
     ranks(parse(writes).world_size).run(write, writes, folder)
     answers = ranks(parse(reads).world_size).run(logits_of, reads, folder)

@@ -131,6 +131,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 def test_debug_checks_do_not_change_losses(
     mesh: str, settings: dict[str, Any], data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The checks must be usable on a real run, under every kind of plan and optimizer."""
     for checked in (False, True):
         recipe = recipe_of(data, mesh, **settings, faults__debug_checks=checked)
         size = recipe.requested_plans()[0].world_size

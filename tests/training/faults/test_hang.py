@@ -73,6 +73,7 @@ def training(
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2", "pp2xdp2"])
 def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, place: Path) -> None:
+    """A stopped rank cannot answer the watchdog, so the other ranks must notice and name it."""
     name = f"stopped-{mesh}"
     with training(place, name, mesh) as (process, ranks):
         os.kill(

@@ -152,6 +152,7 @@ def test_non_finite_update_is_neither_evaluated_nor_saved(
 def test_skipped_step_changes_no_parameter(
     name: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The checkpoints and the log must also show which steps were skipped and why."""
     folder = tmp_path / "run"
     recipe = recipe_of(data, "tp2", faults__non_finite="skip", faults__max_skipped=3, train__ema_decay=0.9)
     for error, sums in ranks(2).run(spoilt, recipe, folder, name, 1, (2, 3, 5), math.nan):

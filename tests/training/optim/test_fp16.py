@@ -150,6 +150,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
 
 
 def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    """A run with a slightly smaller learning rate must differ, which shows that the comparison is sensitive."""
     # SGD and clipping near the observed norms: with Adam, a wrong loss scale would cancel out of the updates.
     runs = {}
     for name, precision, lr in (("single", "fp32", 0.2), ("half", "fp16", 0.2), ("other", "fp32", 0.19)):

@@ -54,6 +54,7 @@ def scales(subject: LossScaler, steps: str) -> list[float]:
     ],
 )
 def test_scale_grows_and_backs_off_as_configured(settings: dict[str, Any], steps: str, expected: list[float]) -> None:
+    """Each row gives settings that differ from the default, a sequence of steps, and the scale after each of them."""
     subject = scaler(**settings)
     assert subject.scale == 64
     assert scales(subject, steps) == expected
@@ -75,6 +76,7 @@ def test_scale_grows_and_backs_off_as_configured(settings: dict[str, Any], steps
 def test_exhausted_is_set_when_the_scale_cannot_fall(
     settings: dict[str, Any], steps: str, expected: list[bool]
 ) -> None:
+    """An exhausted scale ends the run: more skipped steps would not help."""
     subject, found = scaler(**settings), []
     for step in steps:
         subject.update(step == "x")
@@ -88,6 +90,9 @@ def test_floor_names_the_limiting_setting() -> None:
 
 
 def test_restored_scaler_continues_the_same_scales() -> None:
+    """Growth interval and hysteresis are part of the state, so a run resumed at any step has the scales of an unstopped
+    one.
+    """
     steps = "..x...x.xx....."
     whole = scales(scaler(), steps)
     for cut in range(len(steps)):
@@ -118,6 +123,10 @@ def judged(gradients: dict[str, Tensor], loss: float = 1.0, name: str = "fp16") 
 
 @pytest.mark.usefixtures("alone")
 def test_norm_is_finite_only_if_loss_and_gradients_are() -> None:
+    """A step is skipped by this norm alone.
+
+    Squares of large scaled gradients must not overflow, or good steps are skipped.
+    """
     huge = {"a": torch.tensor([3e30, 0.0]), "b": torch.tensor([[4e30]])}
     assert judged(huge) == pytest.approx(5e30)  # the squares overflow float32
     assert judged(huge, name="fp32") == math.inf
@@ -208,6 +217,9 @@ def test_written_recipe_reads_back_equal(settings: dict[str, Any], tmp_path: Pat
 
 
 def test_changing_precision_drops_settings_that_only_the_old_one_uses(tmp_path: Path) -> None:
+    """The fp16 settings of a file must not block `--precision fp32`; contradictory settings of the user are still
+    refused.
+    """
     settings = {"train.precision": "fp16", "train.reduce_dtype": "fp16", "loss_scale.hysteresis": 5}
     file = written(tmp_path, read_recipe(None, {**BASE, **settings}))
     plain = read_recipe(file, {"train.precision": "fp32"})

@@ -62,6 +62,7 @@ CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (L
 def test_sharded_optimizer_matches_one_process(
     layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
+    """LAMB and LARS need norms of complete parameters, and Muon complete matrices, under every sharding."""
     expected = reference(settings)
     seen = set()
     for found in ranks(ranks_of(layout)).run(trained, layout, settings):
@@ -218,11 +219,13 @@ def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[d
 def test_norms_take_one_all_reduce_per_process_group(
     layout: str, messages: int, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
+    """One message per parameter would cost latency in every step."""
     for counts, _ in ranks(ranks_of(layout)).run(sent, layout, settings):
         assert counts == {"all_reduce": messages}
 
 
 def test_muon_all_gathers_each_matrix_once(ranks: Callable[[int], RankPool]) -> None:
+    """Eight matrices lie in blocks; the classifier and vectors use AdamW and are not gathered."""
     for counts, matrices in ranks(2).run(sent, "fsdp2", MUON):
         assert counts == {"all_gather": matrices} and matrices == 8
 
@@ -248,6 +251,7 @@ def test_parameters_without_gradient_do_not_change(settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS], ids=shown)
 def test_zero_norm_disables_the_trust_ratio(settings: dict[str, Any]) -> None:
+    """A ratio with a zero norm would freeze the parameter or divide by zero."""
     p = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     optimizer = ShardedOptimizer([("head.fc.weight", p)], section(settings))
     p.grad = torch.ones_like(p)

@@ -100,6 +100,7 @@ def test_plan_file_can_have_fallbacks(tmp_path: Path) -> None:
 def test_invalid_fallback_is_refused_even_if_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A typo must show when the run starts, not after a lost host when the fallback is needed."""
     words = ["plan", "dp2", "--world-size", "2", "--batch-size", "8", "--set"]
     assert "unknown role 'zp'" in refusal([*words, 'parallel.fallback_meshes=["zp"]'], monkeypatch, capsys)
     assert "fallback_meshes' is 'dp1'" in refusal([*words, "parallel.fallback_meshes=dp1"], monkeypatch, capsys)

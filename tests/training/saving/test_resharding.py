@@ -98,6 +98,7 @@ CIRCLE = ["dp1", "fsdp3", "pp2xtp2xdp2", "dp4+zero2", LAYERWISE, "tp2xdp2+sp"]
 def test_each_plan_loads_the_checkpoint_of_another(
     number: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The tensors are equal bit for bit, and both plans continue with the same losses, for every optimizer."""
     optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
     settings = {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": 1e-3}
     check_move(CIRCLE[number], CIRCLE[(number + 1) % len(CIRCLE)], settings, data, tmp_path, ranks)
@@ -120,6 +121,7 @@ def test_every_plan_loads_the_checkpoint_of_every_plan(
 def test_resumed_run_is_bitwise_equal_to_an_unstopped_run(
     mesh: str, precision: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """Dropout, augmentation, mixup and the loss scale must continue exactly where they stopped."""
     # An initial loss scale that overflows, so that the scaler has state to restore.
     scale = {"loss_scale.initial_scale": 2.0**24, "loss_scale.hysteresis": 1} if precision == "fp16" else {}
     settings = {**RANDOM, **scale, "train.precision": precision, "train.eval_every": STEPS}

@@ -56,6 +56,7 @@ def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Ra
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_killed_run_resumes_under_other_plans_with_the_same_losses(seed: int, place: Path) -> None:
+    """The kill comes at a random step. Each start uses another mesh and another number of data workers."""
     draw = random.Random(seed)
     whom = ["one rank", "all"]
     (place / "run").rename(place / f"run-{seed}") if (place / "run").exists() else None
@@ -94,6 +95,7 @@ def test_killed_run_resumes_under_other_plans_with_the_same_losses(seed: int, pl
     ],
 )
 def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.Signals, to: str, place: Path) -> None:
+    """Schedulers send a signal before preemption. Exit code 75 tells the job script to queue the run again."""
     run_dir = place / f"asked-{mesh}-{number.name}-{to[0]}"
     words = ["train", "--recipe", "recipe.toml", "--mesh", mesh, "--steps", "20000", "--run-dir", run_dir.name]
     process = started(place, [*words, "--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"])
@@ -110,6 +112,7 @@ def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.S
 
 @pytest.mark.slow
 def test_second_signal_ends_the_run_at_once(place: Path) -> None:
+    """The first signal waits for the end of a step. If no step ends, the user needs a way out."""
     words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--steps", "20000", "--run-dir", "twice"]
     process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every_steps=10000"])
     wait_for(lambda: lines(place / "twice") > 0, process)

@@ -21,8 +21,11 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Path:
-    """Train three runs: `meshed` under fsdp2xtp2, `alone` with the same recipe, `plain` with another seed and no
-    averages.
+    """Train three runs and return their folder.
+
+    meshed: under fsdp2xtp2
+    alone: in one process with the same recipe
+    plain: in one process with another seed and without averages
     """
     place = tmp_path_factory.mktemp("runs")
     data = pack_small(place)

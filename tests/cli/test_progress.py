@@ -157,9 +157,8 @@ def test_evaluations_notes_and_result_are_always_printed(plain: Shown) -> None:
     plain.step(1)
     assert plain.evaluation(50) == "step 50  val loss 0.4100  top-1 91.2 %  top-5 99.7 %\n"
     plain.reporter.note("[8, 9] are odd labels " + "and " * 40)
-    assert (
-        plain.new() == "warning: [8, 9] are odd labels " + "and " * 40 + "\n"
-    )  # printed without rich markup and without wrapping
+    # Printed without rich markup and without wrapping.
+    assert plain.new() == "warning: [8, 9] are odd labels " + "and " * 40 + "\n"
     plain.clock.now += 83
     plain.reporter.finished(SUMMARY)
     assert plain.new().splitlines() == [

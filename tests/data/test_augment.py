@@ -1,6 +1,4 @@
-"""Augmentation policies, colour jitter, erasing, mixup and CutMix: correct pixels, and randomness fixed by the sample
-key.
-"""
+"""Augmentation policies, colour jitter, erasing, mixup and CutMix: correct pixels, and randomness fixed by the key."""
 
 import numpy as np
 import pytest

@@ -114,7 +114,6 @@ def test_jpeg_with_too_many_scans_is_refused() -> None:
     last = data[data.rindex(b"\xff\xda") : -2]
     with pytest.raises(BadImage, match="more than 100 scans"):
         decode(data[:-2] + 100 * last + data[-2:])
-    film = (
-        np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()
-    )  # phones append a video like this to a photo
+    # Phones append a video like this to a photo.
+    film = np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()
     assert film.count(b"\xff\xda") > 100 and decode(data + film).shape == (64, 64, 3)

@@ -108,9 +108,8 @@ def test_repeats_of_a_sample_have_different_keys(train):
     batch = next(iter(Loader(train, TRAIN, order=order, batch_size=12)))
     assert len(set(batch.keys.tolist())) == 12
     assert all(len(set(batch.labels[start : start + 3].tolist())) == 1 for start in range(0, 12, 3))
-    assert (
-        len({image.numpy().tobytes() for image in batch.images}) > 8
-    )  # 4 samples, each with 3 different augmentations
+    # 4 samples, each with 3 different augmentations.
+    assert len({image.numpy().tobytes() for image in batch.images}) > 8
 
 
 def test_start_continues_where_another_loader_stopped(train):

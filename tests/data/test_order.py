@@ -64,9 +64,7 @@ def test_every_permutation_place_is_equally_likely(size):
 
 
 def test_sample_order_is_pinned():
-    """A change here would break the resumption of every existing run, so the order must not depend on a library
-    version.
-    """
+    """A change here would break every resumed run, so the order must not depend on a library version."""
     assert SampleOrder(0, 10).batch(0, 10)[1].tolist() == [6, 5, 7, 2, 9, 8, 1, 0, 3, 4]
     assert SampleOrder(0, 10, block=2, window=4).samples(0, np.arange(10)).tolist() == [2, 7, 8, 1, 3, 4, 5, 6, 0, 9]
     keys = sample_keys(0, np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 0, 1]))

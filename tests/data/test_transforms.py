@@ -123,9 +123,8 @@ def test_train_crops_and_flips_are_spread_out():
         for key in sample_keys(0, np.zeros(500, int), np.arange(500), np.zeros(500, int))
     ]
     areas = np.array([h * w for _, _, h, w in boxes]) / 100**2
-    assert (
-        areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54
-    )  # the mean is low because large wide boxes often do not fit
+    # The mean is low because large wide boxes often do not fit.
+    assert areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54
     image = smooth(16, 16)
     flipped = [bool(whole(image, Draws(key))[1, 0, 0] > 100) for key in range(400)]
     assert 150 < sum(flipped) < 250

@@ -1,4 +1,4 @@
-"""Benchmark programs in experiments/: they run, measure what they claim, and detect contenders that compute
+"""Benchmark programs in experiments/: they run, measure what they claim, and refuse contenders that compute
 differently.
 """
 

@@ -65,9 +65,8 @@ def run_compiled(device: torch.device, case: Case) -> tuple[CheckResult, int]:
     """Check one case with SGD steps, and return also how many graphs the compiler made of the model."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    without_normalising = replace(
-        case, check={**case.check, "recipe_steps": 0}
-    )  # the recipe's input normalisation is compiled too, and would add graphs
+    # The steps of a recipe also compile the input normalisation, which would add graphs.
+    without_normalising = replace(case, check={**case.check, "recipe_steps": 0})
     result = run_case(device, without_normalising)
     tried = 1  # `choose_compiling` compiles one graph to find out whether the compiler works
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"] - tried

@@ -246,8 +246,9 @@ def test_dropout_rate_scale_and_independence() -> None:
 
 
 def test_blocks_compile_to_one_training_and_one_evaluation_graph() -> None:
-    """A Python number that differs between blocks would cause a graph per block; beyond the recompile limit blocks run
-    eagerly.
+    """A Python number that differs between blocks would cause a graph per block.
+
+    Beyond the recompile limit, blocks run eagerly.
     """
     graphs = 0
 

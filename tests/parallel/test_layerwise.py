@@ -19,9 +19,8 @@ from vitpar.strategy.support import refuse_clashes
 
 DEPTH, BATCH = 6, 48
 MODEL = {"depth": DEPTH, "drop_path": 0.1, "layer_scale": 0.1, "qk_norm": True, "dropout": 0.1}
-EXAMPLES = int(
-    os.environ.get("VITPAR_RANDOM_PLANS", "0")
-)  # 0: a few fixed examples; N > 0: N examples that differ in every run
+# 0: a few fixed examples; N > 0: N examples that differ in every run.
+EXAMPLES = int(os.environ.get("VITPAR_RANDOM_PLANS", "0"))
 
 
 def runs(case: Case) -> bool:

@@ -37,9 +37,7 @@ def logits(*, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
 def test_mixed_label_loss_matches_timms_soft_targets(smoothing: float, scale: float, alone: None) -> None:
-    """The loss sums over the images that are not ignored and divides by the complete batch size; gradients are compared
-    too.
-    """
+    """The loss sums over the images that are not ignored and divides by the complete batch size."""
     labels = torch.tensor([(IGNORED, IGNORED, 0.7) if row is None else row for row in MIXED], dtype=torch.float64)
     model, found, expected = model_of(smoothing), logits(), logits()
     model.loss_scale = scale

@@ -108,8 +108,9 @@ def test_float32_images_give_the_same_result(device: torch.device) -> None:
 
 
 def test_each_layer_takes_one_copy_per_direction(device: torch.device) -> None:
-    """One foreach copy per layer casts parameters, and one per micro-batch returns gradients: small operations are
-    slow.
+    """One foreach copy per layer casts parameters, and one per micro-batch returns gradients.
+
+    Copies of single parameters would cost host time.
     """
     model = built(device, microbatches=2)
     model.forward_backward(*batch(model))
@@ -165,9 +166,7 @@ def test_only_sharded_or_offloaded_layers_are_wrapped(
 
 
 def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
-    """Return the bytes of a step's gradient messages for fp32 and bf16 reduction, and whether the gradients agree up to
-    rounding.
-    """
+    """Return the bytes of gradient messages for fp32 and bf16 reduction, and whether gradients agree up to rounding."""
     found = {}
     for reduce_dtype in (None, "bf16"):
         plan = validate(parse("dp2"), CONFIG, 8)

@@ -69,8 +69,9 @@ def spoil_and_run(device: torch.device, case: Case, spoil: str) -> CheckResult:
 
 
 def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
-    """Patch gradient reduction: "averaged" divides by the data-parallel ranks, anything else scales block 0 by 1 /
-    0.99.
+    """Patch gradient reduction.
+
+    how: "averaged" divides by the data-parallel ranks; anything else scales block 0 by 1 / 0.99
     """
     from vitpar.models import vit
 

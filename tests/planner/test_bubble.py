@@ -60,9 +60,8 @@ def actions(text: str) -> list[list[ActionPart]]:
 def test_rank_waits_for_the_inputs_of_an_action() -> None:
     alone = {0: actions("0F0 0I0 0W0"), 1: actions("1F0 1I0 1W0")}
     assert duration(alone, 2) == 5  # 0F0, 1F0, 1I0, 0I0, 0W0
-    assert (
-        duration({**alone, 1: actions("1F0 1B0")}, 2) == 6
-    )  # a full backward computes weight gradients before rank 0 gets its input gradient
+    # A full backward computes weight gradients before rank 0 gets its input gradient.
+    assert duration({**alone, 1: actions("1F0 1B0")}, 2) == 6
 
 
 def test_overlapped_pair_sends_after_both_are_done() -> None:

@@ -40,9 +40,8 @@ def test_indistinguishable_plans_get_one_common_factor() -> None:
     found = correction([Evidence(c, c, 3 * c, None) for c in (1.0, 2.0)])
     assert found.computing == found.sending == pytest.approx(1.5) and found.memory_bytes == 0
     assert correction([Evidence(1.0, 0.0, 0.001, None)]).computing == LEAST
-    absurd = correction(
-        [Evidence(1.0, 0.01, 1.2, None), Evidence(1.0, 0.02, 1.0, None)]
-    )  # the best fit has a negative factor for sending
+    # The best fit has a negative factor for sending.
+    absurd = correction([Evidence(1.0, 0.01, 1.2, None), Evidence(1.0, 0.02, 1.0, None)])
     assert absurd.computing == absurd.sending > 0
 
 

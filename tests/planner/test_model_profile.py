@@ -102,9 +102,8 @@ def test_weight_profiles_have_the_elements_of_a_rank(profile: ModelProfile) -> N
         assert mine == {"stem": held["stem"], "block": held["blocks.0"], "head": held["head"]}
     whole = {w.layer: w.elements for w in profile.weights if w.tensor == "tp4+2d"}
     half = layer_parameters(config, validate(parse("tp4+2d"), config, None))
-    assert whole["block"] == pytest.approx(
-        2 * half["blocks.0"], rel=0.01
-    )  # the profile counts weights after the gather over axis i
+    # The profile counts weights after the gather over axis i.
+    assert whole["block"] == pytest.approx(2 * half["blocks.0"], rel=0.01)
 
 
 def test_profile_round_trips_through_its_file(profile: ModelProfile, tmp_path: Path) -> None:

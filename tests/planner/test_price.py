@@ -212,9 +212,8 @@ def test_unmeasured_group_sizes_are_extrapolated_as_a_ring() -> None:
     links = Links(machine(per_byte=1e-9))
     two = links.seconds("all_reduce", RankGroup(2, 1, 1), 10**9)
     assert two == pytest.approx(1.0)
-    assert links.seconds("all_reduce", RankGroup(4, 1, 1), 10**9) == pytest.approx(
-        1.5
-    )  # a ring sends (n - 1)/n of the bytes: 3/4 instead of 1/2
+    # A ring sends (n - 1)/n of the bytes: 3/4 instead of 1/2.
+    assert links.seconds("all_reduce", RankGroup(4, 1, 1), 10**9) == pytest.approx(1.5)
     assert links.seconds("all_reduce", RankGroup(1, 1, 1), 10**9) == 0
 
 

@@ -58,9 +58,8 @@ def test_each_layer_is_split_by_its_own_strategy() -> None:
     rows = 2 * 2 * 768 + 2 * 768  # norms, and the biases of row-parallel matrices
     assert made["blocks.5"] == rows + (whole["blocks.5"] - rows) // 4
     assert made["blocks.6"] == whole["blocks.6"] // 2
-    assert (
-        made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198
-    )  # class token and positions have one row, which dim-0 sharding cannot split
+    # Class token and positions have one row, which dim-0 sharding cannot split.
+    assert made["stem"] == (whole["stem"] - 768 * 198) // 2 + 768 * 198
 
 
 def test_zero_shards_what_plain_dp_replicates() -> None:

@@ -130,9 +130,7 @@ def test_exported_keys(text: str, fields: dict[str, Any], changes: dict[str, Any
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
-    """Draw a plan that Galvatron can express, in the form that import gives, with the number of blocks and a batch
-    size.
-    """
+    """Draw a plan that Galvatron can express, as import returns it, with the number of blocks and a batch size."""
     depth, stage, zero = (
         draw(st.integers(1, 9)),
         draw(st.sampled_from([1, 2, 4, 6, 12, 15])),

@@ -171,10 +171,8 @@ NAMES = ("stem", *(f"blocks.{i}" for i in range(6)), "head")
     ("text", "expected"),
     [
         ("pp1: stem=tp2, 0-2=dp2, *=fsdp2", ["tp2", *["dp2"] * 3, *["fsdp2"] * 4]),
-        (
-            "pp1: 0-2=dp2, 3-5=fsdp2",
-            [*["dp2"] * 4, *["fsdp2"] * 4],
-        ),  # stem and head take the strategy of the neighbouring block
+        # Stem and head take the strategy of the neighbouring block.
+        ("pp1: 0-2=dp2, 3-5=fsdp2", [*["dp2"] * 4, *["fsdp2"] * 4]),
         ("pp1: 0-2=dp2, 3-5=fsdp2, head=tp2", [*["dp2"] * 4, *["fsdp2"] * 3, "tp2"]),
         ("dp2+ckpt", ["dp2+ckpt"] * 8),
     ],

@@ -158,9 +158,7 @@ def test_debug_checks_do_not_change_losses(
 def test_fault_on_one_rank_is_named_on_every_rank(
     mesh: str, wrong: str, rank: int, sentence: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """A flipped bit, a non-finite value, a missing gradient or a wrong collective on one rank gives the same error on
-    all.
-    """
+    """The faults are a flipped bit, a non-finite value, a missing gradient, and a wrong collective on one rank."""
     for error in ranks(parse(mesh).world_size).run(train, recipe_of(data, mesh), tmp_path / "run", wrong, rank):
         assert error is not None and re.fullmatch(sentence, error), error
 

@@ -65,11 +65,8 @@ def test_scale_grows_and_backs_off_as_configured(settings: dict[str, Any], steps
     [
         ({"min_scale": 16.0}, "xxxxx", [False, False, False, True, True]),
         ({"min_scale": 64.0}, "xx.x", [False, True, False, True]),
-        (
-            {"min_scale": 64.0},
-            "x...xx",
-            [False, False, False, False, False, False],
-        ),  # the scale grew to 128, so it can fall
+        # The scale grew to 128, so it can fall.
+        ({"min_scale": 64.0}, "x...xx", [False, False, False, False, False, False]),
         ({"dynamic": False}, "x..xx...x", [False, False, False, True, True, False, False, False, False]),
     ],
 )
@@ -90,9 +87,7 @@ def test_floor_names_the_limiting_setting() -> None:
 
 
 def test_restored_scaler_continues_the_same_scales() -> None:
-    """Growth interval and hysteresis are part of the state, so a run resumed at any step has the scales of an unstopped
-    one.
-    """
+    """Growth interval and hysteresis are part of the state, so a resumed run has the scales of an unstopped one."""
     steps = "..x...x.xx....."
     whole = scales(scaler(), steps)
     for cut in range(len(steps)):
@@ -217,9 +212,7 @@ def test_written_recipe_reads_back_equal(settings: dict[str, Any], tmp_path: Pat
 
 
 def test_changing_precision_drops_settings_that_only_the_old_one_uses(tmp_path: Path) -> None:
-    """The fp16 settings of a file must not block `--precision fp32`; contradictory settings of the user are still
-    refused.
-    """
+    """The fp16 settings of a file must not block `--precision fp32`. Contradictory options are still refused."""
     settings = {"train.precision": "fp16", "train.reduce_dtype": "fp16", "loss_scale.hysteresis": 5}
     file = written(tmp_path, read_recipe(None, {**BASE, **settings}))
     plain = read_recipe(file, {"train.precision": "fp32"})

@@ -38,9 +38,7 @@ def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimiz
 
 
 def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the complete parameters that this rank holds a shard of, after one step per rate in RATES; runs on every
-    rank.
-    """
+    """Return the complete parameters that this rank holds a shard of, after one step per rate in RATES; collective."""
     root = built(layout)
     for name, p in root.named_parameters():
         assert torch.equal(whole(p), drawn("value", name)), name
@@ -186,9 +184,7 @@ def rows_of(p: DTensor) -> int:
 def test_rank_with_an_empty_shard_joins_the_collectives(
     settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
-    """A matrix of two rows leaves the third FSDP rank without elements; its step must neither hang nor change the
-    result.
-    """
+    """A matrix of two rows leaves the third FSDP rank without elements; its step must neither hang nor differ."""
     _, expected = through_backward(None, settings)
     found = ranks(3).run(through_backward, settings)
     assert [rows[0] for rows, _ in found] == [1, 1, 0]

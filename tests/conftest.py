@@ -1,4 +1,4 @@
-"""Fixtures that several files share."""
+"""Fixtures shared by several test files."""
 
 import os
 import shlex
@@ -15,7 +15,10 @@ from vitpar.launch import ALONE, join, leave
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """``ranks(8)``: the pool of that many ranks, started at the first call, after a failure, and when it is tired."""
+    """Yield a function: ``ranks(8)`` returns the pool of 8 ranks.
+
+    A pool starts at its first use, and again after a failure or when it has too many threads.
+    """
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
@@ -32,7 +35,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture
 def environment() -> Iterator[None]:
-    """Restore the environment after the test: joining a world writes its variables."""
+    """Restore the environment after the test, because joining a world writes its variables."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -41,7 +44,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture
 def alone(environment: None) -> Iterator[None]:
-    """A process group of this process only."""
+    """Join a process group that has only this process."""
     join(ALONE, "cpu")
     yield
     leave()
@@ -49,7 +52,7 @@ def alone(environment: None) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def vitpar(place: Path) -> Command:
-    """Runs `vitpar <words>` in the folder `place` that the test's module makes, behind `launcher` if given."""
+    """Return a function that runs `vitpar <words>` in the module's folder `place`, behind `launcher` if given."""
     return lambda *words, launcher=(): run(place, words, launcher)
 
 

@@ -1,4 +1,4 @@
-"""Packages import downwards only, and the documentation shows them as they are."""
+"""Imports between packages go downwards only, and docs/architecture.md matches the source."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import architecture
 from helpers.paths import ROOT
 
 
-def test_all_imports_go_down() -> None:
+def test_no_import_goes_upwards_or_in_a_cycle() -> None:
     graph = architecture.imports(architecture.modules())
     assert sum(map(len, graph.values())) > 1000, "imports are found"
     assert architecture.upwards(graph) == []
@@ -23,20 +23,20 @@ def test_all_imports_go_down() -> None:
     ],
     ids=["up", "beside", "within training", "down"],
 )
-def test_imports_that_do_not_go_down_are_found(graph: dict[str, set[str]], found: int) -> None:
+def test_upward_imports_are_found(graph: dict[str, set[str]], found: int) -> None:
     assert len(architecture.upwards(graph)) == found
 
 
-def test_detours_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
     assert architecture.cycles(graph) == ["a imports b imports c imports a"]
 
 
-def test_the_documentation_is_of_this_source() -> None:
+def test_architecture_page_is_up_to_date() -> None:
     assert (ROOT / "docs/architecture.md").read_text() == architecture.page(), "write it with `make docs`"
 
 
-def test_the_walks_lead_through_what_is_there() -> None:
+def test_walks_name_existing_files_and_symbols() -> None:
     assert architecture.lost() == []
     steps = (("strategy/plan.py", "Plan", ""), ("strategy/plan.py", "Plam", ""), ("strategy/plain.py", "Plan", ""))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The programs in examples/ run as their first lines say."""
+"""The programs in examples/ run as their docstrings say."""
 
 import os
 import re
@@ -25,19 +25,19 @@ def test_each_example_has_a_test() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_data.py", "own_loop.py", "planning.py"}
 
 
-def test_own_data(tmp_path: Path) -> None:
+def test_own_data_example_trains(tmp_path: Path) -> None:
     said = output(tmp_path, str(EXAMPLES / "own_data.py"))
     assert "1,437 images of 10 classes" in said
     assert (tmp_path / "runs" / "example" / "weights").is_dir()
 
 
 @pytest.mark.slow
-def test_own_loop_has_the_same_losses_under_two_plans(tmp_path: Path) -> None:
+def test_own_loop_example_has_equal_losses_under_two_plans(tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "own_loop.py")]
     one, two = (re.findall(r"loss ([\d.]+)", output(tmp_path, *launch, mesh)) for mesh in ("tp2", "pp2"))
     assert len(one) == 4 and list(map(float, one)) == pytest.approx(list(map(float, two)), abs=2e-3)
     assert float(one[-1]) < 0.5
 
 
-def test_planning(tmp_path: Path) -> None:
+def test_planning_example_prints_a_plan(tmp_path: Path) -> None:
     assert re.search(r"80GB: dp8\S*, [\d,]+ images/s, [\d.]+ GB", output(tmp_path, str(EXAMPLES / "planning.py")))

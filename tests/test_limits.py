@@ -1,4 +1,4 @@
-"""Limits, the readers that obey them, and messages that quote what strangers wrote."""
+"""Input limits: their table, the readers that enforce them, and messages that quote untrusted text."""
 
 import json
 import os
@@ -15,19 +15,19 @@ from vitpar.text import nearest, shown
 NAMES = [name for name in vars(limits) if name.startswith("MAX_")]
 
 
-def test_the_documentation_has_the_table() -> None:
+def test_docs_page_has_the_table() -> None:
     assert (ROOT / "docs/limits.md").read_text() == limits.markdown(), "write it with `make docs`"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_limit_is_in_the_table_and_obeyed_by_a_reader(name: str) -> None:
+def test_every_limit_is_documented_and_used(name: str) -> None:
     assert getattr(limits, name) in {most for _, most, _ in limits.TABLE}
     sources = [path for place in ("src", "cli") for path in (ROOT / place).rglob("*.py") if path.name != "limits.py"]
     uses = [len(re.findall(rf"\b{name}\b", path.read_text())) for path in sources]
     assert max(uses) >= 2, "imported and used"
 
 
-def test_long_and_hostile_words_are_cut_and_escaped() -> None:
+def test_untrusted_text_is_truncated_and_escaped() -> None:
     assert len(shown("x" * 1_000_000)) == limits.MAX_QUOTED_CHARS - 1
     assert shown("short") == "short"
     said = str(DataError("sample '\x1b[31m\udcff\tü…\n' is bad"))
@@ -49,11 +49,11 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [r'"\ud83d\ude00"', r'"\\ud800"', r'"a\\\\ud800 \uD83D\uDe00"', '"\\ud7ff"'])
-def test_json_with_whole_characters_is_read(text: str) -> None:
+def test_json_with_paired_surrogates_is_read(text: str) -> None:
     assert io.parse_json(text) == json.loads(text) == io.parse_json(text.encode())
 
 
 @pytest.mark.parametrize("text", [r'"\ud800"', r'{"\uDfff": 1}', r'"\ud83dx\ude00"', r'"\\\ud83d\ud83d"', '"\ud800"'])
-def test_json_with_half_a_character_is_refused(text: str) -> None:
+def test_json_with_lone_surrogates_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"surrogate|invalid continuation"):
         io.parse_json(text.encode("utf-8", "surrogatepass"))

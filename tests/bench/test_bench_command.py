@@ -1,4 +1,4 @@
-"""`vitpar bench`: phases that add up, limits that are what they say, traces that can be loaded, refusals."""
+"""`vitpar bench`: phases that add up, correct limits, loadable traces, and refusals."""
 
 import io
 import json
@@ -38,7 +38,7 @@ OF_A_STEP = ["waiting for gradients", "norm and clipping", "update"]
 
 @pytest.fixture(autouse=True)
 def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes away the variables that a test which joined a world left behind."""
+    """Remove the launcher variables left by a test that joined a world."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = True) -> Benchmark:
-    """On every rank."""
+    """Benchmark a recipe; runs on every rank."""
     config = recipe.config(CLASSES)
     images = open_split(recipe, "train") if reads else None
     return bench(recipe, config, recipe.plan(config), device, images, SETTINGS, traces=traces)
@@ -64,7 +64,7 @@ def trained_parts(device: torch.device, recipe: Recipe) -> TrainingComponents:
 def one(
     ranks: Callable[[int], RankPool], data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Benchmark, Path]:
-    """dp1 with the recipe's data, and the folder of its trace."""
+    """Return a benchmark of dp1 with the recipe's data, and the folder of its trace."""
     folder = tmp_path_factory.mktemp("traces")
     (found,) = ranks(1).run(measured, recipe_of(data, "dp1"), folder)
     return found, folder
@@ -94,7 +94,7 @@ def test_phases_of_one_process_add_up_and_have_their_limits(one: tuple[Benchmark
     assert found.memory_bytes > 1e7 and found.warm_up.steps > STEADY
 
 
-def test_real_input_is_compared_with_synthetic_input_of_the_same_repeats(one: tuple[Benchmark, Path]) -> None:
+def test_real_input_is_compared_with_synthetic_input_per_repeat(one: tuple[Benchmark, Path]) -> None:
     found, _ = one
     assert found.data is not None
     pairs = zip(found.data.synthetic.values, found.seconds.values, strict=True)
@@ -110,7 +110,7 @@ def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None
     products = [kernel for kernel in found.kernels if kernel.name in PRODUCTS]
     attention = (
         found.config.depth * found.config.tokens**2 * found.config.embed_dim * 12
-    )  # the profiler does not know it
+    )  # the profiler counts no FLOPs for attention
     expected = (found.config.flops - attention) * found.batch_size
     assert sum(kernel.flops or 0 for kernel in products) == pytest.approx(expected, rel=0.25)
     assert all(kernel.limit_share and kernel.limit_share > 0 for kernel in products)
@@ -118,7 +118,9 @@ def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None
     check_trace(folder / "rank_0.json")
 
 
-def test_two_stages(ranks: Callable[[int], RankPool], data: Path, tmp_path: Path) -> None:
+def test_pipeline_of_two_stages_is_measured_alike_on_both_ranks(
+    ranks: Callable[[int], RankPool], data: Path, tmp_path: Path
+) -> None:
     recipe = recipe_of(data, "pp2", **{"parallel.microbatches": 2, "train.precision": "fp32"})
     first, second = ranks(2).run(measured, recipe, tmp_path)
     assert first == second
@@ -140,19 +142,19 @@ def gradients_have_a_limit(device: torch.device, recipe: Recipe) -> tuple[list[s
     return list(limits.phases), limits.phases["waiting for gradients"], sent
 
 
-def test_gradients_that_are_sent_have_a_limit(ranks: Callable[[int], RankPool], data: Path) -> None:
+def test_reduced_gradients_have_a_limit(ranks: Callable[[int], RankPool], data: Path) -> None:
     for names, seconds, sent in ranks(2).run(gradients_have_a_limit, recipe_of(data, "dp2")):
         assert names == ["forward", "backward", *OF_A_STEP]
         assert seconds > 0 and sent > 0
 
 
-def test_nothing_is_read_without_data(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_benchmark_without_data_reads_nothing(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     (found,) = ranks(1).run(measured, recipe_of(tmp_path / "nowhere", "dp1"), tmp_path, reads=False)
     assert found.data is None
     assert [phase.name for phase in found.phases][:2] == ["forward", "backward"]
 
 
-def test_steps_change_no_parameter(alone: None, data: Path) -> None:
+def test_benchmark_steps_change_no_parameter(alone: None, data: Path) -> None:
 
     recipe = recipe_of(data, "dp1")
     trained = trained_parts(CPU, recipe)
@@ -162,7 +164,7 @@ def test_steps_change_no_parameter(alone: None, data: Path) -> None:
     assert trained.optimizer.state(), "but there were updates"
 
 
-def test_a_feed_goes_on_where_it_was(alone: None, data: Path) -> None:
+def test_reopened_feed_continues_where_it_stopped(alone: None, data: Path) -> None:
 
     recipe = recipe_of(data, "dp1")
     model = trained_parts(CPU, recipe).model
@@ -176,7 +178,7 @@ def test_a_feed_goes_on_where_it_was(alone: None, data: Path) -> None:
     assert found == expected and len(set(map(tuple, found))) == 4
 
 
-def test_warm_up_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([5.0, 3.0, 1.0, 0.99, 1.2, 0.98, 0.5])
     runner = StepRunner(trained_parts(CPU, recipe_of(data, "dp1")))
     monkeypatch.setattr(runner, "step", lambda take: None)
@@ -189,7 +191,7 @@ def test_warm_up_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch
 
 
 @pytest.mark.parametrize("mesh", ["pp2", "dp2"])
-def test_ranks_share_the_model_s_flops(mesh: str, ranks: Callable[[int], RankPool], data: Path) -> None:
+def test_rank_flops_add_up_to_the_model(mesh: str, ranks: Callable[[int], RankPool], data: Path) -> None:
     recipe = recipe_of(data, mesh)
     config = recipe.config(CLASSES)
     shares = ranks(2).run(flops_of_a_rank, recipe)
@@ -201,7 +203,7 @@ def flops_of_a_rank(device: torch.device, recipe: Recipe) -> float:
 
 
 @pytest.mark.parametrize(("mesh", "tensor", "parts"), [("tp2xdp2", 2, 2), ("tp4+2d", 2, 2), ("tp8+3d", 4, 2)])
-def test_products_of_a_rank_are_its_share_of_a_block(mesh: str, tensor: int, parts: int, data: Path) -> None:
+def test_matmul_shapes_are_a_ranks_share_of_a_block(mesh: str, tensor: int, parts: int, data: Path) -> None:
     recipe = recipe_of(data, mesh)
     config = recipe.config(CLASSES)
     plan = recipe.plan(config)
@@ -219,15 +221,15 @@ def rates_and_bytes(device: torch.device, recipe: Recipe) -> tuple[tuple[float, 
     return matmul_rates(trained.model), held, update_bytes(trained)
 
 
-def test_rates_and_bytes_are_those_of_the_step(ranks: Callable[[int], RankPool], data: Path) -> None:
+def test_rates_and_update_bytes_match_the_step(ranks: Callable[[int], RankPool], data: Path) -> None:
     ((rates, held, (norm, update)),) = ranks(1).run(rates_and_bytes, recipe_of(data, "dp1"))
     assert all(1e7 < rate < 1e14 for rate in rates)
     assert norm == 3 * held
-    # AdamW reads parameter, gradient and two moments and writes all but the gradient; the average takes 3 more.
+    # AdamW reads parameter, gradient and two moments, and writes all but the gradient: 7. The moving average adds 3.
     assert update == pytest.approx((7 + 3) * held, rel=0.01)
 
 
-def test_phase_clock_adds_up_by_name_and_begins_anew() -> None:
+def test_phase_clock_sums_by_name_and_resets() -> None:
     clock = PhaseClock(CPU)
     for _ in range(2):
         with clock("long"):
@@ -240,7 +242,7 @@ def test_phase_clock_adds_up_by_name_and_begins_anew() -> None:
     assert clock.read() == {}
 
 
-def test_flops_of_an_operator_are_those_of_its_longest_kernel() -> None:
+def test_operator_flops_go_to_its_longest_kernel() -> None:
     def kernel(name: str, duration: float) -> Any:
         return SimpleNamespace(name=name, duration=duration)
 
@@ -253,15 +255,13 @@ def test_flops_of_an_operator_are_those_of_its_longest_kernel() -> None:
     assert _kernel_flops(SimpleNamespace(events=lambda: events)) == {"gemm": 14}
 
 
-def test_mean_and_deviation() -> None:
+def test_repeated_mean_and_deviation() -> None:
     assert Repeated((1.0, 2.0, 3.0)).mean == 2.0 and Repeated((1.0, 2.0, 3.0)).deviation == 1.0
     assert Repeated((4.0,)).deviation == 0.0
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_is_shown_fits_the_terminal(
-    one: tuple[Benchmark, Path], width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_fits_the_terminal(one: tuple[Benchmark, Path], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
     monkeypatch.setattr(bench_view, "Console", lambda **_: console)
     bench_view.show(one[0], Path("traces"))
@@ -293,7 +293,7 @@ KEYS = {
 }
 
 
-def test_the_command_prints_one_object_and_reads_no_data_if_told_so(tmp_path: Path) -> None:
+def test_synthetic_bench_prints_one_json_object(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     words = ["bench", "--recipe", "recipe.toml", "--batch-size", "8", "--mesh", "dp1", "--synthetic", "--json"]
     done = run(tmp_path, [*words, "--steps", "2", "--repeats", "2", "--warmup", "2", "--profile", "a/b"])
@@ -326,7 +326,7 @@ def test_the_command_prints_one_object_and_reads_no_data_if_told_so(tmp_path: Pa
         (["--profile", "recipe.toml"], "cannot write traces into 'recipe.toml' (File exists): name a folder"),
     ],
 )
-def test_refusals(
+def test_invalid_bench_options_are_refused(
     words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)

@@ -1,4 +1,4 @@
-"""`check_plan`: what is right passes, and every kind of mistake in what a recipe trains is seen, however small."""
+"""`check_plan`: correct plans pass, and every planted mistake in the training is detected, however small."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ SIZES = {"num_classes": 10, "depth": 2, "drop_path": 0.2, "dropout": 0.1}
 def run(
     device: torch.device, mesh: str, mistake: str = "", layer_scale: float | None = None, **settings: Any
 ) -> CheckResult:
-    """Check a plan whose training has a mistake. Runs on every rank."""
+    """Check a plan whose training has a planted mistake; runs on every rank."""
     config = model_config("vit_nano_patch4_16", **SIZES, layer_scale=layer_scale)
     plan = validate(replace(parse(mesh), microbatches=None), config, 16)
     with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +31,7 @@ def run(
 
 
 def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
-    """Put a mistake into the training under the plan; one process has none of it."""
+    """Plant a mistake in the training under the plan. The reference in one process stays correct."""
     real = ParallelModel.forward_backward
 
     def scaled(part: str, factor: float) -> None:
@@ -100,7 +100,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars", "muon"])
 @pytest.mark.parametrize("mesh", ["dp1", "tp2", "fsdp2", "dp2+zero1", "pp2"])
-def test_every_optimizer_equals_one_process(mesh: str, optimizer: str, ranks: Callable[[int], RankPool]) -> None:
+def test_every_optimizer_passes_under_every_plan(mesh: str, optimizer: str, ranks: Callable[[int], RankPool]) -> None:
     rates = {"lars": 1.0, "sgd": 0.1}
     settings = {"optimizer__name": optimizer, "optimizer__lr": rates.get(optimizer, 1e-3)}
     if optimizer == "sgd":
@@ -130,12 +130,18 @@ def test_every_optimizer_equals_one_process(mesh: str, optimizer: str, ranks: Ca
     ],
     ids=str,
 )
-def test_a_mistake_is_seen(mistake: str, mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+def test_planted_mistake_is_detected(
+    mistake: str, mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
+) -> None:
+    """Each mistake affects only the training under the plan.
+
+    In fp32, even an error of 1 % in one weight's gradient must fail.
+    """
     for result in ranks(2).run(run, mesh, mistake, **settings):
         assert not result.passed, result.worst
 
 
-def test_a_model_with_dropout_refuses_a_step_without_keys(ranks: Callable[[int], RankPool]) -> None:
+def test_model_with_dropout_refuses_a_step_without_keys(ranks: Callable[[int], RankPool]) -> None:
     for said in ranks(1).run(without_keys):
         assert said.startswith("vit_nano_patch4_16 has drop-path or dropout") and "pass keys" in said
 
@@ -151,7 +157,7 @@ def without_keys(device: torch.device) -> str:
     return str(refused.value)
 
 
-def test_noise_is_of_a_kind_of_tensor() -> None:
+def test_noise_is_pooled_over_blocks_per_kind_of_tensor() -> None:
     assert kind("blocks.11.attn.qkv.weight") == kind("blocks.0.attn.qkv.weight") != kind("head.fc.weight")
     whole = {"blocks.0.x": torch.tensor([3.0, 4.0]), "blocks.1.x": torch.tensor([6.0, 8.0])}
     other = {"blocks.0.x": torch.tensor([3.0, 4.4]), "blocks.1.x": torch.tensor([6.0, 8.0])}
@@ -160,7 +166,7 @@ def test_noise_is_of_a_kind_of_tensor() -> None:
     assert scale == pytest.approx(0.4 * 4 / 25 / 2**0.5)
 
 
-def test_a_number_that_is_none_is_no_error_of_nothing() -> None:
+def test_nan_counts_as_an_infinite_error() -> None:
     settings: dict[str, Any] = {"least": 1e-4, "tolerance": None}
     (found,) = compare_numbers({"loss": float("nan")}, {"loss": 1.0}, [{"loss": 1.0}], **settings)
     assert found.severity == float("inf")

@@ -1,4 +1,4 @@
-"""When checkpoints are kept, which one a run goes on from; nothing half-written or hostile is taken for one."""
+"""Retention of checkpoints, the choice of the one to resume from, and rejection of damaged ones."""
 
 import resource
 import shutil
@@ -27,7 +27,7 @@ from vitpar.training.saving.resume import find
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(data: Path, tmp_path: Path, alone: None) -> Path:
-    """A run of one process with checkpoints of steps 3 and 6."""
+    """Train in one process with checkpoints at steps 3 and 6, and return the run's folder."""
     train(CPU, recipe_of(data, "dp1"), tmp_path / "run")
     return tmp_path / "run"
 
@@ -69,7 +69,7 @@ def beside(path: Path) -> None:
 
 
 def stated(path: Path, text: str) -> None:
-    """Another state.json, with checksums that fit."""
+    """Replace state.json, with matching checksums."""
     (path / "state.json").unlink()
     stored = atomic.write(path / "state.json", text.encode())
     changed(path, lambda index: index.files.__setitem__("state.json", stored))
@@ -97,7 +97,7 @@ def nonsense(path: Path) -> None:
         (lambda path: stated(path, "[" * 100_000), "state.json"),
     ],
 )
-def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
+def test_older_checkpoint_is_used_if_the_newest_is_damaged(
     spoil: Callable[[Path], None], words: str, run: Path
 ) -> None:
     newest = run / "checkpoints" / f"step_{2 * STEPS}"
@@ -110,11 +110,11 @@ def test_the_next_older_checkpoint_is_used_where_the_newest_is_damaged(
     (warning,) = warnings
     assert str(newest) in warning and "an older checkpoint is used" in warning
     with pytest.raises(CheckpointError, match=words) as caught:
-        find(newest, warnings.append)  # one that is named is used or refused
+        find(newest, warnings.append)  # a checkpoint that the user names is used or refused, never replaced
     assert "\n" not in str(caught.value)
 
 
-def test_leftovers_of_a_killed_run_are_no_checkpoints(run: Path, data: Path) -> None:
+def test_leftovers_of_a_killed_run_are_not_checkpoints(run: Path, data: Path) -> None:
     there = run / "checkpoints"
     (there / f"step_{2 * STEPS}").rename(there / f"step_{2 * STEPS}.partial")
     cut_index = (there / f"step_{2 * STEPS}.partial" / "index.json").read_bytes()[:-1]
@@ -128,7 +128,7 @@ def test_leftovers_of_a_killed_run_are_no_checkpoints(run: Path, data: Path) -> 
     assert sorted(path.name for path in there.iterdir()) == [f"step_{STEPS}", f"step_{2 * STEPS}"]
 
 
-def test_a_run_without_checkpoints_begins(data: Path, tmp_path: Path, alone: None) -> None:
+def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: None) -> None:
     recipe = recipe_of(data, "dp1", **{"checkpoint.every_steps": 0})
     train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run", allow_change=["train.seed"])
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -136,14 +136,14 @@ def test_a_run_without_checkpoints_begins(data: Path, tmp_path: Path, alone: Non
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 2 * STEPS + 1))
 
 
-def test_two_processes_cannot_write_one_run(run: Path, data: Path) -> None:
+def test_second_process_cannot_write_to_the_same_run(run: Path, data: Path) -> None:
     trainer = trainer_of(recipe_of(data, "dp1"), run, resume=run)
     with pytest.raises(RecipeError, match="still going on"):
         trainer_of(recipe_of(data, "dp1"), run, resume=run)
     trainer.run()
 
 
-def test_which_checkpoints_are_kept(data: Path, tmp_path: Path, alone: None) -> None:
+def test_keep_settings_determine_the_kept_checkpoints(data: Path, tmp_path: Path, alone: None) -> None:
     kept = {"checkpoint.every_steps": 1, "checkpoint.keep": 2, "checkpoint.keep_every_steps": 3, "train.steps": 8}
     train(CPU, recipe_of(data, "dp1", **kept), tmp_path / "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3, 6, 7, 8]
@@ -162,18 +162,18 @@ def test_which_checkpoints_are_kept(data: Path, tmp_path: Path, alone: None) -> 
         ({"every_minutes": 0}, []),
     ],
 )
-def test_when_checkpoints_are_written(
+def test_interval_settings_determine_when_checkpoints_are_written(
     every: dict[str, Any], steps: list[int], data: Path, tmp_path: Path, alone: None
 ) -> None:
     values = {f"checkpoint.{key}": value for key, value in every.items()} | {"train.steps": 3, "train.batch_size": 20}
     recipe = recipe_of(data, "dp1", **values)
-    if not every:  # every epoch, of 35 images
+    if not every:  # the default is every epoch, here 35 images
         recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None})})
     train(CPU, recipe, tmp_path / "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == steps
 
 
-def test_the_best_is_kept(data: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_checkpoint_is_kept(data: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([0.1, 0.5, 0.5, 0.3, 0.4, 0.2])
 
     def rated(*args: Any) -> Evaluation:
@@ -187,11 +187,12 @@ def test_the_best_is_kept(data: Path, tmp_path: Path, alone: None, monkeypatch: 
     trainer.run()
     there = Checkpoints(tmp_path / "run" / "checkpoints")
     assert there.steps() == [2, 4]
-    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")  # what was best is still known
+    train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")  # the best result survives the resumption
     assert there.steps() == [2, 6]
 
 
-def test_newer_checkpoints_stay_until_there_is_one_of_the_new_course(run: Path, data: Path) -> None:
+def test_newer_checkpoints_stay_until_the_resumed_run_saves(run: Path, data: Path) -> None:
+    """Resuming from step 3 makes the checkpoint of step 6 obsolete, but it must survive until the new run has saved."""
     there = Checkpoints(run / "checkpoints")
     trainer = trainer_of(recipe_of(data, "dp1"), run, resume=there.path(STEPS))
     assert there.steps() == [STEPS, 2 * STEPS]
@@ -201,7 +202,8 @@ def test_newer_checkpoints_stay_until_there_is_one_of_the_new_course(run: Path, 
     trainer.run()
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path, data: Path) -> None:
+def test_run_with_only_damaged_checkpoints_does_not_start_anew(run: Path, data: Path) -> None:
+    """A fresh start would replace the metrics and checkpoints of the run."""
     before = rows(run)
     for path in (run / "checkpoints").iterdir():
         cut(path)
@@ -210,7 +212,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path, 
     assert rows(run) == before and len(list((run / "checkpoints").iterdir())) == 2
 
 
-def test_a_checkpoint_that_was_replaced_half_way_is_there(run: Path) -> None:
+def test_half_replaced_checkpoint_is_completed(run: Path) -> None:
+    """The process died between the two renames of a replacement; the new checkpoint is complete and takes its place."""
     there = Checkpoints(run / "checkpoints")
     there.path(STEPS).rename(atomic.removed(there.path(STEPS)))
     there.path(2 * STEPS).rename(atomic.partial(there.path(STEPS)))
@@ -219,18 +222,18 @@ def test_a_checkpoint_that_was_replaced_half_way_is_there(run: Path) -> None:
     assert Checkpoint.open(there.path(STEPS)).facts.step == 2 * STEPS
 
 
-def test_another_batch_size_needs_another_folder(run: Path, data: Path) -> None:
+def test_changed_batch_size_requires_a_new_folder(run: Path, data: Path) -> None:
     recipe = recipe_of(data, "dp1", **{"train.batch_size": 12, "train.steps": 14})
     with pytest.raises(CheckpointError, match="name another folder with --run-dir"):
         trainer_of(recipe, run, resume=run, allow_change=["train.batch_size", "train.steps"])
 
 
-def test_another_model_is_refused_without_advice(run: Path, data: Path) -> None:
+def test_changed_model_size_is_refused_even_if_allowed(run: Path, data: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.embed_dim was 24 and is 48: change it back$"):
         train(CPU, recipe_of(data, "dp1", **{"model.embed_dim": 48}), run, resume=run, allow_change=["model.embed_dim"])
 
 
-def test_what_makes_no_parameter_may_change_where_it_is_allowed(run: Path, data: Path, tmp_path: Path) -> None:
+def test_model_settings_without_parameters_may_change_if_allowed(run: Path, data: Path, tmp_path: Path) -> None:
     recipe = recipe_of(data, "dp1", **{"model.init": "jax", "model.norm_eps": 1e-5})
     with pytest.raises(CheckpointError, match=r"--allow-change model\.norm_eps --allow-change model\.init$"):
         trainer_of(recipe, tmp_path / "on", resume=run)
@@ -238,7 +241,7 @@ def test_what_makes_no_parameter_may_change_where_it_is_allowed(run: Path, data:
 
 
 def shares_memory(device: torch.device) -> bool:
-    """Whether a shard in a layout is still the shard."""
+    """Return whether a shard still uses the same memory after `sharded_as`."""
     mesh = init_device_mesh("cpu", (2,))
     parameter = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
     shard = torch.zeros_like(parameter.to_local())
@@ -247,11 +250,12 @@ def shares_memory(device: torch.device) -> bool:
     return laid.to_local().data_ptr() == shard.data_ptr()
 
 
-def test_a_shard_in_a_layout_is_no_copy(ranks: Callable[[int], RankPool]) -> None:
+def test_sharded_as_does_not_copy(ranks: Callable[[int], RankPool]) -> None:
+    """A copy would need memory for a second shard while training runs."""
     assert ranks(2).run(shares_memory) == [True, True]
 
 
-# another training
+# changed settings
 
 
 @pytest.mark.parametrize(
@@ -265,9 +269,10 @@ def test_a_shard_in_a_layout_is_no_copy(ranks: Callable[[int], RankPool]) -> Non
         ({"optimizer.name": "muon"}, "optimizer.name", "optimizer.name was adamw and is muon"),
     ],
 )
-def test_another_training_needs_to_be_allowed(
+def test_changed_training_settings_must_be_allowed(
     changed: dict[str, Any], key: str, words: str, run: Path, data: Path, tmp_path: Path
 ) -> None:
+    """A changed setting alters the result, so it must be intended. With --allow-change the sample count continues."""
     recipe = recipe_of(data, "dp1", **{"train.steps": 14, **changed})
     if changed.get("train.ema_decay", 0) is None:
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})
@@ -279,7 +284,7 @@ def test_another_training_needs_to_be_allowed(
     assert first["samples"] == 2 * STEPS * 24 + batch and first["step"] == 2 * STEPS * 24 // batch + 1
 
 
-def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) -> None:
+def test_changed_data_must_be_allowed(run: Path, data: Path, tmp_path: Path) -> None:
     other = tmp_path / "packed"
     shutil.copytree(data, other)  # the same data elsewhere
     train(CPU, recipe_of(other, "dp1"), tmp_path / "same", resume=run)
@@ -290,12 +295,14 @@ def test_other_data_need_to_be_allowed(run: Path, data: Path, tmp_path: Path) ->
     train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path, allow_change=["data"])
 
 
-# what cannot be written
+# write errors
 
 
 def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) -> str:
-    """Train with a rank `rank` that cannot write large files after its first checkpoint; return the error on every
-    rank."""
+    """Train with a `rank` that cannot write large files after its first checkpoint.
+
+    Return the error; runs on every rank.
+    """
     trainer = trainer_of(recipe, run_dir)
     save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -316,7 +323,7 @@ def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
+def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
     rank: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     answers = ranks(2).run(full_disk, recipe_of(data, "fsdp2"), tmp_path / "run", rank)

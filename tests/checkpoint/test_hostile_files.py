@@ -1,5 +1,7 @@
-"""Files of strangers: whatever they hold, nothing of it runs, nothing outside their folder is read, nothing is
-allocated because they say so, and each gets one sentence."""
+"""Untrusted weight files: they run no code, read nothing outside their folder, and allocate nothing on their own claim.
+
+Each is refused with one error line.
+"""
 
 import json
 import os
@@ -42,7 +44,7 @@ def refused(path: Path, message: str, **options: Any) -> None:
 
 
 class Touch:
-    """Leaves a file behind when it is read from a pickle."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -66,7 +68,7 @@ def pickled(kind: str, tmp_path: Path, mark: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "plain pickle", "in a folder"])
-def test_a_pickle_that_would_run_code_is_refused_and_does_not(kind: str, tmp_path: Path) -> None:
+def test_pickle_with_code_is_refused_without_running_it(kind: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     path = pickled(kind, tmp_path, mark)
     refused(path, "holds more than tensors .*--trust")
@@ -74,7 +76,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "in a folder"])
-def test_a_trusted_pickle_is_read(kind: str, tmp_path: Path) -> None:
+def test_trusted_pickle_is_read(kind: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     import_weights(pickled(kind, tmp_path, mark), tmp_path / "here", trust=True)
     assert mark.exists()
@@ -85,7 +87,7 @@ def test_a_trusted_pickle_is_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("code", [b"c%s\nname\n.", b"(X\x40\x42\x0f\x00%sQ."], ids=["global", "persistent id"])
-def test_a_pickle_of_long_words_is_refused_at_once(zipped: bool, code: bytes, tmp_path: Path) -> None:
+def test_pickle_with_long_names_is_refused_quickly(zipped: bool, code: bytes, tmp_path: Path) -> None:
     path, content = tmp_path / "theirs.pth", b"\x80\x02" + code % (b"x" * 1_000_000)
     if zipped:
         with zipfile.ZipFile(path, "w") as archive:
@@ -97,7 +99,7 @@ def test_a_pickle_of_long_words_is_refused_at_once(zipped: bool, code: bytes, tm
     refused(path, r"has a word of 1,000,0\d\d characters: ask for safetensors")
 
 
-def test_a_file_that_unpacks_to_more_than_it_has(tmp_path: Path) -> None:
+def test_compressed_zip_bomb_is_refused(tmp_path: Path) -> None:
     torch.save({"pos_embed": torch.zeros(1000, 1000)}, tmp_path / "plain.pth")
     with (
         zipfile.ZipFile(tmp_path / "plain.pth") as plain,
@@ -136,7 +138,7 @@ def pipe(folder: Path) -> Path:
 
 
 def listing(folder: Path) -> Path:
-    """A zip file of nothing but its list of 400,000 files."""
+    """Write a zip file that contains only a directory of 400,000 entries."""
     entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65_535, 65_535, 400_000 * len(entry), 4, 0)
     (folder / "x.pth").write_bytes(b"PK\3\4" + entry * 400_000 + end)
@@ -187,7 +189,7 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (raw(b"\1\2", "x.safetensors"), "cannot be read"),
     ],
 )
-def test_files_that_lie(write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+def test_files_with_false_claims_are_refused(write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
     refused(write(tmp_path), message)
 
 
@@ -225,14 +227,14 @@ def mapped(file: Any) -> str:
         ('{"weight_map": ' + "9" * 5_000 + "}", "cannot be read"),
     ],
 )
-def test_an_index_that_names_what_it_must_not(text: str | bytes, message: str, tmp_path: Path) -> None:
+def test_index_with_forbidden_file_names_is_refused(text: str | bytes, message: str, tmp_path: Path) -> None:
     save_file({"pos_embed": torch.ones(1)}, tmp_path / "secret.safetensors")
     folder = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
     write_index(folder, text)
     refused(folder, message)
 
 
-def test_links_within_a_cache_are_followed(tmp_path: Path) -> None:
+def test_symlinks_to_regular_files_are_followed(tmp_path: Path) -> None:
     folder = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
     blobs = tmp_path / "blobs"
     blobs.mkdir()
@@ -247,14 +249,14 @@ def test_links_within_a_cache_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size"])
-def test_sizes_of_a_foreign_config_allocate_nothing(size: str, tmp_path: Path) -> None:
-    """Tensors tell the sizes, a config only what they do not."""
+def test_absurd_sizes_in_a_foreign_config_allocate_nothing(size: str, tmp_path: Path) -> None:
+    """Sizes come from the tensors; the config is used only for what tensors do not tell."""
     config = transformers_config(**{size: 10**9})
     import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here")
     assert read_config(tmp_path / "here").embed_dim == WIDTH
 
 
-def test_values_of_a_foreign_config_that_are_no_numbers(tmp_path: Path) -> None:
+def test_invalid_numbers_in_a_foreign_config(tmp_path: Path) -> None:
     folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config())
     images = {"image_mean": [10**400] * 3, "image_std": [float("nan"), 1, 1], "resample": [2]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
@@ -279,7 +281,7 @@ def test_values_of_a_foreign_config_that_are_no_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": '])
-def test_a_config_that_cannot_be_read(file: str, content: bytes, tmp_path: Path) -> None:
+def test_unreadable_config_is_refused(file: str, content: bytes, tmp_path: Path) -> None:
     folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config())
     (folder / file).write_bytes(content)
     refused(folder, f"{file}' cannot be read")
@@ -313,7 +315,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize("said", ABSURD, ids=str)
-def test_a_config_is_compared_with_the_tensors_before_anything_is_made(said: dict[str, Any], weights: Path) -> None:
+def test_absurd_own_config_is_refused_before_allocation(said: dict[str, Any], weights: Path) -> None:
     config = json.loads((weights / "config.json").read_text())
     (weights / "config.json").write_text(json.dumps(config | said))
     with pytest.raises(DataError) as caught:
@@ -323,20 +325,20 @@ def test_a_config_is_compared_with_the_tensors_before_anything_is_made(said: dic
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"", b"{"])
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
-def test_own_weights_that_cannot_be_read(file: str, content: bytes, weights: Path) -> None:
+def test_unreadable_own_weights_are_refused(file: str, content: bytes, weights: Path) -> None:
     (weights / file).write_bytes(content)
     with pytest.raises(DataError, match=f"{file}.* cannot be read"):
         read_config(weights)
 
 
-def test_own_weights_name_no_file_elsewhere(weights: Path) -> None:
+def test_own_weights_cannot_name_files_elsewhere(weights: Path) -> None:
     text = (weights / "model.safetensors.index.json").read_text()
     (weights / "model.safetensors.index.json").write_text(text.replace("model-00001", "../there/model-00001"))
     with pytest.raises(DataError, match="cannot be in its folder"):
         read_config(weights)
 
 
-def test_a_recipe_that_is_nested_without_end(tmp_path: Path) -> None:
+def test_deeply_nested_recipe_is_refused(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("a = " + "[" * 100_000)
     with pytest.raises(RecipeError, match="not valid TOML"):
         read_recipe(tmp_path / "recipe.toml")

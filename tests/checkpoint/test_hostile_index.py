@@ -1,4 +1,4 @@
-"""Indices of checkpoints of strangers: small files that claim much, and what is no file."""
+"""Untrusted checkpoint indexes: small files with large claims, and paths that are not regular files."""
 
 import json
 import os
@@ -30,7 +30,7 @@ FILE = {"bytes": 1_000, "crc32": 1}
 
 def indexed(folder: Path, **said: Any) -> Path:
     whole = {"shards": ["a"], "files": {"a": FILE}, "tensors": {"x": ONE}} | said
-    with suppress(ValueError):  # where it can be read at all, it was not changed since
+    with suppress(ValueError):  # give a readable index a valid checksum, so that it is not refused for that
         whole = {"crc32": Index.model_validate(whole).checksum} | whole
     (folder / INDEX).write_text(json.dumps(whole))
     return folder
@@ -70,17 +70,17 @@ def refused(folder: Path, message: str) -> None:
         ({"crc32": 1}, "is not what was written"),
     ],
 )
-def test_an_index_that_claims_too_much(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_oversized_index_is_refused(said: dict[str, Any], message: str, tmp_path: Path) -> None:
     refused(indexed(tmp_path, **said), message)
 
 
 @pytest.mark.parametrize("content", [b"[" * 10**6, b"9" * 5_000, b"\xff", b"", b"[1]", b"3", b'{"shards": '])
-def test_what_is_no_index(content: bytes, tmp_path: Path) -> None:
+def test_invalid_index_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_bytes(content)
     refused(tmp_path, "index.json of .* cannot be read: .*: use another checkpoint")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_index_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "is no checkpoint")
     with (tmp_path / INDEX).open("wb") as file:
         file.truncate(MAX_INDEX_BYTES + 1)
@@ -91,7 +91,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         refused(tmp_path, "cannot be read: it is not a regular file")
 
 
-def test_shards_that_are_no_files(tmp_path: Path) -> None:
+def test_shard_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a")
     known = StoredFile(bytes=0, crc32=0)
     assert damage(tmp_path, {"a": known}, only_sizes=True) == "a: it is not a regular file"
@@ -103,19 +103,19 @@ def test_shards_that_are_no_files(tmp_path: Path) -> None:
         load_tensors(tmp_path, {"x": torch.empty(2)}, index)
 
 
-def test_long_names_of_tensors_are_cut_in_messages(tmp_path: Path) -> None:
+def test_long_tensor_names_are_truncated_in_messages(tmp_path: Path) -> None:
     name = "x" * 2_000
     (tmp_path / "a").write_bytes(bytes(8))
     file = {"bytes": 8, "crc32": 0}
     index = read_index(indexed(tmp_path, tensors={name: ONE}, files={"a": file}))
-    checkpoint = Checkpoint(tmp_path, index, {})  # type: ignore[arg-type]  # its facts are not asked for
+    checkpoint = Checkpoint(tmp_path, index, {})  # type: ignore[arg-type]  # its facts are not used
     for wanted in (name, f"{name}y"):
         with pytest.raises(CheckpointError) as told:
             read_whole(checkpoint, wanted)
         assert len(str(told.value)) < 700
 
 
-def test_parts_of_a_thousand_ranks_are_read(tmp_path: Path) -> None:
+def test_index_of_a_thousand_ranks_is_read(tmp_path: Path) -> None:
     parts = [(rank, (8 * rank, 0, 0, 0), (8, 3, 2, 2)) for rank in range(1_000)]
     tensor = StoredTensor(dtype="bfloat16", shape=(8_000, 3, 2, 2), parts=parts)
     shards = [f"{rank}.safetensors" for rank in range(1_000)]
@@ -129,7 +129,7 @@ def test_parts_of_a_thousand_ranks_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """Copies a checkpoint of one step to a new folder."""
+    """Return a function that copies a checkpoint of step 1 to a new folder."""
     place = tmp_path_factory.mktemp("trained")
     before = dict(os.environ)
     join(ALONE, "cpu")
@@ -145,7 +145,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pat
     return copied
 
 
-BIAS = "model.head.fc.bias"  # of 7 classes
+BIAS = "model.head.fc.bias"  # shape (7,): one per class
 
 
 def with_parts(*parts: Any, shape: tuple[int, ...] = (7,)) -> Callable[[Index], None]:
@@ -182,7 +182,7 @@ def elsewhere(name: str) -> Callable[[Index], None]:
         (elsewhere("a\0b"), "cannot be in it"),
     ],
 )
-def test_an_index_of_a_checkpoint_that_lies(
+def test_index_with_false_claims_is_refused(
     change: Callable[[Index], None], message: str, checkpoint: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     path = checkpoint(tmp_path)
@@ -191,7 +191,7 @@ def test_an_index_of_a_checkpoint_that_lies(
         read_index(path)
 
 
-def test_a_tensor_cut_into_many_boxes_is_whole() -> None:
+def test_tensor_of_many_boxes_is_recognised_as_complete() -> None:
     boxes = [(0, (2 * i, 3 * j), (2, 3)) for i in range(2) for j in range(3)]
     whole = StoredTensor(dtype="float32", shape=(4, 9), parts=boxes)
     assert whole.is_filled(1)
@@ -201,9 +201,7 @@ def test_a_tensor_cut_into_many_boxes_is_whole() -> None:
     assert empty.is_filled(1)
 
 
-def test_files_are_as_large_as_the_index_says_before_anything_is_made(
-    checkpoint: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_file_sizes_are_checked_before_allocation(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
 
     def huge(index: Index) -> None:
@@ -216,7 +214,7 @@ def test_files_are_as_large_as_the_index_says_before_anything_is_made(
             look()
 
 
-def test_a_checkpoints_config_is_compared_with_its_index(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_config_of_a_checkpoint_is_compared_with_its_index(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     config = json.loads((path / "config.json").read_text())
     assert read_config(path).embed_dim == config["embed_dim"]

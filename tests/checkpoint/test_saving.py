@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: what is in them, when they are whole, and what ends a run."""
+"""Checkpoints written in the background: their content, when they count as complete, and errors that end the run."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set to let files be written, which nothing is before."""
+    """Return an event; file writes block until it is set."""
     goes_on, write = threading.Event(), atomic.write
 
     def waiting(path: Path, content: bytes | memoryview) -> Any:
@@ -47,7 +47,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return goes_on
 
 
-def test_a_file_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+def test_written_file_is_readable_by_safetensors(tmp_path: Path) -> None:
     image = SafetensorsBuffer({name: (tensor.dtype, tensor.shape) for name, tensor in KINDS.items()}, pinned=False)
     image.stage(KINDS)
     stored = atomic.write(tmp_path / "file.safetensors", image.content)
@@ -59,14 +59,16 @@ def test_a_file_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
 
 
 def ended(writer: Writer) -> None:
-    """Wait until what this process does in the background is done."""
+    """Wait until this process's background work is done."""
     end = time.monotonic() + 60
     while writer.progress == BUSY:
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_tensors_may_change_while_they_are_written(alone: None, tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_tensors_may_change_while_they_are_being_written(
+    alone: None, tmp_path: Path, slow_disk: threading.Event
+) -> None:
     writer, tensor = Writer(), torch.ones(1000)
     writer.begin(tmp_path / "step_1", {"a": tensor}, {"state.json": "{}"})
     writer.staged()
@@ -75,7 +77,7 @@ def test_tensors_may_change_while_they_are_written(alone: None, tmp_path: Path, 
     assert writer.advance(BUSY) is None and not (tmp_path / "step_1").exists()
     slow_disk.set()
     ended(writer)
-    assert writer.advance(DONE) is None  # all files are there: now rank 0 makes the index
+    assert writer.advance(DONE) is None  # all shards are written; rank 0 now writes the index
     ended(writer)
     saved = writer.advance(DONE)
     assert saved and saved.folder == tmp_path / "step_1" and saved.bytes > 4000
@@ -84,7 +86,7 @@ def test_tensors_may_change_while_they_are_written(alone: None, tmp_path: Path, 
     assert writer.finish() is None
 
 
-def test_one_is_written_at_a_time(alone: None, tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_checkpoints_are_written_one_at_a_time(alone: None, tmp_path: Path, slow_disk: threading.Event) -> None:
     writer = Writer()
     writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})
     threading.Timer(0.3, slow_disk.set).start()
@@ -94,7 +96,7 @@ def test_one_is_written_at_a_time(alone: None, tmp_path: Path, slow_disk: thread
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
-def test_what_is_written_may_change_its_shape(alone: None, tmp_path: Path) -> None:
+def test_saved_tensors_may_change_between_checkpoints(alone: None, tmp_path: Path) -> None:
     writer = Writer()
     for step, tensors in enumerate(
         [{"a": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(2)}, {"b": torch.ones(5)}]
@@ -114,7 +116,10 @@ def sharded(rows: int) -> Mapping[str, Tensor]:
 
 
 def fails_on(device: torch.device, folder: Path, rank: int, where: str) -> list[Any]:
-    """Save once well, and once with a disk that is full on `rank`, as it is found out; on every rank."""
+    """Save once, then save again while `rank` cannot write files named `where`.
+
+    Return the error; runs on every rank.
+    """
     writer, write = Writer(), atomic.write
     tensors = sharded(5)
     writer.begin(folder / "step_1", tensors, {"state.json": "{}"})
@@ -141,9 +146,10 @@ def fails_on(device: torch.device, folder: Path, rank: int, where: str) -> list[
 
 
 @pytest.mark.parametrize(("rank", "where"), [(1, "shard"), (0, "shard"), (0, "index")])
-def test_a_full_disk_is_told_on_every_rank(
+def test_full_disk_is_an_error_on_every_rank(
     rank: int, where: str, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """All ranks must stop together; otherwise the healthy ones would wait for the failed one."""
     for answer in ranks(2).run(fails_on, tmp_path, rank, where):
         message, worst, left = answer
         assert f"step_2' cannot be written (rank {rank}: No space left on device)" in message
@@ -152,7 +158,7 @@ def test_a_full_disk_is_told_on_every_rank(
 
 
 def uneven(device: torch.device, folder: Path) -> list[bool]:
-    """Save more rows than there are ranks, and fewer; whether each rank reads its own again."""
+    """Save more rows than ranks, and fewer. Return whether this rank reads its own shards back; runs on every rank."""
     answers, writer = [], Writer()
     for rows in (5, 1):
         tensors = sharded(rows)
@@ -165,13 +171,13 @@ def uneven(device: torch.device, folder: Path) -> list[bool]:
     return answers
 
 
-def test_ranks_write_what_they_have(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_each_rank_writes_and_reads_its_own_shards(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     assert ranks(3).run(uneven, tmp_path) == [[True, True]] * 3
     assert load_file(tmp_path / "1" / "shard-00001-of-00003.safetensors").keys() >= {"rows", "of rank 0"}
 
 
-def test_a_file_that_rank_0_does_not_see_is_told(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine may have a folder of its own that rank 0 does not see."""
+def test_shard_invisible_to_rank_0_is_an_error(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several machines, the run folder may be a different local folder on each."""
     monkeypatch.setattr("vitpar.checkpoint.writer.SEEN_S", 0.2)
     writer = Writer()
     writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})
@@ -183,7 +189,9 @@ def test_a_file_that_rank_0_does_not_see_is_told(alone: None, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_comes_after_a_checkpoint_does_not_undo_it(alone: None, tmp_path: Path) -> None:
+def test_failure_after_publishing_keeps_the_checkpoint(alone: None, tmp_path: Path) -> None:
+    """The callback runs when the checkpoint is already complete, so its failure must not undo it."""
+
     def refuse() -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -192,7 +200,7 @@ def test_what_comes_after_a_checkpoint_does_not_undo_it(alone: None, tmp_path: P
     assert writer.finish() and (tmp_path / "step_1" / "index.json").exists()
 
 
-def test_a_checkpoint_that_cannot_take_the_place_of_another_leaves_it(
+def test_failed_replacement_keeps_the_old_checkpoint(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, replace = Writer(), os.replace

@@ -1,4 +1,4 @@
-"""`vitpar train --mesh auto`: searches, trains under what it found, and keeps it."""
+"""`vitpar train --mesh auto`: searches a plan, trains under it, and stores it."""
 
 import json
 import re
@@ -45,7 +45,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data and a recipe, to run commands in."""
+    """Return a folder with packed data and recipes, to run commands in."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -56,14 +56,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def searched_run(place: Path, vitpar: Command) -> "subprocess.CompletedProcess[str]":
     """Run `vitpar train --mesh auto` into the folder `run` and return its output."""
-    # What the recipe says of its own plan is not looked at.
+    # --mesh auto ignores the plan in the recipe.
     words = ("train", "--recipe", "planned.toml", "--mesh", "auto")
     done = vitpar(*words, *SHEET, "--memory", "4GB", "--run-dir", "run")
     assert done.returncode == 0, done.stderr
     return done
 
 
-def test_the_plan_that_was_found_is_trained_and_kept(
+def test_found_plan_is_trained_and_stored(
     place: Path, vitpar: Command, searched_run: "subprocess.CompletedProcess[str]"
 ) -> None:
     words = searched_run.stdout
@@ -78,7 +78,7 @@ def test_the_plan_that_was_found_is_trained_and_kept(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_keeps_its_plan_on_as_many_ranks(
+def test_resumed_run_keeps_its_plan_on_as_many_ranks(
     place: Path, vitpar: Command, searched_run: "subprocess.CompletedProcess[str]"
 ) -> None:
     for folder in ("again", "fewer"):
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_keeps_its_plan_on_as_many_ranks(
 
 
 @pytest.mark.slow
-def test_microbatches_are_kept(place: Path, vitpar: Command) -> None:
+def test_given_microbatches_are_kept(place: Path, vitpar: Command) -> None:
     done = vitpar(*AUTO, *SHEET, "--microbatches", "4", "--run-dir", "four", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -105,7 +105,7 @@ def test_microbatches_are_kept(place: Path, vitpar: Command) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_agree(place: Path, vitpar: Command) -> None:
+def test_torchrun_ranks_agree_on_the_plan(place: Path, vitpar: Command) -> None:
     done = vitpar(*AUTO, "--cluster", "8xH100", "--run-dir", "torchrun", launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert read_plan(place / "torchrun" / "plan.json").world_size == 2
@@ -116,7 +116,7 @@ def test_ranks_of_torchrun_agree(place: Path, vitpar: Command) -> None:
 
 
 @pytest.mark.slow
-def test_what_no_profile_has_is_measured_once(place: Path, vitpar: Command) -> None:
+def test_missing_profiles_are_measured_once(place: Path, vitpar: Command) -> None:
     # One rank has no links to measure, so this takes seconds.
     first = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured")
     assert first.returncode == 0, first.stderr
@@ -128,7 +128,7 @@ def test_what_no_profile_has_is_measured_once(place: Path, vitpar: Command) -> N
     assert second.returncode == 0 and "measuring" not in second.stderr
 
 
-def test_profiles_in_the_folder_are_read_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_profiles_in_the_folder_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitpar.planner.measure.device import device_name
     from vitpar_cli import automatic
 
@@ -157,7 +157,7 @@ def test_profiles_in_the_folder_are_read_where_they_fit(tmp_path: Path, monkeypa
 
     assert sources() == 2 and sources() == 0
     costs.hardware.model_copy(update=here | {"ranks": 4}).save(tmp_path / "hardware.json")
-    assert sources() == 0  # of another number of ranks, so the one that was kept is read
+    assert sources() == 0  # made for another number of ranks, so the stored one is used
     shutil.rmtree(tmp_path / "runs")
     costs.hardware.model_copy(update=here).save(tmp_path / "hardware.json")
     (tmp_path / "model.json").write_text("{}")
@@ -177,7 +177,7 @@ def test_profiles_in_the_folder_are_read_where_they_fit(tmp_path: Path, monkeypa
         (("--mesh", "auto", "--cluster", "1xH100", "--ranks", "2"), "2 ranks do not fit the 1 devices"),
     ],
 )
-def test_mistakes_are_refused(
+def test_invalid_auto_options_are_refused(
     words: tuple[str, ...],
     sentence: str,
     place: Path,
@@ -189,7 +189,7 @@ def test_mistakes_are_refused(
 
 
 @pytest.mark.parametrize("command", ["check", "bench", "plan"])
-def test_other_commands_say_who_searches(
+def test_other_commands_refuse_mesh_auto(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)

@@ -1,4 +1,4 @@
-"""`vitpar checkpoint`: what it shows of checkpoints, finds wrong with them and makes of them."""
+"""`vitpar checkpoint`: list, info, verify, diff and export."""
 
 import json
 from collections.abc import Callable
@@ -21,8 +21,12 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Path:
-    """A folder with the runs `meshed`, under fsdp2xtp2 with averages, and `alone`, of the same recipe; `plain`, of
-    another seed without averages."""
+    """Train three runs and return their folder.
+
+    meshed: under fsdp2xtp2
+    alone: in one process with the same recipe
+    plain: in one process with another seed and without averages
+    """
     place = tmp_path_factory.mktemp("runs")
     data = pack_small(place)
     best = {"checkpoint.keep_best": True, "train.eval_every": STEPS}
@@ -57,7 +61,7 @@ def test_list_names_every_checkpoint(runs: Path) -> None:
     assert "144" in vitpar("list", str(runs / "meshed"))
 
 
-def test_info_counts_what_is_inside(runs: Path) -> None:
+def test_info_counts_the_tensors(runs: Path) -> None:
     found = json.loads(vitpar("info", str(runs / "meshed"), "--json"))
     whole = assembled(runs / "meshed" / "checkpoints" / f"step_{2 * STEPS}")
     assert found["step"] == 2 * STEPS and found["plan"] == "fsdp2xtp2+ckpt"
@@ -80,7 +84,7 @@ def test_verify_finds_a_flipped_bit(runs: Path) -> None:
     path.write_bytes(content)
 
 
-def test_diff_tells_rounding_from_another_training(runs: Path) -> None:
+def test_diff_distinguishes_rounding_from_another_run(runs: Path) -> None:
     same = runs / "meshed" / "checkpoints" / f"step_{STEPS}"
     assert json.loads(vitpar("diff", str(same), str(same), "--json"))["apart"] == []
     near = json.loads(vitpar("diff", str(runs / "meshed"), str(runs / "alone"), "--json", code=1))
@@ -97,7 +101,7 @@ def test_diff_tells_rounding_from_another_training(runs: Path) -> None:
 
 @pytest.mark.parametrize(("options", "prefix"), [([], "ema."), (["--no-averages"], "model.")])
 @pytest.mark.parametrize("size", ["5GB", "10KB"])
-def test_export_gives_weights_that_are_read(options: list[str], prefix: str, size: str, runs: Path) -> None:
+def test_export_writes_readable_weights(options: list[str], prefix: str, size: str, runs: Path) -> None:
     out = runs / f"out-{prefix}{size}"
     said = vitpar("export", str(runs / "meshed"), "--out", str(out), "--shard-size", size, *options)
     files = sorted(out.glob("*.safetensors"))
@@ -117,7 +121,7 @@ def test_export_gives_weights_that_are_read(options: list[str], prefix: str, siz
         read |= inside
     assert read.keys() == expected.keys() == index.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
-    if prefix == "ema.":  # which is what the run itself wrote at its end
+    if prefix == "ema.":  # the run itself writes the averages at its end
         theirs = {
             name: tensor
             for path in (runs / "meshed" / "weights").glob("*.safetensors")
@@ -137,7 +141,7 @@ def test_export_gives_weights_that_are_read(options: list[str], prefix: str, siz
         (["export", "alone", "--out", "alone/log.txt/new"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_impossible_checkpoint_commands_are_refused(
     words: list[str], message: str, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs)

@@ -1,4 +1,4 @@
-"""`vitpar plan`, and what the headers of `vitpar check` and `vitpar train` share with it."""
+"""`vitpar plan`, and the parts of its output that `vitpar check` and `vitpar train` also print."""
 
 import io
 import json
@@ -48,11 +48,11 @@ LAYERED = "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"
 
 
 def squeezed(shown: str) -> list[str]:
-    """The lines, with one space where there are more."""
+    """Return the lines with runs of spaces collapsed."""
     return [" ".join(line.split()) for line in shown.splitlines()]
 
 
-def test_it_shows_ranks_stages_batch_and_communication(run: Run) -> None:
+def test_plan_shows_ranks_stages_batch_and_communication(run: Run) -> None:
     shown = run("pp2xtp2xdp2", *BASE)
     assert "vit_base_patch16_224 under pp2xtp2xdp2\n86.6 M parameters, 1,000 classes, 8 ranks" in shown
     assert str(draw_ranks(parse("pp2xtp2xdp2"), 100)) in shown
@@ -67,11 +67,11 @@ def test_it_shows_ranks_stages_batch_and_communication(run: Run) -> None:
     assert any(line.endswith("not counted: activations") for line in lines)
 
 
-def test_a_layerwise_plan_is_told_strategy_by_strategy(run: Run) -> None:
+def test_layerwise_plan_is_shown_strategy_by_strategy(run: Run) -> None:
     shown = run(LAYERED, *BASE)
     assert str(draw_ranks(parse(LAYERED), 100)) in shown
     lines = squeezed(shown)
-    # A quarter of embed and blocks but for what has one row (fsdp), and does not split over tp.
+    # A quarter of embed and blocks, except parameters with one row (fsdp) and those that tp does not split.
     assert "stage 0 0-3 embed, blocks 0-5 50.3 % 10.9 M 175.0 MB" in lines
     assert "stage 1 4-7 blocks 6-11, head 49.7 % 10.8 M 173.2 MB" in lines
     assert "batch 256 images = 4 data-parallel parts x 64, each 4 micro-batches x 16" in lines
@@ -87,7 +87,7 @@ def test_a_layerwise_plan_is_told_strategy_by_strategy(run: Run) -> None:
     assert any("gradients not yet reduced" in line for line in lines)
 
 
-def test_equal_redistributions_stand_in_one_line(run: Run) -> None:
+def test_equal_redistributions_share_one_line(run: Run) -> None:
     lines = squeezed(run("pp1: 0=tp4, 2=tp4, 4=tp4, *=dp4", *BASE))
     lines = lines[lines.index("redistributed in front of") + 1 :]
     assert " ".join(lines) == (
@@ -96,7 +96,7 @@ def test_equal_redistributions_stand_in_one_line(run: Run) -> None:
     )
 
 
-def test_arranged_tp_and_host_memory_are_shown(run: Run) -> None:
+def test_tp_arrangement_and_host_memory_are_shown(run: Run) -> None:
     lines = squeezed(run("pp2xtp8xdp2+2.5d+offload", *BASE))
     names = [line.split(" ")[0] for line in lines[lines.index("tp8 arranged as d2 x i2 x j2") - 2 :]]
     assert [name for name in names if name[0] in "pdijt+" and not name.isalpha()] == [
@@ -116,26 +116,26 @@ def test_arranged_tp_and_host_memory_are_shown(run: Run) -> None:
         (("--schedule", "dualpipev", "--virtual-stages", "2"), "dualpipev, in theory 7.7 %"),
     ],
 )
-def test_every_schedule_has_its_idle_share(run: Run, options: tuple[str, ...], words: str) -> None:
+def test_idle_share_of_every_schedule_is_shown(run: Run, options: tuple[str, ...], words: str) -> None:
     assert words in run("pp2xdp2", *BASE, "--microbatches", "4", *options)
 
 
-def test_a_thousand_ranks_take_no_time(run: Run) -> None:
+def test_thousand_ranks_take_little_time(run: Run) -> None:
     strategy = "pp1: 0-3=fsdp1024, 4-7=tp2xfsdp512, *=dp64xtp16+2d"
-    run("dp1", *BASE)  # imports
+    run("dp1", *BASE)  # pay for the imports before the clock starts
     begun = time.process_time()
     assert "1,024 ranks" in run(strategy, "--model", "vit_large_patch16_224", "--batch-size", "1024")
     assert time.process_time() - begun < 2
 
 
-def test_a_recipe_keeps_its_options_under_another_name(run: Run, tmp_path: Path) -> None:
+def test_recipe_options_survive_another_model_name(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\nembed_dim = 96\npool = "avg"\n[data]\npath = "x"\n[train]\nsteps = 1\n')
     found = json.loads(run("dp1", *BASE, "--recipe", str(recipe), "--num-classes", "10", "--json"))
-    assert found["parameters"] == 85_806_346 - 2 * 768  # timm's, without the class token and its position
+    assert found["parameters"] == 85_806_346 - 2 * 768  # timm's count, without the class token and its position
 
 
-def test_json_has_the_same_numbers(run: Run) -> None:
+def test_json_output_has_the_printed_numbers(run: Run) -> None:
     found = json.loads(run("pp2xtp2xdp2", *BASE, "--num-classes", "10", "--json"))
     assert (found["world_size"], found["num_classes"], found["idle_share"]) == (8, 10, 0.2)
     assert found["batch"] == {
@@ -149,7 +149,7 @@ def test_json_has_the_same_numbers(run: Run) -> None:
     assert found["pipeline_axis"]["degree"] == 2
 
 
-def test_json_of_a_layerwise_plan_has_all_that_is_printed(run: Run) -> None:
+def test_json_of_a_layerwise_plan_is_complete(run: Run) -> None:
     found = json.loads(run(LAYERED, *BASE, "--json"))
     assert found["strategy"] == LAYERED
     assert found["ranks"][5] == {"pp": 1, "stage_rank": 1}
@@ -168,13 +168,13 @@ def test_json_of_a_layerwise_plan_has_all_that_is_printed(run: Run) -> None:
     }
 
 
-def test_memory_follows_the_recipe(run: Run) -> None:
+def test_state_memory_follows_the_recipe(run: Run) -> None:
     sgd = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.0", "--precision", "fp64")
     found = json.loads(run("dp1", *BASE, *sgd, "--set", "train.ema_decay=0.9", "--json"))
     assert found["pipeline"][0]["state_bytes"] == 8 * 3 * found["parameters"]
 
 
-def test_the_options_make_the_plan_that_is_written(run: Run, tmp_path: Path) -> None:
+def test_options_determine_the_written_plan(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     options = ("--schedule", "interleaved1f1b", "--virtual-stages", "2", "--microbatches", "8", "--split", "2,3,3,4")
     assert f"plan written to {out}" in run("pp2xdp", *BASE, "--world-size", "8", *options, "--out", str(out))
@@ -183,7 +183,7 @@ def test_the_options_make_the_plan_that_is_written(run: Run, tmp_path: Path) -> 
     assert (written.microbatches, written.split) == (8, (2, 3, 3, 4))
 
 
-def test_a_layerwise_plan_is_read_from_its_file(run: Run, tmp_path: Path) -> None:
+def test_layerwise_plan_is_read_from_its_file(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     shown = run(LAYERED, *BASE, "--out", str(out))
     assert str(read_plan(out)) == LAYERED
@@ -195,7 +195,7 @@ def test_open_degrees_of_layers_are_filled(run: Run) -> None:
     assert "under pp2: 0-5=tp2xdp2, *=fsdp4\n" in shown
 
 
-def test_without_a_strategy_it_is_the_recipes(run: Run, tmp_path: Path) -> None:
+def test_plan_without_a_strategy_uses_the_recipe(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "small.toml"
     recipe.write_text(
         'model = { name = "vit_small_patch16_224" }\ndata = { path = "none" }\ntrain = { steps = 1 }\n'
@@ -215,12 +215,14 @@ def test_without_a_strategy_it_is_the_recipes(run: Run, tmp_path: Path) -> None:
         (("dp2", "--recipe", "no.toml"), RecipeError, "there is no recipe 'no.toml'"),
     ],
 )
-def test_what_is_wrong_is_refused(run: Run, arguments: tuple[str, ...], error: type[Exception], sentence: str) -> None:
+def test_invalid_plan_commands_are_refused(
+    run: Run, arguments: tuple[str, ...], error: type[Exception], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
         run(*arguments, *BASE)
 
 
-def test_words() -> None:
+def test_layer_and_travel_words() -> None:
     assert layer_words([("embed", "blocks.0", "blocks.1"), ("blocks.4", "head")]) == "embed, blocks 0-1, 4, head"
     assert layer_words([("blocks.3",)]) == "block 3"
     assert layer_words([("head",)]) == "head"
@@ -231,7 +233,7 @@ def test_words() -> None:
     assert travel_words([0.5, 0.25]) == "a rank sends 25.0 % to 50.0 % of each"
 
 
-def test_batch_words_leave_out_divisions_by_one() -> None:
+def test_batch_words_omit_divisions_by_one() -> None:
     from vitpar.strategy import batch_arithmetic
 
     assert batch_words(batch_arithmetic(parse("dp1"), 8)) == "8 images"
@@ -253,19 +255,19 @@ def test_help_names_all_schedules(run: Run) -> None:
         ("pp4", {"microbatches": 8}, 16),
         ("pp2xdp3", {}, 24),
         ("tp4+sp", {}, 16),
-        ("dp3xtp4+sp", {}, 24),  # two images for each of 12 parts
+        ("dp3xtp4+sp", {}, 24),  # two images for each of the 12 batch parts
         ("pp1: 0-3=tp6, *=dp6", {}, 24),
         ("pp2: 0-3=tp6+sp, *=dp2xfsdp3", {"schedule": "gpipe"}, 48),
         ("tp8+3d", {"microbatch_size": 2}, 16),
     ],
 )
-def test_a_check_takes_a_batch_that_the_plan_divides(strategy: str, fields: dict[str, object], batch: int) -> None:
+def test_check_chooses_a_batch_that_the_plan_divides(strategy: str, fields: dict[str, object], batch: int) -> None:
     asked = replace(parse(strategy), **fields)
     assert _batch_that_divides(asked) == batch
     validate(asked, model_config("vit_nano_patch4_16"), batch)
 
 
-def test_the_header_of_a_run_shows_a_layerwise_plan() -> None:
+def test_run_header_shows_a_layerwise_plan() -> None:
     from vitpar.training.events import RunHeader
     from vitpar.training.recipe import Recipe
     from vitpar_cli.progress import ConsoleReporter
@@ -289,7 +291,7 @@ def test_the_header_of_a_run_shows_a_layerwise_plan() -> None:
 H100 = ("--model", "vit_small_patch16_224", "--batch-size", "256", "--cluster", "8xH100")
 
 
-def test_a_plan_is_predicted_for_a_cluster(run: Run) -> None:
+def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
     config = model_config("vit_small_patch16_224", num_classes=1000)
     told = json.loads(run("tp2xdp", *H100, "--memory", "20GB", "--json"))["predicted"]
     costs = estimated_costs(config, "8xH100")
@@ -310,6 +312,6 @@ def test_a_plan_is_predicted_for_a_cluster(run: Run) -> None:
         (("dp2", *H100, "--hardware", "x.json"), "--cluster is given beside a profile"),
     ],
 )
-def test_predictions_refuse_what_they_cannot_use(run: Run, words: tuple[str, ...], sentence: str) -> None:
+def test_predictions_refuse_unusable_options(run: Run, words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(PlannerError, match=sentence):
         run(*words)

@@ -1,4 +1,4 @@
-"""Commands without a recipe: default settings of a training, automatic precision, and batches that are too large."""
+"""Commands without a recipe: default settings, automatic precision, and batches that exceed memory."""
 
 import json
 from importlib.resources import files
@@ -32,14 +32,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def default_run(place: Path, vitpar: Command) -> tuple[Path, str]:
-    """The folder of a run without a recipe, and what it printed."""
+    """Train without a recipe; return the run's folder and the output."""
     words = ("--model", MODEL, "--steps", "4", "--batch-size", "40", "--run-dir", "run", "--set", "data.workers=0")
     done = vitpar("train", "--data", "data", *words, "--set", "train.log_every=1")
     assert done.returncode == 0, done.stderr
     return place / "run", done.stdout
 
 
-def test_data_alone_trains_with_the_defaults(default_run: tuple[Path, str]) -> None:
+def test_data_without_a_recipe_trains_with_the_defaults(default_run: tuple[Path, str]) -> None:
     folder, words = default_run
     options = {"data.path": "data", "model.name": MODEL, "train.steps": 4, "train.batch_size": 40}
     expected = recipe_for(IMAGES, options, ["data.workers=0", "train.log_every=1"])
@@ -49,7 +49,7 @@ def test_data_alone_trains_with_the_defaults(default_run: tuple[Path, str]) -> N
     assert f"warning: the batch of 40 images is larger than the training set of {IMAGES}" in words
 
 
-def test_the_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str], vitpar: Command) -> None:
+def test_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str], vitpar: Command) -> None:
     folder, _ = default_run
     done = vitpar("train", "--recipe", "run/recipe.toml", "--run-dir", "again")
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def test_the_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path,
     assert read_recipe(place / "again" / "recipe.toml") == read_recipe(folder / "recipe.toml")
 
 
-def test_when_the_table_is_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     named = {"data.path": "data"}
     used, images = training_recipe(None, named, None)
@@ -72,7 +72,7 @@ def test_when_the_table_is_used(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
 
 
-def test_weights_need_a_length(
+def test_fine_tuning_requires_epochs_or_steps(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -80,7 +80,7 @@ def test_weights_need_a_length(
     assert "neither train.epochs nor train.steps" in said
 
 
-def test_a_batch_beyond_all_memory_is_refused(
+def test_batch_beyond_host_memory_is_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -93,7 +93,7 @@ def test_a_batch_beyond_all_memory_is_refused(
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose only device is a GPU that computes in bf16."""
+    """Simulate a machine whose only device is a GPU that computes in bf16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -108,7 +108,7 @@ def printed(command: Any, *words: str) -> str:
     return result.stdout
 
 
-def test_plan_has_the_precision_of_the_device(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_uses_the_precision_of_the_device(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitpar_cli.plan import plan
 
     words = ("dp2", "--model", MODEL)
@@ -120,11 +120,11 @@ def test_plan_has_the_precision_of_the_device(one_gpu: None, monkeypatch: pytest
 
 
 class Resolved(Exception):
-    """Ends a command once its recipe is resolved; holds the precision."""
+    """Exception that ends a command once its recipe is resolved."""
 
 
 @pytest.mark.parametrize("command", ["train", "check", "bench", "eval", "profile"])
-def test_commands_resolve_the_precision_alike(
+def test_all_commands_resolve_the_precision(
     command: str,
     place: Path,
     default_run: tuple[Path, str],
@@ -160,7 +160,7 @@ def test_commands_resolve_the_precision_alike(
     assert seen == [("auto", "bf16")]
 
 
-def test_a_run_keeps_its_precision(
+def test_resumed_run_keeps_its_precision(
     place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vitpar_cli import train
@@ -179,7 +179,7 @@ def test_a_run_keeps_its_precision(
     assert kept == ["fp32", "fp32"]
 
 
-def test_estimates_are_in_the_precision_of_a_training_there_and_say_so(tmp_path: Path) -> None:
+def test_search_assumes_the_clusters_precision_and_says_so(tmp_path: Path) -> None:
     from vitpar_cli.search import search
 
     shipped = (files("vitpar") / "clusters" / "A100-80GB.toml").read_text()

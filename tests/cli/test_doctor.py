@@ -1,4 +1,4 @@
-"""The doctor's findings on this machine, and its judgement of machines that lack something."""
+"""`vitpar doctor`: its report on this machine, and the problems it finds on others."""
 
 import copy
 import json
@@ -34,14 +34,14 @@ HEALTHY: dict[str, Any] = {
 
 
 def run(monkeypatch: pytest.MonkeyPatch, report: dict[str, Any], *options: str):
-    """`vitpar doctor` on a machine of which `report` was collected."""
+    """Run `vitpar doctor` on a machine with the given report."""
     monkeypatch.setattr(vitpar.doctor, "collect", lambda: copy.deepcopy(report))
     app = typer.Typer()
     app.command()(doctor)
     return CliRunner().invoke(app, list(options))
 
 
-def test_this_machine_trains() -> None:
+def test_this_machine_has_no_errors() -> None:
     report = collect()
     assert report["local_world"]["ok"], report["local_world"]
     assert report["distributed"]["gloo"] and report["system"]["cores"] >= 1
@@ -50,7 +50,7 @@ def test_this_machine_trains() -> None:
     json.dumps(report)
 
 
-def test_minimum_versions_are_those_of_the_project() -> None:
+def test_minimum_versions_match_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [f"python{project['requires-python']}", *project["dependencies"]]
     assert {tuple(requirement.split(">=")) for requirement in declared} == set(MINIMUM.items())
@@ -92,7 +92,7 @@ def test_minimum_versions_are_those_of_the_project() -> None:
         (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
     ],
 )
-def test_each_problem_is_found_alone(
+def test_each_problem_is_found_separately(
     change: Callable[[dict[str, Any]], None], severity: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = copy.deepcopy(HEALTHY)
@@ -105,14 +105,14 @@ def test_each_problem_is_found_alone(
     assert result.exit_code == (1 if severity == "error" else 0)
 
 
-def test_healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_machine_has_no_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(HEALTHY) == []
     result = run(monkeypatch, HEALTHY)
     assert result.exit_code == 0
     assert "no problems found" in result.output and "H200, 141.0 GB, compute capability 9.0" in result.output
 
 
-def test_errors_come_first_and_json_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_come_first_and_json_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     report = copy.deepcopy(HEALTHY) | {"compiler": None, "world": {"error": "RANK is 'x'"}}
     result = run(monkeypatch, report, "--json")
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Ranks run the plan that the process which started them has chosen; files that it read may change meanwhile."""
+"""Spawned ranks use the plan that their launcher chose, even if the files it read have changed since."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ CHOSEN = Chosen(parse("pp2: embed=fsdp2, *=dp2+zero1"), "since the first does no
 
 
 def handed(monkeypatch: pytest.MonkeyPatch, folder: Path, chosen: Chosen | None) -> None:
-    """Leave in `folder`, which ranks are told of, what they are handed when they are started."""
+    """Start ranks with `chosen` through a fake spawn that only writes the launcher's message to `folder`.
+
+    The environment then makes this process look like one of those ranks.
+    """
 
     def spawn(ranks: int, argv: list[str], *, handed: str | None, **_: Any) -> int:
         if handed is not None:
@@ -33,21 +36,21 @@ def handed(monkeypatch: pytest.MonkeyPatch, folder: Path, chosen: Chosen | None)
     monkeypatch.setenv(REPORTS, str(folder))
 
 
-def test_a_rank_takes_the_plan_of_who_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rank_uses_the_plan_of_its_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mesh = tmp_path / "mesh.json"
-    mesh.write_text(plan_text(parse("dp4")))  # another plan since the ranks were started
+    mesh.write_text(plan_text(parse("dp4")))  # the file changed after the launch
     recipe = read_recipe(None, {"data.path": "unused", "train.steps": 1, "parallel.mesh": str(mesh)})
     assert str(recipe_options.decide(recipe, recipe.config(10), "cpu")[1].plan) == "dp4"
     handed(monkeypatch, tmp_path, CHOSEN)
     assert recipe_options.decide(recipe, recipe.config(10), "cpu")[1] == CHOSEN
 
 
-def test_ranks_without_a_plan_are_handed_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_without_a_chosen_plan_get_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     handed(monkeypatch, tmp_path, None)
     assert world.handed_plan() is None
 
 
-def test_ranks_find_in_their_folder_what_they_are_handed(tmp_path: Path) -> None:
+def test_ranks_read_the_handed_text_from_their_folder(tmp_path: Path) -> None:
     program = f"import os, pathlib; text = pathlib.Path(os.environ['{REPORTS}'], '{HANDED}').read_text()"
     write = f"pathlib.Path('{tmp_path}', os.environ['RANK']).write_text(text)"
     assert launch.spawn(2, ["-c", f"{program}; {write}"], device="cpu", handed="a plan") == 0

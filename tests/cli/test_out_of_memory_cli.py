@@ -1,4 +1,4 @@
-"""A rank that runs out of device memory, in a run of several: one sentence, whichever rank and phase it is."""
+"""Out of device memory in a run of several ranks: one error line, whichever rank and phase fails."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from helpers.command_line import Command
 from helpers.small_data import pack_small
 
-# Python imports it when a process starts. The rank that fails raises what CUDA's allocator would.
+# Python imports sitecustomize at start-up. In the failing rank it raises the error of CUDA's allocator.
 SITE = """
 import os
 if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PHASE" in os.environ:
@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("dp2", "build", 1, marks=pytest.mark.slow),
     ],
 )
-def test_one_sentence_whichever_rank_it_is(
+def test_out_of_memory_on_any_rank_gives_one_error_line(
     mesh: str, phase: str, rank: int, place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", rank), ("FAILING_PHASE", phase)):
@@ -55,7 +55,7 @@ def test_one_sentence_whichever_rank_it_is(
 
 
 @pytest.mark.slow
-def test_bench_has_the_same_sentence(place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_gives_the_same_error_line(place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", 0), ("FAILING_PHASE", "step")):
         monkeypatch.setenv(name, str(value))
     done = vitpar("bench", "--model", "vit_nano_patch4_8", "--batch-size", "8", "--steps", "1", "--repeats", "1")

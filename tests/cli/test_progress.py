@@ -1,4 +1,4 @@
-"""Output of `vitpar train`, on a terminal and elsewhere."""
+"""Console output of `vitpar train`, on a terminal and in a file."""
 
 import io
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ RECIPE = Recipe.model_validate(
 
 
 class Clock:
-    """Stands still until it is set."""
+    """Clock that stands still until a test sets it."""
 
     now = 1000.0
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 class Shown:
-    """A reporter whose run has started, and what it has printed since the last look."""
+    """Reporter of a started run, whose methods return what was printed since the last call."""
 
     def __init__(self, *, terminal: bool, width: int = 80) -> None:
         self.file, self.clock = io.StringIO(), Clock()
@@ -94,7 +94,7 @@ def live() -> Iterator[Shown]:
     shown.reporter.finished(SUMMARY)
 
 
-def test_the_header_says_what_will_run(plain: Shown) -> None:
+def test_header_describes_the_run(plain: Shown) -> None:
     lines = plain.start().splitlines()
     assert "model      vit_nano_patch2_8, 0.90 M parameters, 10 classes" in lines
     assert "mesh       pp2xtp2xdp2 on 8 ranks of cuda" in lines
@@ -111,7 +111,7 @@ def test_the_header_says_what_will_run(plain: Shown) -> None:
     assert not [line for line in lines if line.startswith(("settings", "regularize", "kernels"))]
 
 
-def test_the_header_says_how_it_trains(plain: Shown) -> None:
+def test_header_describes_the_training_settings(plain: Shown) -> None:
     settings = {
         "data.path": "x",
         "model.name": "vit_nano_patch2_8",
@@ -136,13 +136,13 @@ def test_the_header_says_how_it_trains(plain: Shown) -> None:
     ]
 
 
-def test_the_header_fits_a_terminal(live: Shown) -> None:
+def test_header_fits_a_terminal(live: Shown) -> None:
     words = live.start(recipe_for(50_000, {"data.path": "x", "model.name": "vit_nano_patch2_8"}).with_precision("bf16"))
     assert max(map(len, words.splitlines()[:-1])) <= 80
-    assert "rand-m9-mstd0.5-inc1" in words  # no word is cut
+    assert "rand-m9-mstd0.5-inc1" in words  # lines break between words only
 
 
-def test_plain_lines_come_at_a_steady_cadence_with_the_first_and_the_last(plain: Shown) -> None:
+def test_plain_lines_are_throttled_except_first_and_last(plain: Shown) -> None:
     plain.start()
     assert plain.step(1) == (
         "step 1/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  step 104 ms  data 0.3 ms  "
@@ -150,17 +150,18 @@ def test_plain_lines_come_at_a_steady_cadence_with_the_first_and_the_last(plain:
     )
     assert plain.step(10, 4) == ""
     assert plain.step(20, 5.9) == ""
-    assert plain.step(21, 0.2).endswith("ETA 0:40\n")  # 20 steps in 10.1 s, 79 to go
+    assert plain.step(21, 0.2).endswith("ETA 0:40\n")  # 20 steps took 10.1 s, and 79 remain
     assert plain.step(22, 9) == ""
     assert plain.step(100, 0.5).startswith("step 100/100  ")
 
 
-def test_evaluations_notes_and_the_result_are_always_printed(plain: Shown) -> None:
+def test_evaluations_notes_and_result_are_always_printed(plain: Shown) -> None:
     plain.start()
     plain.step(1)
     assert plain.evaluation(50) == "step 50  val loss 0.4100  top-1 91.2 %  top-5 99.7 %\n"
     plain.reporter.note("[8, 9] are odd labels " + "and " * 40)
-    assert plain.new() == "warning: [8, 9] are odd labels " + "and " * 40 + "\n"  # no markup, and not wrapped
+    # Printed without rich markup and without wrapping.
+    assert plain.new() == "warning: [8, 9] are odd labels " + "and " * 40 + "\n"
     plain.clock.now += 83
     plain.reporter.finished(SUMMARY)
     assert plain.new().splitlines() == [
@@ -171,14 +172,14 @@ def test_evaluations_notes_and_the_result_are_always_printed(plain: Shown) -> No
     ]
 
 
-def test_a_run_of_one_step_has_no_rate(plain: Shown) -> None:
+def test_one_step_run_prints_no_rate(plain: Shown) -> None:
     plain.start()
     plain.reporter.finished({**SUMMARY, "images_per_second": None})
     assert "images/s" not in plain.new()
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_a_file_gets_no_control_characters(
+def test_file_output_has_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
 ) -> None:
     monkeypatch.setenv(variable, "1")
@@ -193,7 +194,7 @@ def test_a_file_gets_no_control_characters(
     assert not [character for character in printed if ord(character) < 32 and character != "\n"]
 
 
-def test_a_terminal_has_one_line_that_fits_and_permanent_ones_above(live: Shown) -> None:
+def test_terminal_has_one_live_line_below_permanent_ones(live: Shown) -> None:
     header = live.start()
     assert max(map(len, header.splitlines()[:-1])) <= 80
     drawn = live.step(10, 1)
@@ -240,14 +241,14 @@ def test_evaluation_shows_its_progress(live: Shown, plain: Shown) -> None:
     assert plain.new() == "evaluating 256/360 images\n"
 
 
-def test_the_cursor_is_there_while_and_after_it_runs(live: Shown) -> None:
+def test_cursor_stays_visible_during_and_after_the_run(live: Shown) -> None:
     show, hide = "\x1b[?25h", "\x1b[?25l"
     started = live.start()
-    assert started.rfind(show) > started.rfind(hide) >= 0  # a killed process leaves it as it is then
+    assert started.rfind(show) > started.rfind(hide) >= 0  # a killed process cannot restore the cursor
     assert hide not in live.step(10) + live.evaluation(10)
     live.reporter.finished(SUMMARY)
     assert hide not in live.new()
 
 
-def test_durations() -> None:
+def test_durations_are_formatted() -> None:
     assert [_duration(seconds) for seconds in (0, 59.6, 754, 18_000)] == ["0:00", "1:00", "12:34", "5:00:00"]

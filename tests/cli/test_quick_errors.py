@@ -1,4 +1,4 @@
-"""User mistakes that need no torch are refused without importing it, which takes seconds."""
+"""Mistakes that can be found without torch are refused without importing it, which takes seconds."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import main; sys.exit(main())"
-"""Run the command line with a torch that cannot be imported."""
+"""Program that runs the command line with an unimportable torch."""
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,6 @@ PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_refused_without_torch(words: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_without_importing_torch(words: list[str], message: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""The rank grid that `vitpar plan` and `vitpar train` draw."""
+"""Drawing of the ranks in `vitpar plan` and `vitpar train`."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from vitpar.strategy import parse
 from vitpar_cli.rank_grid import COLOURS, draw_ranks
 
 
-def test_the_grid_puts_stages_in_rows_and_tp_ranks_in_a_box() -> None:
+def test_grid_has_stages_in_rows_and_tp_ranks_in_a_box() -> None:
     assert str(draw_ranks(parse("pp2xtp2xdp2"), 80)).splitlines() == [
         "             dp 0         dp 1",
         "          tp 0  tp 1   tp 0  tp 1",
@@ -18,7 +18,7 @@ def test_the_grid_puts_stages_in_rows_and_tp_ranks_in_a_box() -> None:
     ]
 
 
-def test_a_grid_that_is_too_wide_puts_data_parallel_parts_below_each_other() -> None:
+def test_too_wide_grid_stacks_data_parallel_parts() -> None:
     assert str(draw_ranks(parse("dp4xtp2"), 30)).splitlines()[:4] == [
         "       tp 0  tp 1",
         "     ┌────────────┐",
@@ -27,7 +27,7 @@ def test_a_grid_that_is_too_wide_puts_data_parallel_parts_below_each_other() -> 
     ]
 
 
-def test_two_dimensions_are_a_square_in_a_box() -> None:
+def test_two_dimensional_tp_is_a_square_in_a_box() -> None:
     assert str(draw_ranks(parse("pp2xdp2xtp4+2d"), 80)).splitlines() == [
         "                 dp 0       dp 1",
         "               j 0  j 1   j 0  j 1",
@@ -41,7 +41,7 @@ def test_two_dimensions_are_a_square_in_a_box() -> None:
     ]
 
 
-def test_a_cube_is_its_layers_side_by_side() -> None:
+def test_three_dimensional_tp_shows_layers_side_by_side() -> None:
     assert str(draw_ranks(parse("tp8+3d"), 80)).splitlines() == [
         "        i 0        i 1",
         "      k 0  k 1   k 0  k 1",
@@ -52,7 +52,7 @@ def test_a_cube_is_its_layers_side_by_side() -> None:
     ]
 
 
-def test_depths_have_boxes_of_their_own_which_may_stand_below_each_other() -> None:
+def test_tp_2_5d_has_a_box_per_depth_stacked_if_too_wide() -> None:
     assert str(draw_ranks(parse("tp12+2.5d"), 80)).splitlines()[:2] == [
         "        d 0        d 1        d 2",
         "      j 0  j 1   j 0  j 1   j 0  j 1",
@@ -72,19 +72,19 @@ def test_depths_have_boxes_of_their_own_which_may_stand_below_each_other() -> No
     ]
 
 
-def test_a_colour_is_a_part_of_the_batch() -> None:
+def test_colours_mark_parts_of_the_batch() -> None:
     def colours(strategy: str) -> list[str]:
         """Return the colours of the ranks, line by line."""
         text = draw_ranks(parse(strategy), 80)
         return [str(span.style) for span in text.spans if span.style in COLOURS]
 
     assert colours("dp2xtp2") == ["cyan", "magenta"]
-    assert colours("tp4+2d") == ["cyan", "magenta"]  # its rows
+    assert colours("tp4+2d") == ["cyan", "magenta"]  # the rows of the 2d grid split the batch
     assert colours("dp2xtp4+2d") == ["cyan", "yellow", "magenta", "green"]
     assert colours("pp1: 0=dp2xtp2, *=tp4") == ["cyan", "magenta", "cyan"]
 
 
-def test_a_layerwise_plan_has_a_line_for_every_strategy() -> None:
+def test_layerwise_plan_has_one_line_per_strategy() -> None:
     assert str(
         draw_ranks(parse("pp2: embed=fsdp8, 0=tp4xdp2, 1=fsdp8, 2-3=tp8+2.5d, *=tp2xdp4+sp"), 80)
     ).splitlines() == [
@@ -97,7 +97,7 @@ def test_a_layerwise_plan_has_a_line_for_every_strategy() -> None:
     assert str(draw_ranks(parse("pp1: 0=dp2, *=tp2"), 80)).startswith("ranks; | stands between")
 
 
-def test_what_does_not_fit_is_left_out_of_a_layerwise_plan() -> None:
+def test_too_long_lines_of_a_layerwise_plan_are_shortened() -> None:
     lines = str(draw_ranks(parse("pp1: 0=tp8xdp8, *=fsdp64+ckpt.selective+offload"), 40)).splitlines()
     assert lines == [
         "ranks; | stands between parts of the ba…",
@@ -119,12 +119,12 @@ WIDE = "pp2: 0=tp8xdp8, 2=tp8xdp8, 4=tp8xdp8, 6=tp8xdp8, 8=tp8xdp8, 10=tp8xdp8, 
     ],
 )
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_the_grid_keeps_to_its_width(strategy: str, width: int) -> None:
+def test_grid_keeps_to_its_width(strategy: str, width: int) -> None:
     lines = str(draw_ranks(parse(strategy), width)).splitlines()
     assert max(map(len, lines)) <= width
 
 
-def test_many_ranks_are_summed_up_by_axis() -> None:
+def test_many_ranks_are_summarised_by_axis() -> None:
     assert str(draw_ranks(parse("dp64xtp2"), 40)).splitlines() == [
         "dp:   0 2 … 126 | 1 3 … 127",
         "tp:   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | …",

@@ -1,4 +1,4 @@
-"""Options that give settings of a recipe: which key, which value, and all commands alike."""
+"""Command-line options that set recipe keys: the same keys and values in all commands."""
 
 from collections.abc import Callable, Iterator
 from inspect import unwrap
@@ -28,14 +28,14 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_options_give_settings_that_there_are(name: str) -> None:
+def test_options_map_to_existing_settings(name: str) -> None:
     command = COMMANDS[name]
     for key in settings(command, dict.fromkeys(command.__annotations__)):
         section, _, setting = key.partition(".")
         assert setting in type(getattr(Recipe.model_validate({"data": {"path": "x"}}), section)).model_fields
 
 
-def test_values_are_as_a_recipe_has_them() -> None:
+def test_option_values_have_recipe_types() -> None:
     left_out: dict[str, Any] = dict.fromkeys(train.__annotations__)
     given = {"split": "5,7", "weights": Path("w"), "data": Path("d"), "steps": 3, "debug_checks": True}
     found = {key: value for key, value in settings(train, left_out | given).items() if value is not None}

@@ -1,4 +1,4 @@
-"""`vitpar search` and `vitpar validate` as commands, and the files they write."""
+"""`vitpar search` and `vitpar validate`, and the files they write."""
 
 import json
 import re
@@ -40,7 +40,7 @@ H100 = ("--cluster", "8xH100", "--model", "vit_small_patch16_224", "--batch-size
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command on a console of 120 columns and returns its output; raises its errors."""
+    """Return a function that runs a command on a console of 120 columns, returns its output and raises its errors."""
     monkeypatch.setenv("COLUMNS", "120")
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command("search")(search)
@@ -56,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 class Page(HTMLParser):
-    """Tags that were opened and not closed, and everything that a page would load."""
+    """HTML parser that collects unclosed tags and every resource that the page would load."""
 
     EMPTY = ("meta", "circle", "line", "rect", "polyline", "br")
 
@@ -75,7 +75,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_a_search_writes_a_plan_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
+def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path) -> None:
     names = ("plan.json", "report.html", "trace.json")
     plan, report, trace = (tmp_path / name for name in names)
     words = run("search", *H100, "--memory", "20GB", "--out", str(plan), "--report", str(report), "--trace", str(trace))
@@ -91,7 +91,7 @@ def test_a_search_writes_a_plan_a_page_and_a_trace(run: Run, tmp_path: Path) -> 
     assert {event["ph"] for event in events} == {"M", "X"} and all(event.get("dur", 0) >= 0 for event in events)
 
 
-def test_json_says_it_all(run: Run) -> None:
+def test_search_json_is_complete(run: Run) -> None:
     found = json.loads(run("search", *H100, "--json", "--memory", "20GB"))
     assert found["search_seconds"] > 0 and found["exact"] in (True, False)
     best = found["plans"][0]
@@ -103,7 +103,7 @@ def test_json_says_it_all(run: Run) -> None:
     assert {row["strategy"] for row in found["why_not"]} >= {"tp8", "pp8"}
 
 
-def test_outputs_say_how_they_came_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_name_version_command_and_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
     words = run("search", *H100, "--memory", "20GB")
     assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
@@ -114,7 +114,7 @@ def test_outputs_say_how_they_came_to_be(run: Run, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_plans_are_whole_at_any_width(run: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_plans_are_not_truncated_at_any_width(run: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     arguments = (*H100, "--memory", "1GB", "--without", "1f1b,gpipe")
     words = run("search", *arguments)
@@ -125,7 +125,7 @@ def test_plans_are_whole_at_any_width(run: Run, monkeypatch: pytest.MonkeyPatch,
         assert plan["strategy"] in words and "…" not in words
 
 
-def test_the_command_that_trains_says_what_a_strategy_does_not(run: Run, tmp_path: Path) -> None:
+def test_suggested_train_command_has_all_needed_options(run: Run, tmp_path: Path) -> None:
     given = ("--roles", "pp", "--without", "gpipe", "--memory", "20GB")
     plan = json.loads(run("search", *H100, *given, "--json"))
     assert f"--schedule {plan['plans'][0]['plan']['schedule']}" in plan["train"] and "--batch-size 256" in plan["train"]
@@ -134,7 +134,7 @@ def test_the_command_that_trains_says_what_a_strategy_does_not(run: Run, tmp_pat
     assert f"--mesh {out} --batch-size 256" in json.loads(run("search", *H100, "--out", str(out), "--json"))["train"]
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.CaptureFixture[str]) -> None:
     now = iter([0.0, 1.0, CADENCE - 1, CADENCE, CADENCE + 1])
     lines = ProgressLines(clock=lambda: next(now))
     for number in range(5):
@@ -156,7 +156,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(capsys: pytest.Captu
         (None, 0.05, None),
     ],
 )
-def test_contention_is_reported(
+def test_load_by_other_programs_is_reported(
     capsys: pytest.CaptureFixture[str], others: float | None, load: float, sentence: str | None
 ) -> None:
     hardware = find_cluster("8xH100").hardware()
@@ -173,12 +173,12 @@ def test_contention_is_reported(
     )
 
 
-def test_the_best_batch_is_chosen(run: Run) -> None:
+def test_best_batch_size_is_chosen(run: Run) -> None:
     found = json.loads(run("search", *H100[:4], "--batch-size", "32,512", "--precision", "bf16", "--json"))
     assert found["plans"][0]["batch_size"] == 512
 
 
-def test_what_is_left_out_is_not_used(run: Run) -> None:
+def test_excluded_features_are_not_used(run: Run) -> None:
     found = json.loads(run("search", *H100, "--roles", "pp,tp", "--without", "sp,2d,gpipe", "--json"))
     for plan in found["plans"]:
         assert not re.search(r"dp[2-9]|sp|2d", plan["strategy"]) and plan["plan"]["schedule"] != "gpipe"
@@ -199,12 +199,12 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
         (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: name a file in a folder"),
     ],
 )
-def test_wrong_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
+def test_invalid_search_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         run("search", *H100, *arguments)
 
 
-def test_profiles_that_are_missing_are_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_profiles_are_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlannerError, match=r"cannot read the hardware profile hardware.json"):
         run("search")
@@ -212,7 +212,7 @@ def test_profiles_that_are_missing_are_named(run: Run, tmp_path: Path, monkeypat
         run("validate")
 
 
-def test_options_that_would_do_nothing_are_refused(run: Run) -> None:
+def test_options_without_effect_are_refused(run: Run) -> None:
     with pytest.raises(PlannerError, match="--num-classes is given without --cluster"):
         run("search", "--num-classes", "5")
     for plans in ((), ("plan.json",)):
@@ -222,11 +222,11 @@ def test_options_that_would_do_nothing_are_refused(run: Run) -> None:
         run("validate", "dp2", "--out", "no/rows.json")
 
 
-def test_sizes_have_units() -> None:
+def test_memory_sizes_are_parsed_with_units() -> None:
     assert parse_size("24GB") == 24e9 and parse_size("1.5 GiB") == 1.5 * 2**30 and parse_size("500mb") == 5e8
 
 
-def test_accuracy_is_of_absolute_errors() -> None:
+def test_accuracy_uses_absolute_errors() -> None:
     class Priced:
         def __init__(self, seconds: float, memory: float) -> None:
             self.seconds, self.memory_bytes = seconds, memory
@@ -241,7 +241,7 @@ def test_accuracy_is_of_absolute_errors() -> None:
     assert spearman([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
 
 
-def test_a_profile_serves_models_that_differ_in_what_costs_nothing(tmp_path: Path) -> None:
+def test_profile_is_valid_for_models_of_equal_cost(tmp_path: Path) -> None:
     def recipe(**changed: Any) -> Recipe:
         values = {"model.name": "vit_nano_patch4_16", "data.path": "x", "train.steps": 1}
         return read_recipe(None, values | {name.replace("__", "."): value for name, value in changed.items()})

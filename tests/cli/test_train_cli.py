@@ -1,4 +1,4 @@
-"""`vitpar train`, `eval` and `check` as a person starts them: what they write, and how they refuse."""
+"""`vitpar train`, `eval` and `check` as a user runs them: output files and refusals."""
 
 import json
 import re
@@ -46,7 +46,7 @@ EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5", "time"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data and a recipe, to run commands in."""
+    """Return a folder with packed data and a recipe, to run commands in."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -55,13 +55,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone_run(place: Path, vitpar: Command) -> Path:
-    """The folder of a run in one process."""
+    """Train in one process and return the run's folder."""
     done = vitpar("train", "--recipe", "recipe.toml", "--run-dir", "alone")
     assert done.returncode == 0, done.stderr
     return place / "alone"
 
 
-def test_a_run_folder_tells_its_story(alone_run: Path) -> None:
+def test_run_folder_has_all_files(alone_run: Path) -> None:
     from vitpar import parse
     from vitpar.strategy.plan_json import read_plan
     from vitpar.training.recipe import read_recipe
@@ -95,7 +95,7 @@ def test_metrics_hold_every_key(alone_run: Path) -> None:
         assert row["samples"] == VAL and 0 <= row["top1"] <= row["top5"] <= 1
 
 
-def test_log_says_what_happened(alone_run: Path) -> None:
+def test_log_lists_the_events(alone_run: Path) -> None:
     lines = (alone_run / "log.txt").read_text().splitlines()
     events = [line.split()[2] for line in lines]
     assert all(datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S") for line in lines)
@@ -114,7 +114,7 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     assert not (place / "dry").exists()
 
 
-def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Command) -> None:
+def test_mesh_gives_the_losses_of_one_process(place: Path, alone_run: Path, vitpar: Command) -> None:
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "pp2xtp2", "--run-dir", "mesh", "--json")
     assert done.returncode == 0, done.stderr
     assert losses_of(place / "mesh") == pytest.approx(losses_of(alone_run), rel=1e-5)
@@ -134,7 +134,9 @@ def test_a_mesh_gives_the_same_losses(place: Path, alone_run: Path, vitpar: Comm
     ("mesh", "named"),
     [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: embed=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],
 )
-def test_torchrun_gives_the_same_losses(mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command) -> None:
+def test_torchrun_gives_the_losses_of_one_process(
+    mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command
+) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, launcher=torchrun)
     assert done.returncode == 0, done.stderr
@@ -149,7 +151,7 @@ def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> N
     assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:-1]})
 
 
-def test_eval_does_without_what_only_the_trainings_plan_used(place: Path, alone_run: Path, vitpar: Command) -> None:
+def test_eval_ignores_settings_of_the_training_plan(place: Path, alone_run: Path, vitpar: Command) -> None:
     copy = shutil.copytree(alone_run / "weights", place / "sharded")
     text = (copy / "recipe.toml").read_text().replace('mesh = "dp1"', 'mesh = "fsdp2"')
     (copy / "recipe.toml").write_text(text.replace("[communication]\n", "[communication]\nprefetch = 2\n"))
@@ -173,22 +175,22 @@ def test_check_passes_and_fails(vitpar: Command) -> None:
 
 @pytest.fixture(scope="module")
 def spoilt(place: Path) -> list[str]:
-    """Names of two bad training images and one bad validation image of the data in `place`/spoilt."""
+    """Copy the data to `place`/spoilt and damage two training images and one validation image. Return their names."""
     shutil.copytree(place / "data", place / "spoilt")
     return [damage(place / "spoilt", split, sample) for split, sample in (("train", 4), ("train", 11), ("val", 2))]
 
 
-def test_a_bad_image_ends_the_run_with_its_name(spoilt: list[str], vitpar: Command) -> None:
+def test_bad_image_ends_the_run_with_its_name(spoilt: list[str], vitpar: Command) -> None:
     done = vitpar("train", "--recipe", "recipe.toml", "--data", "spoilt", "--steps", "5")
     assert done.returncode == 2
     assert done.stderr.startswith("error: sample '") and done.stderr.count("\n") == 1
     assert any(name in done.stderr for name in spoilt)
 
 
-def test_bad_images_are_skipped_counted_and_the_same_everywhere(
+def test_skipped_bad_images_are_counted_equally_under_every_mesh(
     place: Path, spoilt: list[str], vitpar: Command
 ) -> None:
-    assert TRAIN * CLASSES <= 5 * 8 < 2 * TRAIN * CLASSES  # 5 steps are one epoch and a little
+    assert TRAIN * CLASSES <= 5 * 8 < 2 * TRAIN * CLASSES  # 5 steps are slightly more than one epoch
     runs = {}
     for mesh in ("dp1", "dp2"):
         words = ("--mesh", mesh, "--run-dir", f"skip-{mesh}", "--steps", "5", "--set", "data.bad_sample=skip")
@@ -254,7 +256,7 @@ BAD_INPUT = [
 @pytest.mark.parametrize(
     ("words", "message"), BAD_INPUT, ids=lambda value: " ".join(value) if type(value) is list else ""
 )
-def test_bad_input_is_refused_before_anything_starts(
+def test_invalid_input_is_refused_before_launch(
     words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -270,7 +272,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert sorted(place.iterdir()) == before, "something was left behind"
 
 
-def test_a_product_that_is_not_the_world_is_refused(
+def test_plan_must_match_the_world_size(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -300,7 +302,7 @@ def test_a_product_that_is_not_the_world_is_refused(
         (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses model.…"),
     ],
 )
-def test_other_commands_refuse_alike(
+def test_other_commands_refuse_invalid_input(
     words: list[str],
     message: str,
     place: Path,
@@ -312,7 +314,8 @@ def test_other_commands_refuse_alike(
     assert message in refusal(words, monkeypatch, capsys)
 
 
-def test_files_of_the_folder_one_is_in_are_not_modules(place: Path, vitpar: Command) -> None:
+def test_files_in_the_working_folder_are_not_imported(place: Path, vitpar: Command) -> None:
+    """Spawned ranks would otherwise import a file such as random.py in place of the standard library."""
     (place / "random.py").write_text("raise SystemExit('not this one')")
     done = vitpar("check", "--mesh", "dp2", "--set", "model.depth=1", "--set", "train.batch_size=4", launcher=("-P",))
     (place / "random.py").unlink()
@@ -320,7 +323,7 @@ def test_files_of_the_folder_one_is_in_are_not_modules(place: Path, vitpar: Comm
     assert "batch 4" in done.stdout
 
 
-def test_the_program_itself_refuses(vitpar: Command) -> None:
+def test_refusal_exits_with_2_and_one_error_line(vitpar: Command) -> None:
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "tp3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: tp3 does not divide") and done.stderr.count("\n") == 1
@@ -340,5 +343,5 @@ def test_help_has_an_example(command: str, monkeypatch: pytest.MonkeyPatch, caps
     assert "Example" in capsys.readouterr().out
 
 
-def test_packed_data_is_whole_after_all_this(place: Path, alone_run: Path) -> None:
+def test_packed_data_is_unchanged_by_all_commands(place: Path, alone_run: Path) -> None:
     assert len(ShardSet.open(place / "data", "val")) == VAL

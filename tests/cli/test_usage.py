@@ -1,4 +1,4 @@
-"""Command lines that cannot be understood: one sentence in one style, with what to do."""
+"""Command lines that cannot be parsed: one error line that says what to do."""
 
 import sys
 
@@ -41,7 +41,7 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("fly", "no such command 'fly'"),
     ],
 )
-def test_mistakes_get_a_sentence(
+def test_usage_errors_are_one_line_with_a_remedy(
     words: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed, code = said(words.split(), monkeypatch, capsys)
@@ -49,7 +49,7 @@ def test_mistakes_get_a_sentence(
     assert len(printed.splitlines()) == 1 and "╭" not in printed
 
 
-def test_help_is_no_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(["--version"], monkeypatch, capsys) == ("", 0)
     assert said(["train", "--help"], monkeypatch, capsys) == ("", 0)
     assert said(["settings", "wd"], monkeypatch, capsys) == ("", 0)

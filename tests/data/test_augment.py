@@ -1,4 +1,4 @@
-"""Policies, colour jitter, erasing, mixup and CutMix: right pixels, and randomness that belongs to the sample."""
+"""Augmentation policies, colour jitter, erasing, mixup and CutMix: correct pixels, and randomness fixed by the key."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ GREY = (128, 128, 128)
 
 
 def picture(size=32):
-    """Colours that no operation leaves alone by chance: uint8 [size, size, 3]."""
+    """Return a uint8 image [size, size, 3] whose colours every operation changes."""
     y, x = np.mgrid[0:size, 0:size]
     ramps = np.stack([x, y, (x + y) / 2], -1) / (size - 1)
     return (30 + 170 * ramps + 20 * ((x // 4 + y // 4) % 2)[:, :, None]).astype(np.uint8)
@@ -41,7 +41,7 @@ def test_increasing_levels_change_more(name):
     assert small < large
 
 
-def test_operations_are_what_their_names_say():
+def test_operations_match_their_definitions():
     image = picture().astype(int)
     assert np.array_equal(applied("Invert", 5), 255 - image)
     assert np.array_equal(applied("Posterize", 10), image & 0b11110000)
@@ -57,7 +57,7 @@ def test_operations_are_what_their_names_say():
     assert left and (right or (moved[:, 0] == 128).all())
 
 
-def test_policies_have_timms_names():
+def test_policies_parse_timms_names():
     assert parse_policy("rand-m9-n3-mstd0.5-inc1") == RandAugment(9, 3, 0.5, 0.5, True)
     assert parse_policy("rand") == RandAugment() and parse_policy("rand-p1") == RandAugment(probability=1.0)
     original, three = parse_policy("original"), parse_policy("3a")
@@ -78,7 +78,7 @@ def test_unknown_policies_are_refused(text):
         parse_policy(text)
 
 
-def test_levels_vary_as_asked():
+def test_levels_have_the_requested_spread():
     levels = [RandAugment(9, deviation=0.5)._level(Draws(key)) for key in range(2000)]
     assert abs(np.mean(levels) - 9) < 0.05 and abs(np.std(levels) - 0.5) < 0.05 and max(levels) <= 10
     spread = [RandAugment(8, deviation=101)._level(Draws(key)) for key in range(2000)]
@@ -95,7 +95,7 @@ def test_levels_vary_as_asked():
         {"erase": 1.0},
     ],
 )
-def test_pixels_are_a_function_of_the_key(settings):
+def test_augmented_pixels_depend_only_on_the_key(settings):
     plain, transform = TrainTransform(32, scale=(1, 1)), TrainTransform(32, scale=(1, 1), **settings)
     found = [transform(picture(48), Draws(key)) for key in range(12)]
     assert all(torch.equal(x, transform(picture(48), Draws(key))) for key, x in enumerate(found))
@@ -103,7 +103,7 @@ def test_pixels_are_a_function_of_the_key(settings):
     assert changed >= 8 and {(x.dtype, tuple(x.shape)) for x in found} == {(torch.uint8, (3, 32, 32))}
 
 
-def test_erased_boxes_are_noise_of_the_asked_size():
+def test_erased_boxes_are_noise_of_the_requested_size():
     shares = []
     for key in range(200):
         image = np.full((64, 64, 3), 7, np.uint8)
@@ -116,8 +116,8 @@ def test_erased_boxes_are_noise_of_the_asked_size():
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 2.5])
-def test_weights_have_the_beta_distribution(alpha):
-    """And each its own key's, whatever the others are."""
+def test_mix_weights_have_the_beta_distribution(alpha):
+    """Each weight depends only on its own key, not on the rest of the batch."""
     numbers = betas(keys_of(20_000), alpha, 3)
     assert abs(numbers.mean() - 0.5) < 0.015 and abs(numbers.var() - 0.25 / (2 * alpha + 1)) < 0.006
     assert np.array_equal(betas(keys_of(20_000)[500:600], alpha, 3), numbers[500:600])
@@ -132,7 +132,7 @@ def keys_of(batch):
 
 @pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(0.8, 1.0), Mix(0.8, 1.0, 0.5, 0.5, apart=3)])
 def test_images_and_labels_are_mixed_alike(mix):
-    """Constant images, so that their mean tells how much of each is left."""
+    """Images are constant, so their mean shows the weight of each partner."""
     batch, size = 23, 32
     mixed = mix(keys_of(batch), size)
     assert np.array_equal(mixed.partners[mixed.partners], np.arange(batch))
@@ -147,19 +147,19 @@ def test_images_and_labels_are_mixed_alike(mix):
     assert np.allclose(labels[:, 0] * labels[:, 2] + labels[:, 1] * (1 - labels[:, 2]), expected)
 
 
-def test_how_often_pairs_are_mixed_and_cut():
+def test_mixing_and_cutmix_have_the_requested_probabilities():
     mixed = Mix(0.8, 1.0, probability=0.7, switch=0.25)(keys_of(8000), 224)
     touched = mixed.weights < 1
     assert abs(touched.mean() - 0.7) < 0.03 and abs(mixed.boxes.any(1).sum() / touched.sum() - 0.25) < 0.03
 
 
-def test_skipped_images_take_their_partners_with_them():
+def test_skipped_image_also_drops_its_partner():
     mixed = Mix(0.8)(keys_of(4), 8)
     assert mixed.labels(torch.tensor([5, -1, 3, 2]), -1)[:, :2].tolist() == [[-1, -1], [-1, -1], [3, 2], [2, 3]]
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [5, 4, 3], [0, 2, 4], [1, 6]])
-def test_any_rows_of_a_batch_are_mixed_the_same(rows):
+def test_mixing_part_of_a_batch_equals_mixing_all_of_it(rows):
     mix = Mix(0.8, 1.0, apart=2)
     mixed, images = mix(keys_of(7), 8), torch.rand(7, 3, 8, 8)
     needed = mix.needed(rows, 7)
@@ -167,7 +167,7 @@ def test_any_rows_of_a_batch_are_mixed_the_same(rows):
     assert torch.equal(mixed.images(images[needed], needed, len(rows)), mixed.images(images, range(7), 7)[rows])
 
 
-def test_wrong_settings_are_refused():
+def test_invalid_mix_settings_are_refused():
     with pytest.raises(RecipeError, match=r"mixup -1 and cutmix 0.0 must not be negative"):
         Mix(mixup=-1)
     with pytest.raises(RecipeError, match="mix switch 2 is not a probability"):

@@ -1,4 +1,4 @@
-"""Shards that others wrote, and reading everything back."""
+"""Indexing of shards written by other tools, and verification of every sample."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def write_tar(path, members):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Two training shards and one for validation, written by webdataset itself."""
+    """Write two training shards and one validation shard with the webdataset library."""
     for name, first, count in (("a-train-0", 0, 5), ("a-train-1", 5, 4), ("a-val-0", 9, 3)):
         with webdataset.TarWriter(str(tmp_path / f"{name}.tar")) as writer:
             for i in range(first, first + count):
@@ -37,7 +37,7 @@ def foreign(tmp_path):
 
 
 @pytest.mark.parametrize(("labels", "classes"), [(Labels(), 3), (Labels("json"), 2)])
-def test_shards_of_others_are_indexed_and_trained_on(foreign, labels, classes):
+def test_webdataset_shards_are_indexed_and_trained_on(foreign, labels, classes):
     before = {path.name: path.read_bytes() for path in foreign.glob("*.tar")}
     manifest = index(foreign, labels=labels)
     assert {name: split.samples for name, split in manifest.splits.items()} == {"train": 9, "val": 3}
@@ -51,7 +51,7 @@ def test_shards_of_others_are_indexed_and_trained_on(foreign, labels, classes):
     assert not list(verify(foreign))
 
 
-def test_folders_name_classes(tmp_path):
+def test_folder_names_become_classes(tmp_path):
     for shard, names in enumerate((("bee/1.png", "ant/2.png"), ("cat/3.JPEG", "bee/4.png"))):
         write_tar(tmp_path / f"x-{shard}.tar", [(name, encoded(int(name[4]))) for name in names])
     index(tmp_path, labels=Labels("folder"), splits={"train": "x-*.tar"})
@@ -79,7 +79,7 @@ PNG = encoded(1)
         ([("a.txt", b"hello")], "shard '.*x.tar' holds no images with labels"),
     ],
 )
-def test_bad_shards_are_refused_by_name(tmp_path, members, message):
+def test_bad_shard_error_names_the_sample(tmp_path, members, message):
     write_tar(tmp_path / "x.tar", members)
     with pytest.raises(DataError, match=message):
         index(tmp_path)
@@ -102,7 +102,7 @@ def test_truncated_shards_are_refused(tmp_path, kept):
         index(tmp_path)
 
 
-def test_what_cannot_be_indexed_is_refused(tmp_path):
+def test_folders_without_usable_shards_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no \.tar files in"):
         index(tmp_path)
     (tmp_path / "a.tar.gz").write_bytes(b"")
@@ -135,8 +135,8 @@ def test_verify_names_each_bad_sample(tmp_path):
     assert len(json.loads(shown.stdout)["bad"]) == 1
 
 
-def test_a_replaced_shard_is_noticed(tmp_path):
-    """Where it is opened, and at the beginning of every epoch."""
+def test_replaced_shard_is_detected(tmp_path):
+    """The check runs when a shard is opened, and at the start of every epoch."""
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed")
     path = tmp_path / "packed" / "train-000000.tar"
@@ -158,7 +158,7 @@ def test_a_replaced_shard_is_noticed(tmp_path):
         next(batches)
 
 
-def test_a_new_index_keeps_the_names_of_classes(tmp_path):
+def test_reindexing_keeps_the_class_names(tmp_path):
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed")
     before = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
@@ -168,7 +168,7 @@ def test_a_new_index_keeps_the_names_of_classes(tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()} == before
 
 
-def test_a_failed_index_leaves_the_one_before(foreign):
+def test_failed_indexing_leaves_the_old_index(foreign):
     index(foreign)
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
     write_tar(foreign / "a-val-1.tar", [("a.txt", b"no image")])
@@ -187,7 +187,7 @@ def test_a_failed_index_leaves_the_one_before(foreign):
         ("0001.tar", "train"),
     ],
 )
-def test_names_tell_splits(tmp_path, name, split):
+def test_file_names_determine_the_split(tmp_path, name, split):
     write_tar(tmp_path / name, [("a.png", PNG), ("a.cls", b"0")])
     assert list(index(tmp_path).splits) == [split]
 
@@ -201,7 +201,7 @@ def test_absurd_labels_are_refused(tmp_path):
         index(tmp_path, labels=Labels("folder"))
 
 
-def test_the_command_indexes(foreign):
+def test_index_command_works(foreign):
     names = foreign / "names.txt"
     names.write_text("ant\nbee\ncat\n")
     done = CliRunner().invoke(app, ["index", str(foreign), "--split", "train=a-train-*.tar", "--classes", str(names)])

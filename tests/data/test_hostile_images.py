@@ -1,4 +1,4 @@
-"""Images that were made to run code or to take memory or time without end."""
+"""Images made to run code or to exhaust memory or time."""
 
 import io
 import os
@@ -33,7 +33,7 @@ EVAL = EvalTransform(8)
 
 @pytest.fixture
 def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a `gs` first in PATH that leaves this file when it runs."""
+    """Put a fake `gs` first in PATH. It creates the returned file if it ever runs."""
     ran, program = tmp_path / "ran", tmp_path / "bin" / "gs"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch {ran}\n")
@@ -43,7 +43,7 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return ran
 
 
-def test_ghostscript_never_starts(tmp_path: Path, ghostscript: Path) -> None:
+def test_ghostscript_never_runs(tmp_path: Path, ghostscript: Path) -> None:
     with pytest.raises(BadImage):
         decode(EPS)
     shards = tmp_path / "shards"
@@ -64,14 +64,14 @@ def test_ghostscript_never_starts(tmp_path: Path, ghostscript: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "PPM", "TGA", "PCX", "DDS", "SGI"])
-def test_other_formats_are_refused(kind: str) -> None:
+def test_unsupported_formats_are_refused(kind: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, kind)
     with pytest.raises(BadImage, match="known image format"):
         decode(file.getvalue())
 
 
-def test_an_image_that_claims_many_pixels_is_refused() -> None:
+def test_image_claiming_too_many_pixels_is_refused() -> None:
     data = jpeg(16, 16)
     place = data.index(b"\xff\xc0") + 5
     with pytest.raises(BadImage, match="60000 x 60000 pixels, more than 134,217,728"):
@@ -83,7 +83,7 @@ def test_an_image_that_claims_many_pixels_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_large_jpeg_is_decoded_at_half_its_size(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_jpeg_is_decoded_at_half_size(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
         monkeypatch.setattr(images_module, "simplejpeg", None)
     whole = decode(jpeg(101, 61))
@@ -93,7 +93,7 @@ def test_a_large_jpeg_is_decoded_at_half_its_size(fast: bool, monkeypatch: pytes
     assert np.abs(half[:, :50].astype(int) - whole[::2, :100:2]).max() <= 4
 
 
-def test_a_long_thin_image_is_not_blown_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_thin_image_is_not_enlarged_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     thin = np.random.default_rng(0).integers(0, 256, (1, 65_000, 3), np.uint8)
     sizes: list[tuple[int, int]] = []
     module = sys.modules["vitpar.data.transforms.sample"]
@@ -106,7 +106,7 @@ def test_a_long_thin_image_is_not_blown_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == [(9, 576), (576, 9), (9, 450)]
 
 
-def test_a_jpeg_of_many_scans_is_refused() -> None:
+def test_jpeg_with_too_many_scans_is_refused() -> None:
     file = io.BytesIO()
     Image.fromarray(decode(jpeg(64, 64))).save(file, "JPEG", progressive=True)
     data = file.getvalue()
@@ -114,5 +114,6 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
     last = data[data.rindex(b"\xff\xda") : -2]
     with pytest.raises(BadImage, match="more than 100 scans"):
         decode(data[:-2] + 100 * last + data[-2:])
-    film = np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()  # as phones put behind an image
+    # Phones append a video like this to a photo.
+    film = np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()
     assert film.count(b"\xff\xda") > 100 and decode(data + film).shape == (64, 64, 3)

@@ -1,5 +1,4 @@
-"""Shards, their index and streams of them that were made to take memory or time without end, or to train on damage
-silently."""
+"""Shards, indexes and streams made to exhaust memory or time, or to train silently on damaged data."""
 
 import gzip
 import io
@@ -31,7 +30,8 @@ from vitpar.errors import DataError
 from vitpar.limits import MAX_TAR_EXTENDED_BYTES, MAX_TAR_PADDING_BYTES
 
 
-def test_every_flipped_bit_of_an_indexed_image_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_in_an_indexed_image_is_detected(tmp_path: Path) -> None:
+    """JPEG decoders accept most damaged files, so the index has checksums."""
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed")
     shards = ShardSet.open(tmp_path / "packed", "train")
@@ -50,7 +50,8 @@ def test_every_flipped_bit_of_an_indexed_image_is_found(tmp_path: Path) -> None:
         os.utime(path, ns=(0, shards._stamps[path][1]))
 
 
-def test_a_stream_refuses_what_strict_decoding_finds(tmp_path: Path) -> None:
+def test_stream_refuses_images_that_fail_strict_decoding(tmp_path: Path) -> None:
+    """Streams have no checksums, so the decoder must be strict where Pillow fills in missing data."""
     data = jpeg(64, 64)
     damaged = data[:-40] + b"\xff\xd9"
     assert decode(damaged).shape == (64, 64, 3), "Pillow fills what is missing"
@@ -69,7 +70,7 @@ def test_a_stream_refuses_what_strict_decoding_finds(tmp_path: Path) -> None:
         (lambda data: data.replace(b"1", b"2"), None),
     ],
 )
-def test_verify_looks_at_headers_and_labels(
+def test_verify_checks_headers_and_labels(
     tmp_path: Path, change: Callable[[bytes], bytes], message: str | None
 ) -> None:
     path = write_tar(tmp_path / "train-0.tar", ("a.png", encoded(0)), ("a.cls", b"1"), ("b.png", encoded(1)))
@@ -80,7 +81,7 @@ def test_verify_looks_at_headers_and_labels(
     index(tmp_path)
     assert not list(verify(tmp_path))
     data = path.read_bytes()
-    if message is None:  # another label
+    if message is None:  # change a label instead of bytes
         place = data.index(b"a.cls") + 512
         path.write_bytes(data[:place] + b"0" + data[place + 1 :])
         message = "its members or their labels are not those of the index"
@@ -132,12 +133,12 @@ def test_hostile_tar_files_are_refused(name: str, tmp_path: Path) -> None:
     assert streamed(path) == [1] and len(ShardSet.open(tmp_path, "train")) == 1
 
 
-def test_extended_attributes_are_passed_over(tmp_path: Path) -> None:
+def test_extended_attributes_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "train-0.tar").write_bytes(pax(**{"SCHILY.xattr.user.x": "y" * 9000}) + SAMPLE + LABEL + END)
     index(tmp_path)
     assert len(ShardSet.open(tmp_path, "train")) == 1 and not list(verify(tmp_path))
     manifest = json.loads((tmp_path / "dataset.json").read_text())
-    for labels in ("cls", None):  # None: of an older version
+    for labels in ("cls", None):  # None: written by an older version
         (tmp_path / "dataset.json").write_text(json.dumps({**manifest, "labels": labels}))
         assert not list(verify(tmp_path))
     path = tmp_path / "train-0.tar"
@@ -146,7 +147,7 @@ def test_extended_attributes_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_compressed_stream_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_stream_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, "train", [2])
     (tmp_path / "bomb.tar.gz").write_bytes(gzip.compress((tmp_path / "train-0.tar").read_bytes() + bytes(1 << 24)))
     monkeypatch.setattr(zlib, "decompressobj", None)
@@ -154,7 +155,7 @@ def test_a_compressed_stream_is_not_unpacked(tmp_path: Path, monkeypatch: pytest
         streamed(tmp_path / "bomb.tar.gz")
 
 
-def test_labels_nested_without_end_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_json_labels_are_refused(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "train-0.tar", ("a.png", encoded(0)), ("a.json", b"[" * 200_000))
     with pytest.raises(DataError, match="has no field 'label'"):
         index(tmp_path, labels=Labels("json"))
@@ -164,7 +165,7 @@ def test_labels_nested_without_end_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["train-0.tar", "dataset.json", "train.index.npy", "list.csv", "cifar.tar.gz"])
-def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_named_pipes_are_refused_without_waiting(name: str, tmp_path: Path) -> None:
     write_shards(tmp_path, "train", [2])
     index(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
@@ -194,13 +195,13 @@ def test_braces_are_counted_before_they_are_expanded(pattern: str) -> None:
         ("x" * 1_000_000, "has 1,000,000 characters"),
     ],
 )
-def test_strange_patterns_are_refused(pattern: str, message: str) -> None:
+def test_invalid_url_patterns_are_refused(pattern: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as refused:
         urls.expand(pattern)
     assert len(str(refused.value)) < 400
 
 
-def test_numbers_outside_braces_may_be_long() -> None:
+def test_long_numbers_outside_braces_are_accepted() -> None:
     url = f"https://host/x-{{0..1}}.tar?sig={'1' * 64}"
     assert len(urls.expand(url)) == 2
 
@@ -208,13 +209,13 @@ def test_numbers_outside_braces_may_be_long() -> None:
 @pytest.mark.parametrize(
     "pattern", ["a{0..9}b{x,y}", "{1,{2,3}{4,5}}", "{00..12..5}", "{a..e..2}", "{9..1}", "x{}y{z}"]
 )
-def test_counted_braces_are_those_that_are_expanded(pattern: str) -> None:
+def test_brace_count_matches_the_expansion(pattern: str) -> None:
     counted, expanded = urls._expansions(pattern), len(urls.expand(pattern))
     assert counted == expanded or ("a..e" in pattern and counted > expanded)
 
 
 @pytest.mark.timeout(30)
-def test_a_manifest_of_too_many_classes_is_refused(tmp_path: Path) -> None:
+def test_manifest_with_too_many_classes_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, "train", [2])
     index(tmp_path)
     manifest = json.loads((tmp_path / "dataset.json").read_text())
@@ -224,7 +225,7 @@ def test_a_manifest_of_too_many_classes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0.tar", "a\ud800.tar", "x" * 5000])
-def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> None:
+def test_impossible_file_names_are_refused(tmp_path: Path, name: str) -> None:
     write_shards(tmp_path, "train", [2])
     index(tmp_path)
     text = (tmp_path / "dataset.json").read_text()
@@ -234,10 +235,10 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> N
     assert len(str(refused.value)) < 700
 
 
-def test_an_index_has_the_rows_that_the_shards_are_said_to_have(tmp_path: Path) -> None:
+def test_index_must_have_the_rows_of_the_manifest(tmp_path: Path) -> None:
     write_shards(tmp_path, "train", [2, 3])
     index(tmp_path)
-    for samples in (1, 4):  # of the second shard
+    for samples in (1, 4):  # wrong count for the second shard
         manifest = json.loads((tmp_path / "dataset.json").read_text())
         manifest["splits"]["train"]["shards"][1]["samples"] = samples
         (tmp_path / "dataset.json").write_text(json.dumps(manifest))
@@ -245,7 +246,7 @@ def test_an_index_has_the_rows_that_the_shards_are_said_to_have(tmp_path: Path) 
             ShardSet.open(tmp_path, "train")
 
 
-def test_an_index_that_claims_many_rows_takes_no_memory(tmp_path: Path) -> None:
+def test_index_claiming_many_rows_allocates_nothing(tmp_path: Path) -> None:
     write_shards(tmp_path, "train", [2])
     index(tmp_path)
     path = tmp_path / "train.index.npy"

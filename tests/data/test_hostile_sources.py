@@ -1,4 +1,4 @@
-"""Files to be packed that were made to run code, to take memory or time without end, or to give damaged images."""
+"""Source files for packing that were made to run code, exhaust memory or time, or yield damaged images."""
 
 import gzip
 import pickle
@@ -22,7 +22,7 @@ from vitpar.errors import DataError
 
 
 @pytest.mark.timeout(30)
-def test_rings_of_links_end(tmp_path: Path) -> None:
+def test_symlink_cycles_terminate(tmp_path: Path) -> None:
     labels = write_tree(tmp_path / "source")
     for name in ("up", "again"):
         (tmp_path / "source" / "train" / "ant" / name).symlink_to("..", target_is_directory=True)
@@ -35,14 +35,14 @@ def test_rings_of_links_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0.png", "x" * 5000])
-def test_names_in_lists_are_refused_where_no_file_can_have_them(tmp_path: Path, name: str) -> None:
+def test_impossible_file_names_in_lists_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "list.csv").write_text(f"path,label,split\n{name},1,train\n{name},0,val\n")
     with pytest.raises(DataError) as refused:
         open_source(tmp_path / "list.csv").splits["train"].read(0)
     assert len(str(refused.value)) < 700
 
 
-def test_zip_entries_give_what_they_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zip_entry_larger_than_its_claim_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_zips(tmp_path / "source")
     path = tmp_path / "source" / "train.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -62,7 +62,7 @@ def test_zip_entries_give_what_they_claim(tmp_path: Path, monkeypatch: pytest.Mo
         open_source(tmp_path / "source").splits["train"].read(0)
 
 
-def test_parquet_files_that_grow_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_files_that_expand_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     image = pa.array([{"bytes": b"x" * (1 << 20)}] * 64, pa.struct({"bytes": pa.binary()}))
     path = tmp_path / "train.parquet"
@@ -78,7 +78,7 @@ def test_parquet_files_that_grow_in_memory_are_refused(tmp_path: Path, monkeypat
         open_source(tmp_path).splits["train"].read(0)
 
 
-def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+def test_damaged_tfrecord_is_refused(tmp_path: Path) -> None:
     write_tfrecords(tmp_path / "source")
     path = next((tmp_path / "source").glob("train-*"))
     whole = path.read_bytes()
@@ -97,7 +97,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cifar(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
-    """Writes CIFAR-100 with this pickle for its training images."""
+    """Yield a function that writes CIFAR-100 with a given pickle for its training images."""
 
     def write(train: bytes) -> Path:
         folder = tmp_path / "cifar"
@@ -112,7 +112,7 @@ def cifar(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
 
 
 class Forged:
-    """An array whose type says that its bytes are pointers to objects."""
+    """Array whose forged dtype claims that its bytes are pointers to objects."""
 
     def __init__(self, code: str, state: tuple[Any, ...]) -> None:
         self.code, self.state = code, state
@@ -147,7 +147,7 @@ PLAIN = (3, "|", None, None, None, -1, -1, 0)
         ("f8", (3, "<", None, None, None, -1, -1, 0), "its numbers are of type f8"),
     ],
 )
-def test_forged_arrays_are_refused(
+def test_forged_pickled_arrays_are_refused(
     code: str, state: tuple[Any, ...], message: str | None, cifar: Callable[[bytes], Path]
 ) -> None:
     folder = cifar(pickle.dumps({b"data": Forged(code, state), b"fine_labels": [0, 1]}, protocol=2))
@@ -158,7 +158,7 @@ def test_forged_arrays_are_refused(
             open_source(folder)
 
 
-def test_pickles_cannot_ask_for_room(cifar: Callable[[bytes], Path]) -> None:
+def test_pickles_cannot_allocate_without_limit(cifar: Callable[[bytes], Path]) -> None:
     with pytest.raises(DataError, match="an object has too high a number"):
         open_source(cifar(b"\x80\x02}r\xff\xff\xff\x7f."))
     with pytest.raises(DataError, match="cannot be read"):
@@ -166,7 +166,7 @@ def test_pickles_cannot_ask_for_room(cifar: Callable[[bytes], Path]) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_lists_that_share_their_items_are_not_expanded(cifar: Callable[[bytes], Path]) -> None:
+def test_nested_shared_lists_are_not_expanded(cifar: Callable[[bytes], Path]) -> None:
     labels: list[Any] = [1] * 1000
     for _ in range(3):
         labels = [labels] * 1000
@@ -181,13 +181,13 @@ def test_lists_that_share_their_items_are_not_expanded(cifar: Callable[[bytes], 
 
 
 @pytest.mark.timeout(60)
-def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["vitpar.data.sources.arrays"], "MAX_RECORD_BYTES", 1 << 22)
     path = tmp_path / "cifar.tar.gz"
     path.write_bytes(gzip.compress(header("data_batch_1", tarfile.REGTYPE, 1 << 30) + bytes(1 << 24)))
     with pytest.raises(DataError, match="it unpacks to more than"):
         open_source(path)
-    with path.open("r+b") as file:  # behind what is compressed there is nothing to be read, however much it is
+    with path.open("r+b") as file:  # nothing after the compressed data is read, however long the file is
         file.write(gzip.compress(bytes(1024)))
         file.truncate(1 << 40)
     with pytest.raises(DataError, match="no archive of CIFAR"):

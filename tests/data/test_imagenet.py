@@ -1,4 +1,4 @@
-"""The archives of ILSVRC2012 are packed in one command, and damaged ones are refused."""
+"""The ILSVRC2012 archives: packed with one command, and refused if damaged."""
 
 import json
 import struct
@@ -24,7 +24,7 @@ FIELDS = ("ILSVRC2012_ID", "WNID", "words", "num_children")
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_archives_are_packed_in_one_command(tmp_path: Path, compressed: bool) -> None:
+def test_imagenet_archives_are_packed_with_one_command(tmp_path: Path, compressed: bool) -> None:
     write_imagenet(tmp_path / "source", compressed=compressed)
     done = run(tmp_path, ["data", "pack", "source", "packed"])
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_archives_are_packed_in_one_command(tmp_path: Path, compressed: bool) ->
 
 
 @pytest.mark.parametrize("missing", ["ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"])
-def test_a_missing_archive_is_named(tmp_path: Path, missing: str) -> None:
+def test_missing_archive_is_named(tmp_path: Path, missing: str) -> None:
     write_imagenet(tmp_path)
     (tmp_path / missing).unlink()
     with pytest.raises(DataError, match=f"has no {missing}: put ImageNet's three archives into one folder"):
@@ -61,16 +61,14 @@ def test_a_missing_archive_is_named(tmp_path: Path, missing: str) -> None:
         ([("n01440764.tar", tar([("a.JPEG", b"x")]))] * 2, "or is there twice"),
     ],
 )
-def test_train_archives_that_are_none_are_refused(
-    tmp_path: Path, members: list[tuple[str, bytes]], message: str
-) -> None:
+def test_invalid_train_archives_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], message: str) -> None:
     write_imagenet(tmp_path)
     (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar(members))
     with pytest.raises(DataError, match=message):
         open_source(tmp_path)
 
 
-def test_an_inner_archive_cannot_reach_beyond_its_end(tmp_path: Path) -> None:
+def test_inner_archive_cannot_read_past_its_end(tmp_path: Path) -> None:
     write_imagenet(tmp_path)
     inner = bytearray(tar([("a.JPEG", b"x" * 600)]))
     block = tarfile.TarInfo("a.JPEG")
@@ -82,7 +80,7 @@ def test_an_inner_archive_cannot_reach_beyond_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truth", [TRUTH[:-2], TRUTH + b"1\n", b"9" + TRUTH[1:], b"x" + TRUTH[1:], b"4" + TRUTH[1:]])
-def test_truth_that_does_not_fit_is_refused(tmp_path: Path, truth: bytes) -> None:
+def test_invalid_ground_truth_is_refused(tmp_path: Path, truth: bytes) -> None:
     write_imagenet(tmp_path)
     write_kit(tmp_path, meta(), truth)
     with pytest.raises(DataError, match=r"does not have the|has a line that is no class"):
@@ -92,7 +90,7 @@ def test_truth_that_does_not_fit_is_refused(tmp_path: Path, truth: bytes) -> Non
 @pytest.mark.parametrize(
     "changed", [{"WNID": "n02100735"}, {"WNID": "fox"}, {"words": np.eye(3)}, {"num_children": "x"}]
 )
-def test_tables_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_invalid_synset_tables_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     write_imagenet(tmp_path)
     write_kit(tmp_path, meta(**changed), TRUTH)
     with pytest.raises(DataError, match=r"(meta.mat in .* cannot be used|has a line that is no class)"):
@@ -100,7 +98,7 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, A
 
 
 @pytest.mark.timeout(30)
-def test_hostile_tables_are_refused() -> None:
+def test_hostile_matlab_files_are_refused() -> None:
     whole = meta()
     header, body = whole[:128], meta(compressed=False)[128:]
     bomb = zlib.compress(bytes(1 << 26))
@@ -113,7 +111,7 @@ def test_hostile_tables_are_refused() -> None:
         header + struct.pack("<II", 15, 4) + b"none",
         header + struct.pack("<II", 14, 0xFFFFFFFF),
         header + (struct.pack("<II", 14, 1 << 10) + bytes(1 << 10)),
-        # An array of 2^31 - 1 structs in a few bytes.
+        # A few bytes that claim an array of 2^31 - 1 structs.
         header + body.replace(struct.pack("<IIii", 5, 8, 4, 1), struct.pack("<IIii", 5, 8, (1 << 31) - 1, 1), 1),
     ]
     for data in hostile:
@@ -126,7 +124,7 @@ def test_hostile_tables_are_refused() -> None:
         read_table(header + nested, "synsets", FIELDS, 1 << 22)
 
 
-def test_an_archive_that_shrinks_is_noticed(tmp_path: Path) -> None:
+def test_shrunken_archive_is_detected(tmp_path: Path) -> None:
     write_imagenet(tmp_path)
     source = open_source(tmp_path)
     path = tmp_path / "ILSVRC2012_img_train.tar"

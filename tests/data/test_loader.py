@@ -1,4 +1,4 @@
-"""Batches: one global order under every plan, pixels that follow the sample, and faults that surface."""
+"""Data loader: the same global order and pixels under every plan, and handling of bad samples."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """21 training and 9 validation images of 3 classes."""
+    """Pack 21 training and 9 validation images of 3 classes."""
     folder = tmp_path_factory.mktemp("data")
     write_tree(folder / "source")
     pack(folder / "source", folder / "packed", shard_samples=8)
@@ -45,7 +45,7 @@ def val(packed):
 
 @pytest.fixture
 def damaged(tmp_path):
-    """A data set whose training samples 4 and 11 and validation sample 2 are not what they were."""
+    """Pack data, then damage training samples 4 and 11 and validation sample 2."""
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
     for split, numbers in (("train", (4, 11)), ("val", (2,))):
@@ -58,12 +58,12 @@ def damaged(tmp_path):
 
 
 def TrainLoader(shards, transform, *, seed=0, **settings):
-    """In the usual order."""
+    """Return a loader with the default sample order."""
     return Loader(shards, transform, order=SampleOrder(seed, len(shards)), **settings)
 
 
 def take(loader, count):
-    """The first `count` batches."""
+    """Return the first `count` batches."""
     batches = iter(loader)
     found = [next(batches) for _ in range(count)]
     batches.close()
@@ -71,13 +71,14 @@ def take(loader, count):
 
 
 def joined(loaders, steps, field):
-    """`field` of the first `steps` global batches, put together from the loaders of all ranks."""
+    """Return `field` of the first `steps` global batches, concatenated from the loaders of all ranks."""
     parts = [[getattr(batch, field) for batch in take(loader, steps)] for loader in loaders]
     return torch.cat([torch.cat(ranks) for ranks in zip(*parts, strict=True)])
 
 
 @pytest.mark.parametrize(("parts", "workers"), [(1, 1), (1, 3), (2, 0), (3, 2), (6, 0), (6, 1)])
-def test_the_plan_changes_neither_order_nor_pixels(train, parts, workers):
+def test_order_and_pixels_do_not_depend_on_the_plan(train, parts, workers):
+    """Losses of different plans are comparable only if every sample is the same in each of them."""
     steps = 8  # 48 samples: more than two epochs, one of them ending inside a batch
     alone = take(TrainLoader(train, TRAIN, batch_size=6, seed=1, workers=0), steps)
     for part in range(parts):
@@ -88,7 +89,7 @@ def test_the_plan_changes_neither_order_nor_pixels(train, parts, workers):
             assert torch.equal(a.labels, b.labels) and torch.equal(a.keys, b.keys)
 
 
-def test_pixels_and_keys_follow_the_sample_through_the_epochs(train):
+def test_keys_differ_between_epochs_and_pixels_match_samples(train):
     keys = joined([TrainLoader(train, TRAIN, batch_size=7)], 6, "keys")
     assert len(set(keys.tolist())) == 42
     other = joined([TrainLoader(train, TRAIN, batch_size=7, seed=1)], 6, "keys")
@@ -102,12 +103,13 @@ def test_pixels_and_keys_follow_the_sample_through_the_epochs(train):
     assert distance.argmin(1).tolist() == list(range(21))
 
 
-def test_repeats_of_a_sample_have_randomness_of_their_own(train):
+def test_repeats_of_a_sample_have_different_keys(train):
     order = SampleOrder(0, len(train), repeats=3)
     batch = next(iter(Loader(train, TRAIN, order=order, batch_size=12)))
     assert len(set(batch.keys.tolist())) == 12
     assert all(len(set(batch.labels[start : start + 3].tolist())) == 1 for start in range(0, 12, 3))
-    assert len({image.numpy().tobytes() for image in batch.images}) > 8  # of 4 samples
+    # 4 samples, each with 3 different augmentations.
+    assert len({image.numpy().tobytes() for image in batch.images}) > 8
 
 
 def test_start_continues_where_another_loader_stopped(train):
@@ -119,7 +121,8 @@ def test_start_continues_where_another_loader_stopped(train):
     assert (rest[0].samples, rest[0].epoch) == (24, 24 / 21)
 
 
-def test_without_pixels_no_shard_is_opened(packed, monkeypatch):
+def test_ranks_without_images_open_no_shard(packed, monkeypatch):
+    """Ranks that take no images, such as later pipeline stages, need only labels and keys."""
     train, val = ShardSet.open(packed, "train"), ShardSet.open(packed, "val")
     full = take(TrainLoader(train, TRAIN, batch_size=6), 5)
     full_eval = list(EvalLoader(val, EVAL, batch_size=4))
@@ -148,7 +151,7 @@ def test_evaluation_covers_every_sample_once(val, parts, batch_size, workers):
     assert torch.equal(images[:9], alone) and not images[9:].any()
 
 
-def test_padding_is_not_decoded(val, monkeypatch):
+def test_padding_reads_no_image(val, monkeypatch):
     read, original = [], ShardSet.read
     monkeypatch.setattr(ShardSet, "read", lambda self, i: (read.append(i), original(self, i))[1])
     list(EvalLoader(val, EVAL, batch_size=16))
@@ -156,7 +159,7 @@ def test_padding_is_not_decoded(val, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_sample_fails_by_name(damaged, workers):
+def test_bad_sample_error_names_the_sample(damaged, workers):
     shards = ShardSet.open(damaged, "train")
     message = r"sample 'train-00000[01].tar/000000(04|11)' of '.*packed': its bytes are not those that were indexed"
     with pytest.raises(DataError, match=message):
@@ -165,7 +168,7 @@ def test_a_bad_sample_fails_by_name(damaged, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_sample_is_skipped_counted_and_named(damaged, workers):
+def test_skipped_bad_sample_is_counted_and_named(damaged, workers):
     shards = ShardSet.open(damaged, "train")
     loader = TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip")
     batches = take(loader, 6)
@@ -184,7 +187,8 @@ def test_a_bad_sample_is_skipped_counted_and_named(damaged, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_lost_shard_is_never_skipped(damaged, workers):
+def test_missing_shard_is_never_skipped(damaged, workers):
+    """data.bad_sample=skip is for single bad images. A lost file would silently remove a part of the data."""
     shards = ShardSet.open(damaged, "train")
     for path in damaged.glob("*.tar"):
         path.unlink()
@@ -196,7 +200,7 @@ def decoding_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("vitpar-decode")]
 
 
-def test_closing_or_dropping_the_iterator_stops_the_threads(train):
+def test_closing_or_dropping_the_iterator_stops_its_threads(train):
     batches = iter(TrainLoader(train, TRAIN, batch_size=8, workers=3))
     next(batches)
     assert decoding_threads()
@@ -209,7 +213,8 @@ def test_closing_or_dropping_the_iterator_stops_the_threads(train):
     assert not decoding_threads()
 
 
-def test_a_program_that_never_closes_its_loader_still_ends(packed):
+def test_program_with_an_unclosed_loader_still_exits(packed):
+    """Decoding threads must not keep the interpreter alive."""
     program = """if True:
         import sys
         from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform
@@ -229,7 +234,7 @@ def test_a_program_that_never_closes_its_loader_still_ends(packed):
         ({"batch_size": 4, "bad_sample": "ignore"}, RecipeError, "unknown way 'ignore' to treat a bad sample"),
     ],
 )
-def test_wrong_settings_are_refused(train, val, settings, error, message):
+def test_invalid_loader_settings_are_refused(train, val, settings, error, message):
     for loader, shards, transform in ((TrainLoader, train, TRAIN), (EvalLoader, val, EVAL)):
         with pytest.raises(error, match=message):
             loader(shards, transform, **settings)

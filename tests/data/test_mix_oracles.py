@@ -1,4 +1,4 @@
-"""Mixup and CutMix, compared with timm's own code: boxes pixel for pixel, weights, and what is blended and pasted."""
+"""Mixup and CutMix compared with timm's code: boxes pixel for pixel, weights, blended and pasted pixels."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +21,7 @@ timms = timm.data.mixup
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """The random numbers of timm."""
+    """Seed timm's random numbers, and restore their state afterwards."""
     state = np.random.get_state()
     np.random.seed(0)
     yield
@@ -34,15 +34,18 @@ def keys_of(batch: int) -> NDArray[np.int64]:
 
 
 def drawing(patch: pytest.MonkeyPatch, cut: float, top: float, left: float, weight: float) -> None:
-    """Let every pair draw these numbers; `cut` decides by which of both it is mixed."""
+    """Make every pair draw these numbers; `cut` selects between mixup and CutMix."""
     numbers = {module._WHETHER: 0.0, module._WHICH: cut, module._TOP: top, module._LEFT: left}
     patch.setattr(module, "uniforms", lambda keys, which: np.full(len(keys), numbers[which]))
     patch.setattr(module, "betas", lambda keys, alpha, which: np.full(len(keys), weight))
 
 
 @pytest.mark.parametrize("size", [7, 8, 32, 33, 224])
-def test_boxes_are_timms(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Centres along a diagonal, many weights: boxes are clipped at all edges, weights corrected by what is cut off."""
+def test_cutmix_boxes_match_timm(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Centres lie along a diagonal and weights vary, so boxes are clipped at every edge.
+
+    The weights count the clipped area.
+    """
     centres = range(size) if size < 100 else range(0, size, 9)
     for weight in (0.0, 0.02, 0.11, 0.25, 0.5, 0.77, 0.9, 0.99, 0.9999, 1.0):
         for centre in centres:
@@ -57,7 +60,7 @@ def test_boxes_are_timms(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert mixed.weights == pytest.approx([left_over] * 2, abs=1e-12)
 
 
-def test_boxes_and_weights_have_timms_distribution() -> None:
+def test_box_and_weight_distributions_match_timm() -> None:
     size, pairs = 64, 8000
     mixed = Mix(cutmix=1.0)(keys_of(2 * pairs), size)
     theirs = [timms.cutmix_bbox_and_lam((3, size, size), np.random.beta(1.0, 1.0)) for _ in range(pairs)]
@@ -72,8 +75,8 @@ def test_boxes_and_weights_have_timms_distribution() -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["mixup", "cutmix"])
 @pytest.mark.parametrize("weight", [0.13, 0.6, 1.0])
-def test_pairs_are_mixed_as_timms(cut: bool, weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm's pairs are the first and the last image, so one pair a batch: images and targets of both."""
+def test_mixed_images_and_targets_match_timm(cut: bool, weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm pairs the first image with the last, so a batch of two is one pair."""
     size, classes, smoothing = 12, 5, 0.1
     images = torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([3, 1])
@@ -92,14 +95,14 @@ def test_pairs_are_mixed_as_timms(cut: bool, weight: float, monkeypatch: pytest.
 
 
 def targets_of(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """Probabilities of classes, from rows of a label, another, and the weight of the first."""
+    """Return class probabilities from rows of (label, other label, weight of the first)."""
     first, other, weight = labels.unbind(1)
     hot = [torch.nn.functional.one_hot(x.long(), classes).double() for x in (first, other)]
     return (1 - smoothing) * (weight[:, None] * hot[0] + (1 - weight[:, None]) * hot[1]) + smoothing / classes
 
 
-def test_only_pixels_of_the_box_are_pasted() -> None:
-    """Every image has numbers of its own, so that each pixel tells where it is from."""
+def test_cutmix_pastes_only_the_pixels_of_the_box() -> None:
+    """Every pixel has a unique value, which shows the image it comes from."""
     batch, size = 16, 24
     mixed = Mix(cutmix=1.0)(keys_of(batch), size)
     images = torch.arange(batch * size * size, dtype=torch.float64).view(batch, 1, size, size).expand(-1, 3, -1, -1)

@@ -1,4 +1,4 @@
-"""The order of samples: each exactly once an epoch, from any position, whatever the batch."""
+"""Sample order: each sample exactly once per epoch, from any start position and for any batch size."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,8 @@ def orders(draw):
 
 @settings(max_examples=120, deadline=None)
 @given(order=orders(), cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), start=st.integers(0, 10**12))
-def test_every_sample_comes_exactly_once_an_epoch_for_each_repeat(order, cuts, start):
-    """In batches of any sizes one after the other, as in runs that stop and go on with another batch size."""
+def test_each_epoch_has_every_repeat_of_every_sample_exactly_once(order, cuts, start):
+    """Batches have changing sizes, as in runs that resume with another batch size."""
     a_pass = order.size * order.repeats
     start -= start % a_pass
     found, position = [], start
@@ -41,7 +41,7 @@ def test_every_sample_comes_exactly_once_an_epoch_for_each_repeat(order, cuts, s
 
 @settings(max_examples=100, deadline=None)
 @given(order=orders(), start=st.integers(0, 500), size=st.integers(1, 200))
-def test_a_batch_is_what_its_positions_are(order, start, size):
+def test_batch_equals_its_positions_taken_one_by_one(order, start, size):
     alone = [tuple(int(column[0]) for column in order.batch(position, 1)) for position in range(start, start + size)]
     together = list(zip(*(column.tolist() for column in order.batch(start, size)), strict=True))
     assert sorted(alone) == sorted(together) and (order.window or alone == together)
@@ -53,8 +53,8 @@ def test_epochs_and_seeds_differ():
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 10, 21])
-def test_every_place_is_as_likely_for_every_sample(size):
-    """Chi-squared, five standard deviations."""
+def test_every_permutation_place_is_equally_likely(size):
+    """A chi-squared test with a limit of five standard deviations."""
     turns = 4000
     counts = np.zeros((size, size))
     for epoch in range(turns):
@@ -63,16 +63,16 @@ def test_every_place_is_as_likely_for_every_sample(size):
     assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_the_order_is_pinned():
-    """A change here breaks the resuming of every run: the numbers must never depend on a library's version."""
+def test_sample_order_is_pinned():
+    """A change here would break every resumed run, so the order must not depend on a library version."""
     assert SampleOrder(0, 10).batch(0, 10)[1].tolist() == [6, 5, 7, 2, 9, 8, 1, 0, 3, 4]
     assert SampleOrder(0, 10, block=2, window=4).samples(0, np.arange(10)).tolist() == [2, 7, 8, 1, 3, 4, 5, 6, 0, 9]
     keys = sample_keys(0, np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 0, 1]))
     assert keys.tolist() == [1195769770526638388, 7851880781397474849, 871958892221420579]
 
 
-def test_a_window_keeps_reads_close_together():
-    """Each batch of a window lies in its runs, and a rank's half of a batch in half of them."""
+def test_window_keeps_reads_close_together():
+    """Each batch of a window lies in the window's runs, and a rank's half of a batch in half of them."""
     order = SampleOrder(3, 100_000, block=250, window=5000)
     samples = order.batch(5000, 500)[1]
     assert np.array_equal(samples, np.sort(samples))
@@ -84,14 +84,14 @@ def test_a_window_keeps_reads_close_together():
     assert np.count_nonzero(np.diff(SampleOrder(3, 100_000).batch(5000, 5000)[1]) == 1) < 10
 
 
-def test_far_positions_of_big_data_come_at_once():
-    """Without a table of all samples, which would take a hundred megabytes here."""
+def test_distant_positions_need_no_table_of_all_samples():
+    """A table would take a hundred megabytes for this data set."""
     order = SampleOrder(0, 14_000_000)
     epochs, samples, _ = order.batch(10**15, 8)
     assert epochs.tolist() == [10**15 // 14_000_000] * 8 and len(set(samples.tolist())) == 8
 
 
-def test_wrong_settings_are_refused():
+def test_invalid_order_settings_are_refused():
     with pytest.raises(RecipeError, match="0 repeats"):
         SampleOrder(0, 10, repeats=0)
     with pytest.raises(RecipeError, match="window of 10 samples is no whole number of blocks of 3"):

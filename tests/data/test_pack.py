@@ -1,4 +1,4 @@
-"""Packing: what goes in comes out, the same input gives the same bytes, and nothing half done looks whole."""
+"""Packing: images and labels are unchanged, output is deterministic, and nothing incomplete looks complete."""
 
 import inspect
 import io
@@ -25,7 +25,7 @@ from vitpar_cli.data import app, pack_command
 
 
 def packed_labels(folder: Path) -> dict[bytes, int]:
-    """The label of every packed image by its bytes, over all splits."""
+    """Return the label of every packed image by its bytes, over all splits."""
     found = {}
     for split in ("train", "val"):
         shards = ShardSet.open(folder, split)
@@ -95,7 +95,7 @@ def test_digits_are_scaled_without_loss_and_split_by_class():
     assert np.array_equal(back, load_digits().images)
 
 
-def test_digits_without_scikit_learn(monkeypatch):
+def test_digits_without_scikit_learn_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r"pip install 'vitpar\[digits\]'"):
         open_source("digits")
@@ -112,7 +112,7 @@ def test_carved_split_is_stratified_and_seeded(tmp_path, fraction):
     assert val.names == again.splits["val"].names != other.splits["val"].names
 
 
-def test_classes_are_numbered_without_a_list(tmp_path):
+def test_classes_without_a_list_are_numbered(tmp_path):
     write_zips(tmp_path / "source", classes=False)
     assert open_source(tmp_path / "source").classes == ["0", "1", "2"]
 
@@ -151,7 +151,7 @@ def test_bad_zip_layouts_are_refused(tmp_path, change, message):
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_damaged_zip_entry_is_named(tmp_path):
+def test_damaged_zip_entry_is_named(tmp_path):
     write_zips(tmp_path / "source")
     path = tmp_path / "source" / "val.zip"
     data = bytearray(path.read_bytes())
@@ -245,12 +245,13 @@ def test_a_data_set_may_have_no_val_split(tmp_path):
     assert list(manifest.splits) == ["train"] and manifest.splits["train"].samples == 18
 
 
-def test_a_missing_source_is_refused(tmp_path):
+def test_missing_source_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no folder or file '.*nowhere' to pack: give a folder of images"):
         pack(tmp_path / "nowhere", tmp_path / "packed")
 
 
-def test_only_a_packed_data_set_is_ever_replaced(tmp_path):
+def test_overwrite_replaces_only_a_packed_data_set(tmp_path):
+    """A wrong path with --overwrite must not delete a user's other files."""
     write_classes(tmp_path / "source", 3)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
@@ -277,7 +278,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_interrupted_packing_leaves_what_was_there_and_goes_on(tmp_path, overwrite, workers):
+def test_interrupted_packing_keeps_the_old_data_and_resumes(tmp_path, overwrite, workers):
     write_classes(tmp_path / "source", 6)
     pack(tmp_path / "source", tmp_path / "expected", shard_samples=2)
     if overwrite:
@@ -300,7 +301,7 @@ def test_interrupted_packing_leaves_what_was_there_and_goes_on(tmp_path, overwri
     assert len([split for split, *_ in read if split == "train"]) == 7, "shards that were whole are used as they are"
 
 
-def test_killed_packing_leaves_nothing_that_looks_whole_and_goes_on(tmp_path):
+def test_killed_packing_leaves_no_usable_data_set_and_resumes(tmp_path):
     write_classes(tmp_path / "source", 6)
     program = """if True:
         import os, sys
@@ -319,7 +320,7 @@ def test_killed_packing_leaves_nothing_that_looks_whole_and_goes_on(tmp_path):
     assert files(tmp_path / "packed") == files(tmp_path / "expected") and not leftover.exists()
 
 
-def test_what_was_left_of_other_settings_is_not_used(tmp_path):
+def test_leftovers_of_a_changed_source_are_not_used(tmp_path):
     write_classes(tmp_path / "source", 6)
 
     def interrupt(split: str, done: int, total: int) -> None:
@@ -334,7 +335,7 @@ def test_what_was_left_of_other_settings_is_not_used(tmp_path):
     assert files(tmp_path / "packed") == files(tmp_path / "expected")
 
 
-def test_two_do_not_pack_into_one_place(tmp_path):
+def test_concurrent_packing_into_one_folder_is_refused(tmp_path):
     write_classes(tmp_path / "source", 6)
 
     def again(split: str, done: int, total: int) -> None:
@@ -344,7 +345,7 @@ def test_two_do_not_pack_into_one_place(tmp_path):
     pack(tmp_path / "source", tmp_path / "packed", progress=again)
 
 
-def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path):
+def test_full_disk_is_reported_and_leaves_no_data_set(tmp_path):
     write_classes(tmp_path / "source", 6)
     program = """if True:
         import resource, sys
@@ -363,7 +364,7 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path):
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_destination_that_fills_up_meanwhile_is_left_alone(tmp_path):
+def test_destination_filled_by_others_is_left_alone(tmp_path):
     write_classes(tmp_path / "source", 6)
 
     def fill(split: str, done: int, total: int) -> None:
@@ -375,8 +376,8 @@ def test_a_destination_that_fills_up_meanwhile_is_left_alone(tmp_path):
     assert (tmp_path / "packed" / "thesis.txt").read_text() == "years of work"
 
 
-def test_what_was_left_of_another_source_is_not_used(tmp_path):
-    """Not even where it has the same names and labels."""
+def test_leftovers_of_another_source_are_not_used(tmp_path):
+    """This holds even if the other source has the same names and labels."""
 
     def interrupt(split: str, done: int, total: int) -> None:
         if split == "val":
@@ -392,7 +393,7 @@ def test_what_was_left_of_another_source_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("quality", [50, 95])
-def test_large_images_are_made_smaller_on_request(tmp_path, quality):
+def test_short_side_reencodes_large_images(tmp_path, quality):
     write_classes(tmp_path / "source", 3)
     noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "source" / "ant" / "0.png")
@@ -411,7 +412,7 @@ def test_large_images_are_made_smaller_on_request(tmp_path, quality):
         Reencode(64, 0)
 
 
-def test_commands_print_what_was_packed(tmp_path):
+def test_pack_and_info_commands_describe_the_data(tmp_path):
     write_tree(tmp_path / "source")
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "source"), str(tmp_path / "packed"), "--shard-samples", "5"])
     assert done.exit_code == 0 and "train" in done.output and "bee" in done.output

@@ -1,4 +1,4 @@
-"""Operations and policies of RandAugment, AutoAugment and 3-Augment, compared with timm's own code."""
+"""Operations and policies of RandAugment, AutoAugment and 3-Augment compared with timm's code."""
 
 import random
 from collections import Counter
@@ -23,12 +23,12 @@ BILINEAR = Image.Resampling.BILINEAR
 HPARAMS = {"img_mean": FILL, "interpolation": BILINEAR, "translate_pct": 0.45}
 PHOTOGRAPH = Image.fromarray(np.ascontiguousarray(load_sample_images().images[0][100:148, 200:262]))
 INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
-RANDOM = ("GaussianBlur",)  # its radius is drawn
+RANDOM = ("GaussianBlur",)  # its radius is random
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """The random numbers of timm."""
+    """Seed timm's random numbers, and restore their state afterwards."""
     state, of_numpy = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
@@ -43,18 +43,18 @@ def timms_name(name: str, increasing: bool = False) -> str:
 
 
 def by_timm(name: str, level: float, increasing: bool, negative: bool, patch: pytest.MonkeyPatch) -> NDArray[np.uint8]:
-    """Return timm's result for the photograph, with the given sign where timm draws one."""
+    """Return timm's result for the photograph, with the given sign if timm draws one."""
     patch.setattr(timms.random, "random", lambda: 0.9 if negative else 0.1)
     if "Posterize" in name and timms.LEVEL_TO_ARG[timms_name(name, increasing)](level, HPARAMS) == (0,):
-        return np.zeros_like(np.asarray(PHOTOGRAPH))  # no bit is kept: Pillow 13 no longer does that for timm
+        return np.zeros_like(np.asarray(PHOTOGRAPH))  # zero bits: Pillow 13 no longer accepts that from timm
     operation = timms.AugmentOp(timms_name(name, increasing), prob=1.0, magnitude=level, hparams=HPARAMS)
     return np.asarray(operation(PHOTOGRAPH))
 
 
 @pytest.mark.parametrize("increasing", [False, True], ids=["plain", "inc1"])
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in RANDOM])
-def test_operations_are_timms(name: str, increasing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pixel for pixel at every level, with both signs."""
+def test_operations_match_timm(name: str, increasing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels are equal at every level and for both signs."""
     levels = [10.0] if name == "Grayscale" else [*range(11), 0.3, 2.5, 4.49, 7.77, 9.99]
     for level in levels:
         seen = set()
@@ -67,7 +67,7 @@ def test_operations_are_timms(name: str, increasing: bool, monkeypatch: pytest.M
         assert np.array_equal(*expected) or seen == {0, 1}, "only one sign is ever drawn"
 
 
-def test_blur_has_timms_radii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blur_radii_match_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the radii that Pillow receives."""
     radii: dict[str, list[float]] = {"ours": [], "timm's": []}
     for side, many in radii.items():
@@ -83,14 +83,14 @@ def test_blur_has_timms_radii(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["original", "3a"])
-def test_tables_are_timms(name: str) -> None:
+def test_policy_tables_match_timm(name: str) -> None:
     renamed = {"GaussianBlur": "GaussianBlurRand"}
     policy = parse_policy(name)
     assert isinstance(policy, policies.OneOf) and not policy.increasing
     ours = [[(renamed.get(op, timms_name(op)), p) for op, p, _ in line] for line in policy.lines]
     theirs = [[(op.name, op.prob) for op in line] for line in timms.auto_augment_policy(name, HPARAMS)]
     assert sorted(ours) == sorted(theirs)
-    if name == "original":  # the levels of the others are not used, or are timm's highest
+    if name == "original":  # other levels are unused, or timm's highest
         levels = [[level for _, _, level in line] for line in policy.lines]
         assert levels == [[op.magnitude for op in line] for line in timms.auto_augment_policy(name, HPARAMS)]
     else:
@@ -100,8 +100,8 @@ def test_tables_are_timms(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["rand", "rand-m9-n3-mstd0.5", "rand-m9-mstd0.5-inc1", "rand-m8-p0.3-mstd101", "rand-m5-p1"]
 )
-def test_randaugment_draws_as_timms_does(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often each operation is applied, and at which levels."""
+def test_randaugment_frequencies_and_levels_match_timm(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare how often each operation is applied, and at which levels."""
     increasing, images = "inc1" in text, 10_000
     ours: list[tuple[str, float]] = []
     for name in OPERATIONS:
@@ -124,4 +124,4 @@ def test_randaugment_draws_as_timms_does(text: str, monkeypatch: pytest.MonkeyPa
     assert all(abs(found[name] - expected[name]) < 5 * (2 * expected[name]) ** 0.5 for name in expected)
     levels, expected_levels = ([level for _, level in side] for side in (ours, theirs))
     assert_same_distribution(levels, expected_levels, "levels")
-    assert np.std(levels) == pytest.approx(np.std(expected_levels), rel=0.05, abs=1e-9)  # a finer look at the spread
+    assert np.std(levels) == pytest.approx(np.std(expected_levels), rel=0.05, abs=1e-9)  # more sensitive to the spread

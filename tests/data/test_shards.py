@@ -1,4 +1,4 @@
-"""The index of a packed data set: random access, and refusal of whatever does not fit."""
+"""Index of a packed data set: random access, and refusal of everything that does not match."""
 
 import hashlib
 import io
@@ -22,7 +22,7 @@ def packed(tmp_path):
 
 
 def members(path):
-    """(name without extension, extension, bytes) of every member of a tar file."""
+    """Return (name without extension, extension, bytes) of every member of a tar file."""
     with tarfile.open(path) as tar:
         return [(*m.name.split("."), tar.extractfile(m).read()) for m in tar]
 
@@ -40,7 +40,7 @@ def test_reads_labels_and_names_agree_with_the_tar_files(packed):
 
 
 @pytest.mark.parametrize("open_files", [1, 256])
-def test_many_threads_read_the_same_bytes(packed, monkeypatch, open_files):
+def test_concurrent_reads_return_the_same_bytes(packed, monkeypatch, open_files):
     expected = {i: ShardSet.open(packed, "train").read(i) for i in range(21)}
     monkeypatch.setattr("vitpar.data.shards.shard_set._OPEN_FILES", open_files)
     shards = ShardSet.open(packed, "train")
@@ -169,7 +169,7 @@ def test_unknown_split_and_missing_folder_are_refused(packed):
         ShardSet.open(packed / "dataset.json", "train")
 
 
-def test_a_shard_lost_after_opening_is_named(packed):
+def test_shard_lost_after_opening_is_named(packed):
     shards = ShardSet.open(packed, "val")
     assert shards.name(0).startswith("val-000000.tar/")
     with (packed / "val-000000.tar").open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Every kind of source, round and round: what was written comes out of the packed shards."""
+"""Every kind of data source: packing returns exactly the images and labels that were written."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from vitpar.errors import DataError
 
 
 def packed_images(folder, split):
-    """Sorted (label, encoded image) of a packed split."""
+    """Return the sorted (label, encoded image) pairs of a packed split."""
     shards = ShardSet.open(folder, split)
     return sorted((shards.label(i), shards.read(i)) for i in range(len(shards)))
 
@@ -28,7 +28,7 @@ def packed_images(folder, split):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("first", [0, 1])
-def test_tfrecords_come_back(tmp_path, first, packed):
+def test_tfrecords_are_packed_unchanged(tmp_path, first, packed):
     expected = write_tfrecords(tmp_path / "source", first, packed)
     assert tuple(pack(tmp_path / "source", tmp_path / "packed", shard_samples=4).classes) == CLASSES
     for split, images in expected.items():
@@ -67,7 +67,7 @@ def test_bad_tfrecords_are_refused(tmp_path, change, message):
 
 
 def cifar_files(hundred, binary):
-    """The files of a tiny CIFAR, and its (label, pixels) by split."""
+    """Return the files of a tiny CIFAR, its (label, pixels) by split, and its class names."""
     rng = np.random.default_rng(0)
 
     def batch(count):
@@ -106,7 +106,7 @@ def write_archive(path, files):
 @pytest.mark.parametrize("hundred", [False, True])
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("archive", [False, True])
-def test_cifar_comes_back(tmp_path, hundred, binary, archive):
+def test_cifar_is_packed_unchanged(tmp_path, hundred, binary, archive):
     files, images, words = cifar_files(hundred, binary)
     source = tmp_path / ("cifar.tar.gz" if archive else "cifar")
     if archive:
@@ -130,7 +130,7 @@ class Hostile:
         return exec, ("raise SystemExit('it ran')",)
 
 
-def test_cifars_pickles_run_no_code(tmp_path):
+def test_cifar_pickles_run_no_code(tmp_path):
     files, _, _ = cifar_files(hundred=False, binary=False)
     files["data_batch_3"] = pickle.dumps({b"data": Hostile()}, protocol=2)
     write_archive(tmp_path / "cifar.tar.gz", files)
@@ -187,7 +187,7 @@ def write_parquet(folder, named=True, data=True):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_parquet_comes_back(tmp_path, named):
+def test_parquet_is_packed_unchanged(tmp_path, named):
     expected = write_parquet(tmp_path / "source", named, data=named)
     manifest = pack(tmp_path / "source", tmp_path / "packed", shard_samples=7, workers=3)
     assert manifest.classes == (list(CLASSES) if named else ["0", "1", "2"])
@@ -195,8 +195,11 @@ def test_parquet_comes_back(tmp_path, named):
         assert packed_images(tmp_path / "packed", split) == images
 
 
-def test_names_of_files_tell_splits(tmp_path):
-    """Also longer ones; a contest's test set has no labels; without training files there is nothing to pack."""
+def test_parquet_file_names_determine_the_split(tmp_path):
+    """Longer names work too. A test set of a contest has no labels and is ignored.
+
+    Without training files packing is refused.
+    """
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tmp_path.joinpath("source").mkdir()
 
@@ -239,7 +242,7 @@ def write_list(folder, rows, names=("path", "label", "split")):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_lists_come_back(tmp_path, named):
+def test_csv_lists_are_packed_unchanged(tmp_path, named):
     labels = write_classes(tmp_path, 3)
     files = sorted(tmp_path.glob("*/*.*"))
     rows = [(p.relative_to(tmp_path), p.parent.name if named else CLASSES.index(p.parent.name), "") for p in files]
@@ -251,7 +254,7 @@ def test_lists_come_back(tmp_path, named):
     assert manifest.splits["val"].samples == 1
 
 
-def test_a_list_beside_us_is_bounded_too(tmp_path, monkeypatch):
+def test_csv_list_in_the_working_folder_cannot_leave_it(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     write_list(tmp_path / "here", [("../secret.png", "0")])
@@ -273,7 +276,7 @@ def test_a_list_beside_us_is_bounded_too(tmp_path, monkeypatch):
         (("a.png", "0"), ("path", "label"), "cannot read '.*a.png': No such file"),
     ],
 )
-def test_bad_lists_are_refused(tmp_path, row, names, message):
+def test_bad_csv_lists_are_refused(tmp_path, row, names, message):
     path = write_list(tmp_path, [row] * 5, names)
     with pytest.raises(DataError, match=message):
         pack(path, tmp_path / "packed")

@@ -1,4 +1,4 @@
-"""Streams of shards: who reads which, how many batches there are, what may run a command, and faults that surface."""
+"""Shard streams: which rank reads which shard, the number of batches, permission for commands, and fault handling."""
 
 import gzip
 import os
@@ -39,7 +39,7 @@ TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty images of noise in five shards of different sizes; each has its number for a label."""
+    """Write twenty noise images in five shards of different sizes. Each image's label is its number."""
     place = tmp_path_factory.mktemp("shards")
     assert write_shards(place, "train", SIZES) == COUNT
     return place
@@ -62,7 +62,7 @@ def whole(address: str, **settings: Any) -> StreamSet:
 
 
 def loaded(data: StreamSet, batches: int, *, batch_size: int = 4, seed: int = 0, **settings: Any) -> list[Any]:
-    """The first batches of a training."""
+    """Return the first training batches."""
     made = iter(StreamLoader(data, TRAIN, batch_size=batch_size, seed=seed, **settings))
     found = list(islice(made, batches))
     made.close()
@@ -83,7 +83,7 @@ def stream_threads() -> list[str]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle_buffer", [0, 1, 6, 1000])
-def test_a_pass_gives_every_sample_once_over_http(address: str, workers: int, shuffle_buffer: int) -> None:
+def test_pass_over_http_has_every_sample_once(address: str, workers: int, shuffle_buffer: int) -> None:
     batches = loaded(whole(address, shuffle_buffer=shuffle_buffer), 10, workers=workers)
     first, second = labels_of(batches[:5]), labels_of(batches[5:])
     assert sorted(first) == sorted(second) == list(range(COUNT))
@@ -94,7 +94,7 @@ def test_a_pass_gives_every_sample_once_over_http(address: str, workers: int, sh
     assert not batches[0].whole and not stream_threads()
 
 
-def test_the_shuffle_buffer_mixes_shards_and_the_seed_orders_all(folder: Path) -> None:
+def test_shuffle_buffer_mixes_shards_and_seed_fixes_the_order(folder: Path) -> None:
     data, shard_of = whole(str(folder)), [i for i, size in enumerate(SIZES) for _ in range(size)]
     changes = {}
     for size in (0, 1000):
@@ -106,7 +106,7 @@ def test_the_shuffle_buffer_mixes_shards_and_the_seed_orders_all(folder: Path) -
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
-def test_parts_are_disjoint_and_together_whole(folder: Path, parts: int) -> None:
+def test_parts_are_disjoint_and_cover_all_samples(folder: Path, parts: int) -> None:
     data, seen, keys = whole(str(folder)), [], {}
     for number in range(parts):
         part = StreamPart(number, parts)
@@ -129,8 +129,11 @@ def test_pixels_do_not_depend_on_workers(address: str) -> None:
     assert len({image.numpy().tobytes() for batch in alone for image in batch.images}) == 48, "augmented anew"
 
 
-def test_all_ranks_have_as_many_batches_whatever_the_shards_hold(folder: Path) -> None:
-    """Three ranks that decode different numbers of rows, and one that decodes none."""
+def test_all_ranks_have_equally_many_batches(folder: Path) -> None:
+    """Three ranks decode different numbers of rows, and one decodes none.
+
+    Unequal numbers of batches would hang training.
+    """
     data = whole(str(folder))
     rows = [[0, 1, 2], [3, 4], [5]]
     ranks = [loaded(data, 30, batch_size=6, rows=mine, part=StreamPart(i, 3), workers=0) for i, mine in enumerate(rows)]
@@ -143,8 +146,11 @@ def test_all_ranks_have_as_many_batches_whatever_the_shards_hold(folder: Path) -
             assert batch.images is None if not mine else len(batch.images) == len(mine)
 
 
-def test_a_run_that_goes_on_begins_a_pass_in_an_order_of_its_own(folder: Path) -> None:
-    """Also where it was stopped twice in one pass."""
+def test_resumed_stream_starts_a_pass_in_a_new_order(folder: Path) -> None:
+    """This includes a run that stopped twice in one pass.
+
+    With the old order, a run that stops often would see only the first samples.
+    """
     data = whole(str(folder))
     orders, keys = set(), set()
     for start in (0, 4, 8, COUNT - 1, COUNT, COUNT + 1):
@@ -158,7 +164,7 @@ def test_a_run_that_goes_on_begins_a_pass_in_an_order_of_its_own(folder: Path) -
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("parts", [1, 2, 7])
-def test_evaluation_gives_all_once_also_with_fewer_shards_than_parts(address: str, parts: int, workers: int) -> None:
+def test_evaluation_has_every_sample_once_even_with_few_shards(address: str, parts: int, workers: int) -> None:
     seen = []
     for number in range(parts):
         rows = [number, number + parts]
@@ -176,7 +182,7 @@ def test_evaluation_gives_all_once_also_with_fewer_shards_than_parts(address: st
     assert not stream_threads()
 
 
-def test_labels_in_json(tmp_path: Path) -> None:
+def test_labels_are_read_from_json(tmp_path: Path) -> None:
     with TarWriter(str(tmp_path / "a.tar")) as writer:
         for label in range(3):
             sample = {"png": png(np.full((8, 8, 3), label)), "json": {"class": label}, "npy": np.zeros(4)}
@@ -204,7 +210,7 @@ def test_labels_in_json(tmp_path: Path) -> None:
         ("", "has a shard without a name"),
     ],
 )
-def test_what_is_refused_before_anything_is_opened(
+def test_unsafe_or_invalid_urls_are_refused_before_opening(
     pattern: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -215,27 +221,28 @@ def test_what_is_refused_before_anything_is_opened(
 
 
 @pytest.mark.parametrize("name", ["GOPEN_REWRITE", "USE_AIS_FOR"])
-def test_the_environment_cannot_make_a_command_of_a_url(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_cannot_turn_a_url_into_a_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """webdataset rewrites URLs by these variables, which could turn a plain URL into a shell command."""
     monkeypatch.setenv(name, "http://=pipe:touch x #")
     with pytest.raises(DataError, match=f"{name} is set in the environment, and would change what a URL opens: unset"):
         stream("http://h/a.tar")
 
 
-def test_a_stream_needs_numbers_for_labels() -> None:
+def test_stream_refuses_labels_from_folders() -> None:
     with pytest.raises(DataError, match=r"so stream\.label cannot be 'folder': use cls or json:FIELD"):
         stream("a.tar", labels=Labels("folder"))
 
 
-def test_commands_run_where_they_are_allowed(folder: Path) -> None:
+def test_allowed_commands_run(folder: Path) -> None:
     data = stream(f"pipe:cat '{folder}'/train-{{0..4}}.tar | cat", allow_pipe=True)
     assert sorted(labels_of(loaded(data, 5))) == list(range(COUNT))
 
 
 @pytest.mark.parametrize(("scheme", "program"), [("s3", "aws"), ("gs", "gsutil")])
-def test_object_stores_are_read_with_their_programs(
+def test_object_stores_are_read_with_their_command_line_tools(
     scheme: str, program: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No shell reads the URL."""
+    """The URL is passed as an argument, without a shell, so it cannot inject commands."""
     fake = tmp_path / program
     fake.write_text(f'#!/bin/sh\nfor word; do echo "$word"; done >> {tmp_path}/words\ncat {folder}/train-2.tar\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
@@ -257,14 +264,17 @@ def cut(path: Path, size: int) -> None:
 
 @pytest.fixture
 def faulty(folder: Path, tmp_path: Path) -> Path:
-    """The shards anew, to be spoilt."""
+    """Write the shards again, for a test to damage."""
     write_shards(tmp_path, "train", SIZES)
     return tmp_path
 
 
 def spoil(name: str, place: Path) -> tuple[str, str, int]:
-    """A pattern of the stream with shard 2 (7 samples) spoilt as `name` says, what the error says, and how many of
-    the 7 samples can still be read."""
+    """Damage shard 2, which has 7 samples.
+
+    Return a URL pattern, the error text, and the number of its readable samples.
+    A number of -1 means that it is not known.
+    """
     shard, pattern = place / "train-2.tar", f"{place}/train-{{0..4}}.tar"
     match name:
         case "missing":
@@ -275,7 +285,7 @@ def spoil(name: str, place: Path) -> tuple[str, str, int]:
             return pattern, f"shard '{shard}' cannot be read to its end: unexpected end of data", -1
         case "cut between members":
             with tarfile.open(shard) as tar:
-                cut(shard, [member.offset for member in tar][7])  # three samples, and a label without its image
+                cut(shard, [member.offset for member in tar][7])  # leaves three samples, and a label without its image
             return pattern, f"shard '{shard}' cannot be read to its end: it ends too early", 3
         case "no tar file":
             shard.write_bytes(b"<html>not found</html>" * 100)
@@ -296,7 +306,7 @@ FAULTS = ["missing", "cut", "cut between members", "no tar file", "compressed", 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_shard_that_is_not_whole_fails_by_name_or_is_skipped_and_counted(fault: str, faulty: Path) -> None:
+def test_damaged_shard_fails_by_name_or_is_skipped_and_counted(fault: str, faulty: Path) -> None:
     pattern, message, left = spoil(fault, faulty)
     for workers in (0, 2):
         with pytest.raises(DataError) as caught:
@@ -321,7 +331,7 @@ def test_a_shard_that_is_not_whole_fails_by_name_or_is_skipped_and_counted(fault
         ("pipe:exit 3", "its command ended with exit code 3"),
     ],
 )
-def test_what_the_network_or_a_command_fails_with_is_said(url: str, message: str, address: str, folder: Path) -> None:
+def test_network_and_command_errors_are_reported(url: str, message: str, address: str, folder: Path) -> None:
     shard = url.format(address=address, folder=folder)
     with pytest.raises(DataError) as caught:
         loaded(stream(shard, allow_pipe=True), 5)
@@ -333,7 +343,8 @@ def test_what_the_network_or_a_command_fails_with_is_said(url: str, message: str
             loaded(stream(shard, allow_pipe=True), 5, bad_sample="skip")
 
 
-def test_silence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_stream_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled connection would otherwise hang the training."""
     data = stream("pipe:exec sleep 60", allow_pipe=True)
     begun = time.monotonic()
     monkeypatch.setattr(urls, "_SILENT_S", 0.5)
@@ -342,8 +353,8 @@ def test_silence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begun < 20 and not stream_threads()
 
 
-def test_closing_ends_what_still_reads(folder: Path, tmp_path: Path) -> None:
-    """The command gives a whole shard, and then nothing for a minute."""
+def test_closing_stops_a_reader_that_waits(folder: Path, tmp_path: Path) -> None:
+    """The command prints a complete shard and then nothing for a minute. Closing must kill it."""
     command = f"pipe:echo $$ >> {tmp_path}/pid; cat {folder}/train-2.tar; exec sleep 60"
     data = stream(command, allow_pipe=True, shuffle_buffer=0)
     batches = iter(StreamLoader(data, TRAIN, seed=0, batch_size=2, workers=2))
@@ -356,7 +367,7 @@ def test_closing_ends_what_still_reads(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_fail_by_name_or_are_skipped_and_counted(tmp_path: Path, workers: int) -> None:
+def test_bad_sample_fails_by_name_or_is_skipped_and_counted(tmp_path: Path, workers: int) -> None:
     good = png(np.zeros((8, 8, 3)))
     members = {
         "good": {"png": good, "cls": b"1"},
@@ -386,7 +397,8 @@ def test_bad_samples_fail_by_name_or_are_skipped_and_counted(tmp_path: Path, wor
         assert labels_of([first, second]) == [1] * (2 if name == "bad" else 4)
 
 
-def test_a_label_beyond_the_classes_is_never_skipped(folder: Path) -> None:
+def test_label_out_of_range_is_never_skipped(folder: Path) -> None:
+    """It means that stream.classes is wrong, not that one sample is bad."""
     data = StreamSet((f"{folder}/train-2.tar",), 7, 10, Labels())
     with pytest.raises(DataError, match=r"label 1[0-2] of sample '00.*' is beyond the 10 classes that stream\.classes"):
         loaded(data, 5, bad_sample="skip")

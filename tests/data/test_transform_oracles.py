@@ -1,4 +1,4 @@
-"""Crops, resizing, erasing, colour jitter and normalisation, compared with timm's and torchvision's own code."""
+"""Crops, resizing, erasing, colour jitter and normalisation compared with timm's and torchvision's code."""
 
 import random
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ F = torchvision.transforms.functional
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """The random numbers of the oracles."""
+    """Seed the random numbers of timm and torchvision, and restore their state afterwards."""
     state = torch.get_rng_state(), random.getstate()
     torch.manual_seed(0)
     random.seed(0)
@@ -43,12 +43,10 @@ def noise(height: int, width: int) -> NDArray[np.uint8]:
     [
         ((1000, 1000), {}, 20_000),
         ((600, 900), {"scale": (0.3, 0.5), "ratio": (0.5, 4.0)}, 20_000),
-        ((2000, 300), {}, 4000),  # few boxes fit, and some of the time none
+        ((2000, 300), {}, 4000),  # few boxes fit, and sometimes none of the ten attempts
     ],
 )
-def test_crops_have_the_distribution_of_torchvisions(
-    shape: tuple[int, int], settings: dict[str, Any], count: int
-) -> None:
+def test_crop_distribution_matches_torchvision(shape: tuple[int, int], settings: dict[str, Any], count: int) -> None:
     transform = TrainTransform(32, **settings)
     crop = torchvision.transforms.RandomResizedCrop(32, **settings)
     image = torch.empty(3, *shape)
@@ -70,8 +68,8 @@ def test_crops_have_the_distribution_of_torchvisions(
 
 
 @pytest.mark.parametrize("shape", [(20, 300), (300, 20), (1, 90), (90, 1), (37, 100), (100, 37), (40, 50)])
-def test_where_no_crop_fits_it_is_torchvisions(shape: tuple[int, int]) -> None:
-    """Nearly the whole image, of a shape that it does not have: none of ten boxes fits."""
+def test_fallback_crop_matches_torchvision(shape: tuple[int, int]) -> None:
+    """Scale and ratio ask for nearly the complete image in a shape that it does not have, so all ten attempts fail."""
     ratio = (3 / 4, 4 / 3) if shape != (40, 50) else (0.5, 2.0)
     scale = (0.95, 1.0) if shape != (40, 50) else (1.0, 1.0)
     expected = torchvision.transforms.RandomResizedCrop.get_params(torch.empty(3, *shape), list(scale), list(ratio))
@@ -98,8 +96,10 @@ def evaluated_by_timm(image: NDArray[np.uint8], size: int, crop_pct: float, inte
         *(((33, 32), 32), ((32, 33), 32), ((10, 13), 28), ((1, 1), 8), ((299, 401), 97)),
     ],
 )
-def test_evaluated_images_are_timms(shape: tuple[int, int], size: int, crop_pct: float, interpolation: Any) -> None:
-    """Noise shows a crop that is one pixel off everywhere."""
+def test_eval_transform_matches_timm_on_noise(
+    shape: tuple[int, int], size: int, crop_pct: float, interpolation: Any
+) -> None:
+    """On noise, a crop that is off by one pixel differs everywhere."""
     image = noise(*shape)
     expected = evaluated_by_timm(image, size, crop_pct, interpolation)
     found = EvalTransform(size, crop_pct, interpolation)(image).numpy()
@@ -111,7 +111,7 @@ def test_evaluated_images_are_timms(shape: tuple[int, int], size: int, crop_pct:
 
 
 @pytest.mark.parametrize(("size", "crop_pct"), [(224, 0.875), (384, 1.0), (64, 0.95)])
-def test_evaluated_photographs_are_timms(size: int, crop_pct: float) -> None:
+def test_eval_transform_matches_timm_on_photographs(size: int, crop_pct: float) -> None:
     for photograph in load_sample_images().images:
         for image in (photograph, photograph[:, :300].copy()):
             expected = evaluated_by_timm(image, size, crop_pct, "bicubic")
@@ -119,7 +119,7 @@ def test_evaluated_photographs_are_timms(size: int, crop_pct: float) -> None:
             assert difference.max() <= 2 and (difference > 0).mean() < 0.02 and (difference > 1).mean() < 1e-4
 
 
-def test_normalisation_is_torchvisions() -> None:
+def test_normalisation_matches_torchvision() -> None:
     images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
     expected = torchvision.transforms.Normalize(MEAN, STD)(F.convert_image_dtype(images, torch.float32))
     torch.testing.assert_close(Normalize(MEAN, STD)(images), expected, atol=2e-6, rtol=0)
@@ -129,7 +129,7 @@ def test_normalisation_is_torchvisions() -> None:
 
 
 def erased(pixels: torch.Tensor, untouched: float) -> tuple[int, int, int, int, NDArray[Any]] | None:
-    """Top, left, height, width and values of what is not `untouched`, or None."""
+    """Return top, left, height, width and values of the pixels that are not `untouched`, or None."""
     changed = (pixels != untouched).any(0)
     if not changed.any():
         return None
@@ -137,8 +137,11 @@ def erased(pixels: torch.Tensor, untouched: float) -> tuple[int, int, int, int, 
     return top, left, bottom - top, right - left, pixels[:, top:bottom, left:right].numpy()
 
 
-def test_random_erasing_has_timms_distribution() -> None:
-    """Which box, how often, and what it holds once it is normalised: timm draws it then, vitpar before."""
+def test_random_erasing_distribution_matches_timm() -> None:
+    """Compare the boxes, their frequency and their normalised content.
+
+    timm erases after normalisation, vitpar before.
+    """
     size, draws = 48, 6000
     transform = TrainTransform(size, scale=(1, 1), ratio=(1, 1), flip=0, erase=0.5, mean=MEAN, std=STD)
     image = np.full((size, size, 3), 1, np.uint8)
@@ -169,7 +172,7 @@ def test_random_erasing_has_timms_distribution() -> None:
 
 
 class Recorded(Draws):
-    """Draws that keep the bounds and the number of every draw."""
+    """Draws that record the bounds and the result of every draw."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -182,8 +185,8 @@ class Recorded(Draws):
 
 
 @pytest.mark.parametrize("amounts", [(0.4, 0.4, 0.4), (0.3, 0.0, 0.8), (1.5, 0.2, 0.1)])
-def test_colour_jitter_is_torchvisions(amounts: tuple[float, float, float]) -> None:
-    """Its operations in the drawn order by the drawn factors, in torchvision's ranges; every order is as likely."""
+def test_colour_jitter_matches_torchvision(amounts: tuple[float, float, float]) -> None:
+    """Apply torchvision's operations in the drawn order with the drawn factors. Ranges match, and all orders occur."""
     image = Image.fromarray(np.ascontiguousarray(load_sample_images().images[1][::8, ::8]))
     jitter = torchvision.transforms.ColorJitter(*amounts)
     kinds = [

@@ -1,4 +1,4 @@
-"""Decoding, cropping and resizing: right pixels, right ranges, and randomness that belongs to the sample."""
+"""Decoding, cropping and resizing: correct pixels and ranges, and randomness fixed by the sample key."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ from vitpar.errors import RecipeError
 
 
 def smooth(height, width):
-    """A picture that resizing changes little: uint8 [height, width, 3]."""
+    """Return a smooth uint8 image [height, width, 3], which resizing changes little."""
     y, x = np.mgrid[0:height, 0:width]
     return np.stack([255 * y / height, 255 * x / width, 127 + 0 * x], axis=2).astype(np.uint8)
 
@@ -48,14 +48,14 @@ def test_sixteen_bit_grey_is_scaled_not_clipped():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
-def test_type_and_size_come_from_the_bytes(kind):
+def test_image_type_and_size_are_read_from_the_bytes(kind):
     data = encoded(0, kind, size=(11, 5))
     assert image_type(data) == {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
     assert image_size(data) == (11, 5) and decode(data).shape == (5, 11, 3)
 
 
 @pytest.mark.parametrize("data", [encoded(0, "JPEG")[:-40], encoded(0, "PNG")[:-40], b"\xff\xd8\xff", b"", b"hello"])
-def test_damaged_bytes_are_a_bad_image(data):
+def test_damaged_bytes_raise_bad_image(data):
     with pytest.raises(BadImage):
         decode(data)
 
@@ -70,8 +70,8 @@ def test_harmless_jpeg_flaws_are_accepted():
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_the_right_side_up(kind, orientation):
-    """Images and smaller copies of them are rotated as Pillow rotates them."""
+def test_exif_orientation_is_applied(kind, orientation):
+    """Images and their reencoded copies are rotated as Pillow rotates them."""
     image, file = Image.fromarray(smooth(60, 40)), io.BytesIO()
     exif = image.getexif()
     exif[0x0112] = orientation
@@ -85,7 +85,7 @@ def test_images_are_turned_the_right_side_up(kind, orientation):
     assert np.abs(small - resized).mean() < 4
 
 
-def test_damaged_exif_does_not_cost_the_image():
+def test_image_with_damaged_exif_is_decoded():
     file = io.BytesIO()
     Image.fromarray(smooth(20, 10)).save(file, "JPEG", exif=b"Exif\0\0rubbish that is no TIFF")
     assert decode(file.getvalue()).shape == (20, 10, 3)
@@ -98,7 +98,7 @@ def test_absurdly_large_images_are_refused_before_they_are_decoded(monkeypatch):
         decode(data)
 
 
-def test_pillow_reads_jpegs_where_simplejpeg_is_missing(monkeypatch):
+def test_pillow_decodes_jpegs_without_simplejpeg(monkeypatch):
     pixels = decode(encoded(0, "JPEG")).astype(int)
     monkeypatch.setattr("vitpar.data.images.simplejpeg", None)
     assert np.abs(decode(encoded(0, "JPEG")).astype(int) - pixels).max() <= 2
@@ -107,7 +107,7 @@ def test_pillow_reads_jpegs_where_simplejpeg_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 64), (64, 40), (20, 20), (3, 90), (90, 3), (1, 1)])
-def test_train_crop_is_inside_the_image_and_of_the_asked_area(height, width):
+def test_train_crop_is_inside_the_image_and_has_the_requested_area(height, width):
     transform = TrainTransform(16, scale=(0.25, 0.75))
     for key in range(200):
         top, left, h, w = transform._crop(height, width, Draws(key))
@@ -123,13 +123,14 @@ def test_train_crops_and_flips_are_spread_out():
         for key in sample_keys(0, np.zeros(500, int), np.arange(500), np.zeros(500, int))
     ]
     areas = np.array([h * w for _, _, h, w in boxes]) / 100**2
-    assert areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54  # large wide boxes often do not fit
+    # The mean is low because large wide boxes often do not fit.
+    assert areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54
     image = smooth(16, 16)
     flipped = [bool(whole(image, Draws(key))[1, 0, 0] > 100) for key in range(400)]
     assert 150 < sum(flipped) < 250
 
 
-def test_train_output_is_a_function_of_the_key():
+def test_train_output_depends_only_on_the_key():
     image, transform = decode(encoded(5, size=(40, 30))), TrainTransform(16)
     first = transform(image, Draws(1))
     assert first.shape == (3, 16, 16) and first.dtype == torch.uint8
@@ -153,7 +154,7 @@ def test_normalize_maps_channels_by_mean_and_std():
     assert imagenet(images, torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_keys_differ_in_every_part_and_are_never_negative():
+def test_keys_depend_on_every_part_and_are_not_negative():
     n = 1000
     zeros, numbers = np.zeros(n, int), np.arange(n)
     cases = itertools.product((0, 1, -1), (0, 1), (0, 1))

@@ -1,4 +1,6 @@
-"""The benchmark programs run, measure what they say, and notice when contenders compute unlike things."""
+"""Benchmark programs in experiments/: they run, measure what they claim, and refuse contenders that compute
+differently.
+"""
 
 import json
 import os
@@ -17,8 +19,11 @@ from vitpar.parallel.float8 import float8_fault
 
 
 def run(program: str, *arguments: str, blocked: tuple[str, ...] = (), path: Path = ROOT / "src") -> str:
-    """Run a program of experiments/ where the packages `blocked` cannot be imported, and those in `path` come before
-    others; what it printed."""
+    """Run a program of experiments/ and return its output.
+
+    blocked: packages that cannot be imported
+    path: folder whose packages are found first
+    """
     start = f"import sys, runpy; sys.modules |= dict.fromkeys({blocked!r}); sys.argv = sys.argv[1:]; " + (
         "sys.path.insert(0, 'experiments'); runpy.run_path(sys.argv[0], run_name='__main__')"
     )
@@ -56,11 +61,11 @@ def test_plan_program_prints_its_tables(tmp_path: Path) -> None:
     assert printed.count("in theory") == 3
 
 
-def test_gpu_program_runs_on_the_cpu_without_the_trainer_s_packages(tmp_path: Path) -> None:
+def test_gpu_program_runs_on_cpu_without_the_trainers_packages(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
     printed = run("bench_gpu.py", *arguments, blocked=("pydantic", "tomli_w", "webdataset", "simplejpeg", "rich"))
     found = json.loads((tmp_path / "result.json").read_text())
-    float8 = float8_fault(torch.device("cpu")) is None  # CPUs have no such products in torch 2.11
+    float8 = float8_fault(torch.device("cpu")) is None  # torch 2.11 has no float8 matmul on CPUs
     rows = {"limits": 1, "vitpar": 1, "phases": 1, "input": 0, "plain": 1, "fp8": int(float8)}
     assert {section: len(found[section]) for section in rows} == rows
     missing = [part.split(",")[0] for part in found["left_out"]]
@@ -76,12 +81,12 @@ def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
     run("bench_gpu.py", *arguments)
     (row,) = json.loads((tmp_path / "result.json").read_text())["input"]
-    assert 60_000 < row["mean_bytes"] < 160_000  # as ImageNet's
+    assert 60_000 < row["mean_bytes"] < 160_000  # about the size of ImageNet's files
     assert len(row["seconds"]["JPEG"]) == len(row["seconds"]["synthetic"]) >= 2
     assert row["input_alone"] > 0
 
 
-def test_peers_program_compares_who_is_there_and_says_who_is_not(tmp_path: Path) -> None:
+def test_peers_program_compares_available_contenders_and_names_missing_ones(tmp_path: Path) -> None:
     arguments = ("--tiny", "--rounds", "2", "--precision", "fp32", "--json", str(tmp_path / "result.json"))
     contenders = ("vitpar_trainer", "vitpar_step", "plain", "timm_loop")
     with_nobody = tmp_path / "timm"
@@ -97,7 +102,7 @@ def test_peers_program_compares_who_is_there_and_says_who_is_not(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_peers_program_finds_the_deepest_model_of_a_pretended_memory(tmp_path: Path) -> None:
+def test_peers_program_finds_the_deepest_model_for_a_memory_limit(tmp_path: Path) -> None:
     arguments = ("--tiny", "--largest", "--pretend-mb", "25", "--only", "plain", "--json", str(tmp_path / "r.json"))
     run("bench_peers.py", *arguments)
     (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
@@ -106,7 +111,7 @@ def test_peers_program_finds_the_deepest_model_of_a_pretended_memory(tmp_path: P
     assert "OutOfMemoryError" in found["full"]
 
 
-def test_initial_parameters_go_where_the_import_finds_them() -> None:
+def test_peers_start_from_the_same_parameters() -> None:
     import torch
 
     from bench.peers.job import Job
@@ -139,7 +144,7 @@ def test_initial_parameters_go_where_the_import_finds_them() -> None:
         assert torch.equal(made[name].make(*(theirs.values[n] for n in made[name].names)), ours), name
 
 
-def test_deepest_is_found_by_bisection() -> None:
+def test_deepest_model_is_found_by_bisection() -> None:
     from bench.peers.largest import deepest
 
     for limit in (0, 1, 2, 5, 8, 31):
@@ -158,7 +163,7 @@ def test_steadiness_program_prints_its_tables(tmp_path: Path) -> None:
     assert "rise after step 50" in printed
 
 
-def test_slope_tells_a_rise_from_noise() -> None:
+def test_slope_distinguishes_a_rise_from_noise() -> None:
     from bench.steadiness import Slope, windows
 
     flat, rising = [10.0, 10.2] * 50, [10.0 + 0.01 * i + 0.1 * (i % 2) for i in range(100)]
@@ -178,7 +183,7 @@ def test_gpu_program_refuses_without_a_gpu() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_batch_that_does_not_fit_is_halved() -> None:
+def test_batch_that_does_not_fit_is_halved() -> None:
     import torch
 
     import bench_gpu
@@ -200,7 +205,8 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
     assert left_out[0] == ("vitpar, vit_tiny_patch16_224, batch 64", "it does not fit into memory")
 
 
-def test_rounds_end_with_the_time_but_for_two_that_a_spread_needs() -> None:
+def test_at_least_two_rounds_run_even_without_time() -> None:
+    """A spread needs two measurements."""
     from bench.peers.running import Timed
     from bench.peers.running import take_turns as take_rounds
 
@@ -211,7 +217,7 @@ def test_rounds_end_with_the_time_but_for_two_that_a_spread_needs() -> None:
     assert (one.wall, kept) == ([2.0, 2.0], [1, 2])
 
 
-def test_contenders_take_turns_and_the_order_turns_around() -> None:
+def test_contenders_take_turns_in_alternating_order() -> None:
     calls: list[str] = []
     contenders = {name: partial(calls.append, name) for name in ("a", "b")}
     times = take_turns(contenders, 3, partial(calls.append, "|"))
@@ -219,12 +225,12 @@ def test_contenders_take_turns_and_the_order_turns_around() -> None:
     assert len(times["a"].wall) == len(times["b"].cpu) == 3
 
 
-def test_ratio_is_taken_pair_by_pair() -> None:
+def test_ratio_is_computed_pair_by_pair() -> None:
     slow_spell = [1.0, 1.0, 10.0, 10.0, 1.0]
     assert ratio([1.1 * s for s in slow_spell], slow_spell) == Spread(pytest.approx(1.1), pytest.approx(0.0))
 
 
-def test_unlike_losses_are_refused() -> None:
+def test_different_losses_are_refused() -> None:
     from bench.rank import compare
 
     compare([(2.0, 3.0)], [(2.0001, 3.0)], 1e-4)

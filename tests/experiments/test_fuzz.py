@@ -1,5 +1,4 @@
-"""Hostile input for every reader, a few cases of each; and readers that are wrong on purpose, each of which the harness
-has to find out."""
+"""The fuzzing harness: a few hostile cases for every reader, and planted faulty readers that it must detect."""
 
 import os
 import random
@@ -22,9 +21,9 @@ from vitpar.errors import DataError
 
 EACH = 15
 PATIENT_S = 40.0
-"""A case may take, where other tests run beside it."""
+"""Time limit of a case, in seconds; generous, because other tests run in parallel."""
 NEVER_ACCEPTED: tuple[str, ...] = ()
-"""Targets of whose first cases none can be accepted."""
+"""Targets that refuse all of their first cases."""
 
 
 def planted(kind: str, limit: float = 20.0, last: int = CASES - 1) -> Tally:
@@ -40,7 +39,7 @@ def kinds(tally: Tally) -> set[tuple[str, int]]:
     return {(one.finding.kind, one.case) for one in tally.found.values()}
 
 
-def test_every_reader_takes_its_first_cases() -> None:
+def test_every_reader_survives_its_first_cases() -> None:
     tallies = {name: Tally(name) for name in names()}
     hunt(tallies, cases=EACH, limit=PATIENT_S)
     assert not (wrong := report.findings(tallies)), "\n\n".join(wrong)
@@ -48,7 +47,7 @@ def test_every_reader_takes_its_first_cases() -> None:
     assert all(0 < tally.accepted < EACH for name, tally in tallies.items() if name not in NEVER_ACCEPTED), tallies
 
 
-def test_a_good_reader_is_let_go() -> None:
+def test_good_reader_has_no_findings() -> None:
     tally = planted("Good")
     assert (tally.cases, tally.accepted, tally.found) == (CASES, CASES - 1, {})
 
@@ -68,21 +67,21 @@ def test_a_good_reader_is_let_go() -> None:
         ("TellsTooMuch", "message", "2,000 characters"),
     ],
 )
-def test_a_wrong_reader_is_found_out_and_the_other_cases_run(kind: str, expected: str, words: str) -> None:
+def test_faulty_reader_is_detected_and_other_cases_still_run(kind: str, expected: str, words: str) -> None:
     tally = planted(kind)
     assert kinds(tally) == {(expected, 1)}
     assert any(words in one.finding.words for one in tally.found.values()), tally.found
     assert tally.cases == CASES and tally.accepted >= CASES - 1
 
 
-def test_a_reader_that_hangs_is_ended_and_asked_where() -> None:
+def test_hanging_reader_is_killed_with_its_stack() -> None:
     tally = planted("Hangs", limit=0.5)
     assert kinds(tally) == {("hang", 1)}
     assert "planted_readers.py" in next(iter(tally.found.values())).finding.words
     assert (tally.cases, tally.accepted) == (CASES, CASES - 1)
 
 
-def test_a_fault_of_the_harness_is_told_and_the_other_cases_run() -> None:
+def test_fault_of_the_harness_is_reported_and_other_cases_still_run() -> None:
     tally = planted("CannotBeMade")
     assert kinds(tally) == {("harness", 1)}
     assert "the attack itself is wrong" in next(iter(tally.found.values())).finding.words
@@ -97,13 +96,13 @@ def test_silent_damage_and_refused_seeds_are_found() -> None:
 
 
 def fuzz(*words: str) -> "subprocess.CompletedProcess[str]":
-    """Run the program, which finds the planted readers too."""
+    """Run the fuzzing program with the planted readers on its path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])}
     command = [sys.executable, "experiments/fuzz.py", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_one_case_is_repeated_and_its_files_are_kept(tmp_path: Path) -> None:
+def test_single_case_can_be_repeated_and_kept(tmp_path: Path) -> None:
     done = fuzz("--target", "strategy", "--case", "0", "--keep", str(tmp_path / "kept"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted" in done.stdout
@@ -112,21 +111,21 @@ def test_one_case_is_repeated_and_its_files_are_kept(tmp_path: Path) -> None:
     assert 'raise KeyError("label")' in done.stdout
 
 
-def test_the_exit_code_says_whether_something_was_found() -> None:
+def test_exit_code_says_whether_there_are_findings() -> None:
     done = fuzz("--target", "helpers.planted_readers:RaisesAnother", "--cases", str(CASES))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "--target helpers.planted_readers:RaisesAnother --case 1" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["plan", "strategy", "zip", "tar", "checkpoint", "pickle"])
-def test_a_case_has_the_same_bytes_every_time(name: str, tmp_path: Path) -> None:
+def test_case_has_the_same_bytes_every_time(name: str, tmp_path: Path) -> None:
     targets: list[Any] = [found(name)(tmp_path / side) for side in ("one", "other")]
     for number in range(18):
         one, other = (target.case(name, number, tmp_path / "case") for target in targets)
         assert (one.files, one.told, one.how) == (other.files, other.told, other.how)
 
 
-def test_attacks_change_what_they_are_given() -> None:
+def test_attacks_produce_many_variants() -> None:
     draw, members = random.Random(0), samples(4)
     whole, page = tar(members), b'{"a": [1, 2.5, "x"], "b": {"c": null}}'
     attacks = {
@@ -143,20 +142,20 @@ def test_attacks_change_what_they_are_given() -> None:
         assert len(made) > 8, f"{name} makes only {len(made)} kinds"
 
 
-def test_about_half_of_the_cases_are_edits_that_do_not_know_the_format(tmp_path: Path) -> None:
+def test_about_half_of_the_cases_are_format_blind(tmp_path: Path) -> None:
     target = found("tfrecord")(tmp_path)
     assert isinstance(target, FileTarget)
     said = [target.case("tfrecord", number, tmp_path / "case").how for number in range(30, 330)]
     assert 0.35 < sum("sealed" not in how for how in said) / len(said) < 0.65
 
 
-def test_what_is_wrong_with_a_message() -> None:
+def test_message_problems_are_found() -> None:
     assert message_problem(DataError("line 1\nline 2 of '/x/0x7fff/y', dp0x2147483648, CRC 0x8953f384")) is None
     assert "address" in (message_problem(DataError("<a at 0x55d0c8a0b2c0>")) or "")
     assert "long" in (message_problem(DataError("x" * 1_201)) or "")
 
 
-def test_findings_alike_are_one_with_the_shortest_case() -> None:
+def test_similar_findings_are_merged_into_the_shortest_case() -> None:
     tally = Tally("x")
     for case, size in ((5, 300), (9, 20), (11, 40)):
         tally.keep(Finding("error", "KeyError", "a.py:1", f"case {case}"), case, "an edit", size)

@@ -1,4 +1,4 @@
-"""The first run on a GPU, rehearsed without one: parts are stopped in time, and what was measured is kept."""
+"""The first run on a GPU, rehearsed without one: parts stop at their time limit and keep their measurements."""
 
 import json
 import os
@@ -35,18 +35,21 @@ sys.exit(7)
 
 
 def step(model: str, batch_size: int, seconds: float, mfu: float | None) -> dict[str, Any]:
-    """A row of bench_gpu.py."""
+    """Return a row as bench_gpu.py writes it."""
     facts = {"waits": 0.0, "memory_bytes": 8 * GIB, "attention": {"backend": "cudnn"}}
     return {"model": model, "batch_size": batch_size, "seconds": [seconds] * 3, "mfu": mfu, **facts}
 
 
 def bench(**sections: Any) -> dict[str, Any]:
-    """Return a file as bench_gpu.py writes it."""
+    """Return the content of a file as bench_gpu.py writes it."""
     return {**{name: [] for name in ("limits", "vitpar", "plain", "fp8", "input", "left_out")}, **sections}
 
 
 def start(out: Path, *words: str, blocked: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
-    """The program, where the packages `blocked` cannot be found; without a virtual environment's launcher."""
+    """Start the program without a virtual environment's launcher.
+
+    blocked: packages that cannot be imported
+    """
     begin = f"import sys, runpy; sys.modules |= dict.fromkeys({blocked!r}); sys.argv = sys.argv[1:]; " + (
         "sys.path.insert(0, 'experiments'); runpy.run_path(sys.argv[0], run_name='__main__')"
     )
@@ -55,7 +58,7 @@ def start(out: Path, *words: str, blocked: tuple[str, ...] = ()) -> "subprocess.
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
 
 
-def test_a_program_is_stopped_in_time_and_its_rows_are_kept(tmp_path: Path) -> None:
+def test_program_is_stopped_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> None:
     results = Results(tmp_path)
     results.call({"hardware": "a test"})
     keep = results.keeper("vitpar", "rows", "none")
@@ -63,7 +66,7 @@ def test_a_program_is_stopped_in_time_and_its_rows_are_kept(tmp_path: Path) -> N
     found = Running(job, 4.0, tmp_path / "rows.json", results.log).wait(keep)
     keep(found)
     assert found["ended"] == "stopped at its time limit" and found["found"]["rows"] == [0, 1]
-    for _ in range(100):  # the kernel needs a moment
+    for _ in range(100):  # the kernel needs a moment to remove the process
         if not Path(f"/proc/{found['found']['child']}/cmdline").exists():
             break
         time.sleep(0.1)
@@ -75,7 +78,7 @@ def test_a_program_is_stopped_in_time_and_its_rows_are_kept(tmp_path: Path) -> N
     assert "the table cannot be made (KeyError" in (tmp_path / "report.md").read_text(), "and the run goes on"
 
 
-def test_rows_are_kept_while_a_program_runs_and_its_failure_is_said(tmp_path: Path) -> None:
+def test_rows_are_kept_while_a_program_runs_and_its_failure_is_reported(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = []
     job = Job("rows", ("-c", ROWS, RESULT, "2"), "none")
     found = Running(job, 60.0, tmp_path / "rows.json", tmp_path / "log.txt").wait(states.append)
@@ -83,7 +86,7 @@ def test_rows_are_kept_while_a_program_runs_and_its_failure_is_said(tmp_path: Pa
     assert states and states[-1]["ended"] == "running" and states[-1]["found"]["rows"] == [0, 1]
 
 
-def test_calls_add_to_one_folder(tmp_path: Path) -> None:
+def test_repeated_calls_add_to_one_folder(tmp_path: Path) -> None:
     for call, seconds in enumerate((0.2, 0.1)):
         results = Results(tmp_path)
         results.call({"date": f"day {call}"})
@@ -96,7 +99,7 @@ def test_calls_add_to_one_folder(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "results.json").read_text())["runs"]) == 3
 
 
-def test_predictions_stand_beside_measurements() -> None:
+def test_table_shows_predictions_next_to_measurements() -> None:
     rows = [step(BASE, 512, 0.125, 0.436), step(HUGE, 64, 0.2, 0.33), step("vit_tiny_patch16_224", 4, 0.1, None)]
     run = {"call": 0, "ended": "ended", "seconds": 9.0, "prediction": "a row", "found": bench(vitpar=rows)}
     lines = list(tables.lines("vitpar", {"step": run}))
@@ -105,7 +108,7 @@ def test_predictions_stand_beside_measurements() -> None:
     assert "| none | 100.0 ms, MFU – | – | – |" in lines[4]
 
 
-def test_settings_and_fp8_are_compared_with_the_default() -> None:
+def test_table_compares_settings_and_fp8_with_the_default() -> None:
     runs = {
         name: {"call": 0, "ended": "ended", "prediction": "1 to 4 %", "found": bench(vitpar=[step(LARGE, 256, s, 0.5)])}
         for name, s in {"default": 0.2, "coordinate descent": 0.19}.items()
@@ -119,7 +122,7 @@ def test_settings_and_fp8_are_compared_with_the_default() -> None:
     )
 
 
-def test_outcomes_are_read_from_the_lines_of_pytest() -> None:
+def test_outcomes_are_read_from_pytests_output() -> None:
     lines = [
         "tests/parallel/test_cuda.py::test_a[dp1+offload] PASSED                 [  1%]",
         "tests/parallel/test_cuda.py::test_b[pp1: embed=dp1, *=dp1] FAILED        [  2%]",
@@ -132,7 +135,7 @@ def test_outcomes_are_read_from_the_lines_of_pytest() -> None:
     assert found["tests/parallel/test_cuda.py::test_b[pp1: embed=dp1, *=dp1]"]["why"] == "assert 1 == 2"
 
 
-def test_batches_follow_the_free_memory() -> None:
+def test_batch_sizes_follow_the_free_memory() -> None:
     sizes = {name: [batch_for(name, gib * GIB) for gib in (138, 78, 38)] for name in MODELS}
     assert sizes == {BASE: [512, 256, 128], LARGE: [256, 128, 64], HUGE: [128, 64, 32], GIANT: [128, 64, 32]}
     assert [batch_for(BASE, gib * GIB, peers=True) for gib in (138, 78)] == [256, 128]
@@ -150,10 +153,10 @@ def test_batches_follow_the_free_memory() -> None:
         (None, []),
     ],
 )
-def test_a_gpu_that_is_not_idle_is_said(
+def test_busy_gpu_is_reported(
     answers: dict[str, str] | None, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the older driver's names are the ones that work, and where there is no nvidia-smi."""
+    """This includes older drivers, which have other field names, and machines without nvidia-smi."""
     if answers is not None:
         (tmp_path / "nvidia-smi").write_text(
             f'#!/bin/sh\ncase "$1" in\n*compute-apps*) echo "{answers["compute-apps"]}";;\n'
@@ -170,7 +173,7 @@ def test_a_gpu_that_is_not_idle_is_said(
     assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))
 
 
-def test_missing_packages_are_named_first_and_the_rest_runs(tmp_path: Path) -> None:
+def test_missing_packages_are_named_first_and_other_parts_run(tmp_path: Path) -> None:
     with start(tmp_path, "--parts", "check", "vitpar", "--minutes", "0.1", blocked=("pydantic",)) as program:
         printed, _ = program.communicate(timeout=200)
     assert printed.startswith("missing packages: ") and "pydantic" in printed.splitlines()[0]
@@ -180,7 +183,7 @@ def test_missing_packages_are_named_first_and_the_rest_runs(tmp_path: Path) -> N
     assert runs[0]["ended"] == "left out: there is no pydantic"
 
 
-def test_every_part_can_be_named_and_has_programs() -> None:
+def test_every_part_has_programs_and_predictions() -> None:
     for part in PARTS.values():
         for tiny, device in ((True, "cpu"), (False, "cuda")):
             jobs = part.jobs(tiny, device)
@@ -189,12 +192,12 @@ def test_every_part_can_be_named_and_has_programs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rows_of_a_call_that_is_killed_are_kept_and_the_next_call_adds_to_them(tmp_path: Path) -> None:
+def test_killed_call_keeps_its_rows_and_the_next_call_adds_to_them(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     with start(tmp_path, "--parts", "settings") as program:
         while program.poll() is None:
             runs = json.loads(results.read_text())["runs"] if results.exists() else []
-            if len(runs) == 2:  # the first setting has been measured, the second one is running
+            if len(runs) == 2:  # the first setting is measured, the second one is running
                 program.send_signal(signal.SIGTERM)
                 break
             time.sleep(0.2)

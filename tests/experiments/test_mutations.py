@@ -1,4 +1,4 @@
-"""The table of mutations fits the source; and the tool tells caught, missed, crashed and hanging ones apart."""
+"""The mutation table matches the source, and the tool distinguishes caught, missed, crashed and hanging mutations."""
 
 import os
 import re
@@ -40,10 +40,10 @@ def of(name: str, new: str, *, test: str = "test_limit", crash_counts: bool = Fa
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a repository of one module, with a file that git ignores and no commit; copies go into tmp_path/copies."""
+    """Create a repository of one module, with an ignored file and no commit; copies go into tmp_path/copies."""
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to load than the tests to run
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take longer to load than these tests to run
     root = tmp_path / "small"
     root.mkdir()
     files = {"thing.py": SOURCE, "test_thing.py": TESTS, ".gitignore": "large\n", "large": "", "pytest.ini": "[pytest]"}
@@ -57,7 +57,7 @@ def campaign(root: Path, *mutations: Mutation, limit: float = 60.0) -> Campaign:
     return run(root, mutations, parallel=2, limit=limit, told=lambda *_: None)
 
 
-def test_every_mutation_fits_the_source() -> None:
+def test_every_mutation_matches_the_source() -> None:
     assert len(MUTATIONS) > 40
     names = [mutation.name for mutation in MUTATIONS]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z0-9.-]+", name) for name in names)
@@ -65,8 +65,8 @@ def test_every_mutation_fits_the_source() -> None:
     assert all(re.fullmatch(r"[A-Z2-3].*\.", mutation.breaks) and mutation.caught_by for mutation in MUTATIONS)
 
 
-def test_mutated_sources_know_all_their_names(tmp_path: Path) -> None:
-    """Otherwise a mutation crashes what should notice it, as soon as the source no longer imports a name."""
+def test_mutated_sources_have_no_undefined_names(tmp_path: Path) -> None:
+    """An undefined name would crash every command, which is not the same as catching the mutation."""
     for mutation in MUTATIONS:
         if mutation.file.endswith(".py"):
             (tmp_path / f"{mutation.name}.py").write_text(mutation.applied((ROOT / mutation.file).read_text()))
@@ -75,7 +75,7 @@ def test_mutated_sources_know_all_their_names(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_commands_name_what_there_is() -> None:
+def test_commands_name_existing_tests() -> None:
     for command in {command for mutation in MUTATIONS for command in mutation.caught_by}:
         program, *words = shlex.split(command)
         assert (program, words[:2]) in (("vitpar", ["check", "--mesh"]), ("pytest", words[:2])), command
@@ -85,7 +85,7 @@ def test_commands_name_what_there_is() -> None:
             assert path.startswith("tests/") and f"def {name.partition('[')[0]}" in text, node
 
 
-def test_a_mutation_that_does_not_fit_is_refused(small: Path) -> None:
+def test_mutation_that_does_not_match_is_refused(small: Path) -> None:
     assert problem(small, of("fits", "limit = 6")) is None
     refused = {
         "occurs 0 times in thing.py": Mutation("gone", "", "thing.py", "limit = 4", "", ()),
@@ -126,7 +126,7 @@ def test_only_a_failed_assertion_counts_unless_a_crash_may(small: Path) -> None:
     assert (small / "thing.py").read_text() == SOURCE and not list((small.parent / "copies").iterdir())
 
 
-def test_commands_that_fail_on_the_clean_source_prove_nothing(small: Path) -> None:
+def test_commands_that_fail_on_the_clean_source_do_not_count(small: Path) -> None:
     (small / "test_thing.py").write_text(TESTS.replace("limit == 5", "limit == 4").replace("< 3", "< 3  # new"))
     one, other = of("wrong test", "limit = 6"), of("no such test", "limit = 6", test="test_nothing")
     found = campaign(small, one, other, of("fine", "limit = 1", test="test_division"))
@@ -135,7 +135,7 @@ def test_commands_that_fail_on_the_clean_source_prove_nothing(small: Path) -> No
     assert not found.all_caught and "FAILED on the clean source" in report.problems(found)[0]
 
 
-def test_a_command_that_hangs_is_ended(small: Path) -> None:
+def test_hanging_command_is_killed(small: Path) -> None:
     (small / "test_thing.py").write_text("import time\n\ndef test_limit():\n    time.sleep(1000)\n")
     commands = Commands(limit=2.0)
     outcome = commands.run("pytest test_thing.py", small)
@@ -145,19 +145,19 @@ def test_a_command_that_hangs_is_ended(small: Path) -> None:
         commands.run("pytest test_thing.py", small)
 
 
-def test_another_folder_than_a_repository_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_repository_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MutationError, match="git cannot list the files"):
         campaign(tmp_path / "nowhere", of("caught", "limit = 6"))
 
 
-def test_the_verdict_of_the_check_is_read() -> None:
+def test_verdict_of_vitpar_check_is_parsed() -> None:
     assert judge_check(0, "table\npassed: worst is loss\n") == Outcome("passed", "passed: worst is loss")
     assert judge_check(1, "FAILED: worst is head.fc.bias\n").kind == "failed"
     assert judge_check(1, "rank 1 failed: KeyError\n").kind == judge_check(1, "").kind == "crash"
     assert judge_check(2, "FAILED: x").kind == judge_check(0, "").kind == judge_check(1, "passed: x").kind == "crash"
 
 
-def test_errors_of_ranks_are_told_from_failed_assertions() -> None:
+def test_rank_errors_are_distinguished_from_failed_assertions() -> None:
     trace = "rank 1 of 2:\nTraceback (most recent call last):\n  File a\n    x\n{}\n"
     assert judge(AssertionError(trace.format("AssertionError: 3 > 2\nassert False"))) == (
         "failed",
@@ -184,7 +184,7 @@ run(Path(sys.argv[1]), [one], parallel=2, limit=100.0, told=print)
 """
 
 
-def test_nothing_is_left_after_ctrl_c(small: Path) -> None:
+def test_ctrl_c_leaves_no_files_or_processes(small: Path) -> None:
     (small / "test_thing.py").write_text(
         "import time\n\ndef test_limit():\n    open('begun', 'w')\n    time.sleep(1000)\n"
     )
@@ -202,12 +202,12 @@ def test_nothing_is_left_after_ctrl_c(small: Path) -> None:
 
 
 def running(folder: Path) -> list[str]:
-    """Return the processes that were started with the folder in their environment."""
+    """Return the processes whose environment contains `folder`."""
     return [pid for pid in os.listdir("/proc") if pid.isdigit() and str(folder) in environment_of(pid)]
 
 
 def environment_of(pid: str) -> str:
-    """Return the environment a process was started with, empty where it cannot be read."""
+    """Return the environment a process was started with, or "" if it cannot be read."""
     try:
         return Path("/proc", pid, "environ").read_bytes().decode(errors="replace")
     except OSError:

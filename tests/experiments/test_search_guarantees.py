@@ -1,4 +1,4 @@
-"""The search with the effort that ships, on drawn clusters, beside every plan with one strategy."""
+"""The search with its default effort on drawn clusters, compared with every plan that has a single strategy."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ def run(first: int, clusters: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("first, clusters", [(0, 2), *(pytest.param(n, 5, marks=pytest.mark.slow) for n in (2, 7))])
-def test_a_search_is_never_slower_than_a_simple_plan(first: int, clusters: int) -> None:
-    """12 of the 200 clusters that `make bench-search` draws."""
+def test_search_is_never_slower_than_a_uniform_plan(first: int, clusters: int) -> None:
+    """Runs 12 of the 200 clusters that `make bench-search` draws."""
     found = run(first, clusters)
     assert found.returncode == 0, found.stdout + found.stderr
     assert f"searches: {3 * clusters}" in found.stdout

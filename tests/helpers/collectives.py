@@ -1,4 +1,4 @@
-"""Counts what a rank sends: every collective and point-to-point operation, by a short name."""
+"""Count a rank's collectives and point-to-point operations, by a short name."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,8 +18,7 @@ NAMES = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
 }
-"""Operations by name: those of torch.distributed, and the functional ones that DTensor calls. Others count as
-themselves."""
+"""Short names of torch.distributed's operations and of the functional ones that DTensor calls. Others keep theirs."""
 WHOLES = {
     "c10d::allreduce_": 0,
     "c10d::_allgather_base_": 0,
@@ -28,16 +27,19 @@ WHOLES = {
     "_c10d_functional::all_gather_into_tensor": None,
     "_c10d_functional::reduce_scatter_tensor": 0,
 }
-"""Which argument is the whole that is reduced, gathered or scattered; None for the result."""
+"""Index of the argument that holds the complete tensor of the collective; None if the result holds it."""
 _NO_TRAFFIC = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 
 
 class Sent(TorchDispatchMode):
-    """Counts, inside the ``with``, the communication of this rank in `counts`; functional collectives also by
-    (name, group, elements of the whole) in `sizes`, and all of `WHOLES` by the bytes of the whole in `bytes`.
+    """Counter of this rank's communication inside a ``with`` block.
 
-    As torch's CommDebugMode, which cannot be entered around a pipeline schedule (torch 2.13: its tracking of modules
-    raises `list index out of range`) and does not count point-to-point operations.
+    counts: number of operations, by short name
+    sizes: functional collectives by (name, group, elements of the complete tensor)
+    bytes: bytes of the complete tensors, for the operations in `WHOLES`
+
+    torch's CommDebugMode does not count point-to-point operations, and cannot be entered around a pipeline schedule: in
+    torch 2.13 its module tracking raises `list index out of range`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class Sent(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it dispatches again on its local tensors, collectives among them
+            return NotImplemented  # DTensor dispatches again on its local tensors, and the collectives arrive then
         out = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload):
             name = func._schema.name

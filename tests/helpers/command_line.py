@@ -1,4 +1,4 @@
-"""`vitpar` as a person starts it: in a process of its own, on the CPU."""
+"""Run `vitpar` in a separate process on the CPU, as a user would."""
 
 import os
 import subprocess
@@ -12,11 +12,11 @@ import pytest
 from helpers.paths import ROOT
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-"""Runs `vitpar <words>`, behind `launcher` if given."""
+"""A function that runs `vitpar <words>`, behind `launcher` if given."""
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without a launcher's variables, for a vitpar of this checkout on the CPU."""
+    """Return this process's environment without launcher variables, set to run this checkout's vitpar on the CPU."""
     launchers = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     paths = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
@@ -28,7 +28,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> "subprocess.Popen[str]":
-    """``vitpar <words>`` in the folder `place`, behind `launcher`, in a session of its own."""
+    """Start ``vitpar <words>`` in the folder `place`, behind `launcher`, in a new session."""
     command = [sys.executable, *launcher, "-m", "vitpar_cli.main", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -39,7 +39,7 @@ def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> 
 def run(
     place: Path, words: Iterable[str], launcher: Iterable[str] = (), timeout: float = 200
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end and return its output."""
+    """Run a command to its end and return its output; kill it after `timeout` seconds."""
     process = started(place, words, launcher)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -49,7 +49,7 @@ def run(
 
 
 def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr with which `vitpar <words>` ends, without starting any process."""
+    """Return the one error line of `vitpar <words>`, which must exit with 2 before it starts any process."""
     from vitpar_cli.main import main
 
     def spawned(*args: Any, **kwargs: Any) -> None:

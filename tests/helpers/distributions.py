@@ -1,13 +1,13 @@
-"""Comparing two samples of numbers."""
+"""Two-sample comparison of distributions."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 
 def assert_same_distribution(ours: ArrayLike, theirs: ArrayLike, name: str = "") -> None:
-    """Fail where two samples are not of one distribution, by the test of Kolmogorov and Smirnov.
+    """Fail if two samples have different distributions, by the two-sample Kolmogorov-Smirnov test.
 
-    Samples that are of one fail with a probability of 2e-6 at most; seeds are fixed, so they fail always or never.
+    Equal distributions fail with a probability of at most 2e-6. Seeds are fixed, so a test fails always or never.
     """
     one, other = np.sort(np.ravel(ours)), np.sort(np.ravel(theirs))
     assert len(one) >= 1000 and len(other) >= 1000, "too few numbers to tell distributions apart"

@@ -43,15 +43,18 @@ PROPERTIES = SimpleNamespace(
 
 
 class Synchronisation(RuntimeError):
-    """The host waited for the device."""
+    """Error: the host waited for the device."""
 
 
 class DeviceMismatch(RuntimeError):
-    """An operation was given tensors of host and device."""
+    """Error: an operation was given tensors of host and device."""
 
 
 class FakeCuda(FakeTensorMode):
-    """Provide the device inside a ``with`` block. library: the return value of ``fake_cuda_library.load``."""
+    """Mode that provides the simulated device inside a ``with`` block.
+
+    library: the return value of ``fake_cuda_library.load``
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         _patch()
@@ -123,7 +126,7 @@ def _together(func: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> Iter
     """
     if func in COPIES or torch.Tag.pointwise in func.tags:
         return []
-    if func.name().startswith("aten::_foreach_"):  # falls back to item by item where devices differ
+    if func.name().startswith("aten::_foreach_"):  # torch falls back to one tensor at a time where devices differ
         lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
         return zip(*lists, strict=True)
     return [tensors]

@@ -1,5 +1,5 @@
-// Answer what the C++ part of torch asks a CUDA device: a CPU build has nothing that answers, and a CUDA build would
-// ask the driver. It must be loaded before torch, which looks for the hooks when it is imported.
+// Stand-in for the CUDA hooks and device guard of torch's C++ part. A CPU build has none, and a CUDA build would call
+// the driver. Load it before torch, which looks up the hooks at import.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -49,7 +49,7 @@ struct FakeHooks final : at::CUDAHooksInterface {
   long versionRuntimeCuDNN() const override { return 91900; }
 };
 
-// Preferred to those of a build for CUDA, which come later under the same name.
+// REGISTRY_PREFERRED wins over the hooks of a CUDA build, which register later under the same name.
 const bool registered = [] {
   const auto make = [](at::CUDAHooksArgs) -> std::unique_ptr<at::CUDAHooksInterface> {
     return std::make_unique<FakeHooks>();
@@ -60,11 +60,11 @@ const bool registered = [] {
 
 } // namespace
 
-// To be called when torch is imported: of guards the last one counts.
+// Call this after importing torch: the guard that is registered last is used.
 extern "C" void use_fake_guard() {
   static const FakeGuard guard;
   c10::impl::device_guard_impl_registry[static_cast<size_t>(kCUDA)].store(&guard);
 }
 
-// Whether the host may wait for streams, events and the device.
+// Set whether the host may wait for streams, events and the device.
 extern "C" void let_host_wait(bool may) { may_wait = may; }

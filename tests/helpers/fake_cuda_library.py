@@ -1,4 +1,4 @@
-"""Build and load the C++ part of `helpers.fake_cuda`: once for each version of torch. Does not import torch."""
+"""Build the C++ part of `helpers.fake_cuda` once per torch version, and load it. Does not import torch."""
 
 import ctypes
 import hashlib
@@ -15,7 +15,7 @@ FLAGS = ("-std=c++20", "-O0", "-w", "-shared", "-fPIC")
 
 
 def compiler() -> str | None:
-    """Return the path of a C++ compiler, None if there is none."""
+    """Return the path of a C++ compiler, or None if there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
 
 

@@ -36,10 +36,13 @@ COMMON: dict[str, Any] = {
 
 
 class Fault(NamedTuple):
-    """A mistake in a step: a forward hook of a block, and words of the error that it must cause."""
+    """Mistake in a step, planted by a forward hook of a block."""
 
     hook: Callable[[nn.Module, Any, Tensor], Tensor]
+    """Forward hook of a block that makes the mistake."""
+
     error: str
+    """Words that the error message must contain."""
 
 
 def _in_backward(y: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
@@ -72,17 +75,22 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Two steps under the strategy string `mesh`, on rank `rank`.
-
-    settings: recipe keys that replace those of `COMMON`. waits: how often the host may wait for the device in the
-    second step. fault: a name in `FAULTS`.
-    """
+    """Two training steps on the simulated device."""
 
     mesh: str
+    """Strategy string."""
+
     settings: dict[str, Any] = field(default_factory=dict)
+    """Recipe keys that replace those of `COMMON`."""
+
     rank: int = 0
+    """Rank to simulate."""
+
     waits: float = 0
+    """How often the host may wait for the device in the second step."""
+
     fault: str | None = None
+    """Name in `FAULTS` of a mistake to plant, or None."""
 
     def __str__(self) -> str:
         words = [f"{name.partition('.')[2]}={value}" for name, value in self.settings.items()]
@@ -92,7 +100,7 @@ class Case:
 
 
 def run_cases(library: ctypes.CDLL, cases: Iterable[Case]) -> None:
-    """Print a JSON object: the name of each case -> its traceback, or None."""
+    """Print a JSON object that maps each case's name to its traceback, or to null if it passed."""
     torch.set_num_threads(1)
     device = FakeCuda(library)
     found: dict[str, str | None] = {}

@@ -1,4 +1,4 @@
-"""The models of timm and transformers, with the sizes and the weights of `foreign_weights`."""
+"""Models of timm and transformers, in the sizes of `foreign_weights`."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from helpers.oracles import timm, transformers
 
 
 def timm_model(state: dict[str, Tensor], pool: str = "cls") -> nn.Module:
-    """timm's VisionTransformer, or its distilled one, with the weights `state`, in evaluation mode.
+    """Return timm's VisionTransformer, or its distilled variant, with the weights `state`, in evaluation mode.
 
-    pool: "cls" for the class token, "avg" for the mean over patches after the norm.
+    pool: "cls" for the class token, "avg" for the mean over patches after the norm
     """
     registers = state["reg_token"].shape[1] if "reg_token" in state else 0
     prefix = sum(name in state for name in ("cls_token", "dist_token")) + registers
@@ -43,16 +43,16 @@ def timm_model(state: dict[str, Tensor], pool: str = "cls") -> nn.Module:
 
 
 def timm_logits(state: dict[str, Tensor], images: Tensor, pool: str = "cls") -> Tensor:
-    """Logits [batch, classes] of images [batch, 3, size, size]."""
+    """Return timm's logits [batch, classes] for images [batch, 3, size, size]."""
     with torch.no_grad():
         return timm_model(state, pool)(images)
 
 
 def transformers_model(kind: str, teacher: bool = False, **changed: Any) -> nn.Module:
-    """transformers' "vit" or "deit" image classifier with random weights, in evaluation mode.
+    """Return transformers' "vit" or "deit" image classifier with random weights, in evaluation mode.
 
-    teacher: of a DeiT, whether it has the classifier of the distillation token too. changed: settings of its
-    config.json.
+    teacher: whether a DeiT also has the classifier of the distillation token
+    changed: settings of its config.json
     """
     sizes = {name: value for name, value in transformers_config(kind, **changed).items() if name != "model_type"}
     sizes |= {"intermediate_size": HIDDEN, "num_labels": CLASSES}

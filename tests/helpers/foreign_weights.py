@@ -1,4 +1,4 @@
-"""Random weights under the names of timm and transformers, in files as they are downloaded."""
+"""Random weights under the names of timm and transformers, in files as one downloads them."""
 
 import json
 import re
@@ -15,7 +15,7 @@ TIMM_CONFIG = {"architecture": "vit_none", "model_args": {"num_heads": HEADS}}
 
 
 def saved(folder: Path, state: dict[str, Tensor], config: dict[str, Any] | None = None) -> Path:
-    """A folder as it is downloaded."""
+    """Write model.safetensors, and config.json if given, as in a downloaded folder. Return the folder."""
     folder.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
     if config is not None:
@@ -34,7 +34,10 @@ def timm_state(
     head: bool = True,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """A state dict with timm's names and shapes. embed_prefix: whether tokens before the patches have positions."""
+    """Return a state dict with timm's names and shapes.
+
+    embed_prefix: whether the tokens before the patches have position embeddings
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, there in (("cls_token", cls), ("dist_token", dist)):
@@ -95,6 +98,6 @@ def as_transformers(state: dict[str, Tensor], kind: str = "vit") -> dict[str, Te
 
 
 def transformers_config(kind: str = "vit", **changed: Any) -> dict[str, Any]:
-    """Its config.json."""
+    """Return the settings of a transformers config.json."""
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": DEPTH, "image_size": SIZE}
     return {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "patch_size": PATCH, **sizes, **changed}

@@ -1,12 +1,12 @@
-"""Galvatron's strategy files as its tools write them, for tests."""
+"""Galvatron strategy files, as its own tools write them."""
 
 
 def column(*parts: tuple[int, int]) -> str:
-    """`(2, 3), (1, 2)` -> "2,2,2,1,1"."""
+    """Return the comma-separated list of repeated values: `(2, 3), (1, 2)` gives "2,2,2,1,1"."""
     return ",".join(str(value) for value, times in parts for _ in range(times))
 
 
-HUGE = {  # vit-huge on 4 ranks, as the search wrote it
+HUGE = {  # vit-huge on 4 ranks, as Galvatron's search wrote it
     "pp_deg": 1,
     "tp_sizes_enc": column((2, 32)),
     "tp_consecutive_flags": column((1, 32)),
@@ -21,7 +21,7 @@ HUGE = {  # vit-huge on 4 ranks, as the search wrote it
     "vtp": 2,
     "vsp": 0,
 }
-OLD = {  # of 2022, for 16 ranks
+OLD = {  # format of 2022, for 16 ranks
     "pp_deg": 2,
     "tp_sizes_enc": column((1, 24)),
     "tp_consecutive_flags": column((1, 24)),
@@ -45,7 +45,7 @@ LAYERWISE = {  # for 8 ranks
     "vsp": 0,
     "embed_sdp": 1,
 }
-MIXED = {  # for 24 ranks: degrees that are no powers of two, strided tp, unequal stages, the newest keys
+MIXED = {  # for 24 ranks: degrees that are not powers of two, strided tp, unequal stages, the newest keys
     "pp_deg": 2,
     "tp_sizes_enc": "3,3,1,12,4,6,2",
     "tp_consecutive_flags": "0,1,1,1,0,0,0",

@@ -1,4 +1,4 @@
-"""Files that were made to harm who reads them, and a stream that reads them."""
+"""Malicious files, and a stream loader that reads them."""
 
 import io
 import tarfile
@@ -20,7 +20,7 @@ def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
 
 
 def header(name: str, kind: bytes, size: int) -> bytes:
-    """A header of 512 bytes that claims `size`, also where that is negative."""
+    """Return a 512-byte tar header that claims `size` bytes; `size` may be negative."""
     info = tarfile.TarInfo(name)
     info.type = kind
     block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
@@ -39,7 +39,7 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def streamed(*paths: Path, label: str = "cls", bad_sample: str = "fail") -> list[int]:
-    """The labels of the samples that a stream gives."""
+    """Return the labels of all samples that a stream yields."""
     data = StreamSet(tuple(map(str, paths)), 1, 1000, Labels.parse(label))
     found: list[int] = []
     transform = EvalTransform(8)

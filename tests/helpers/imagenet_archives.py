@@ -1,4 +1,4 @@
-"""The three archives of ILSVRC2012, with a few tiny images in them."""
+"""The three archives of ILSVRC2012, with a few tiny images."""
 
 import io
 import tarfile
@@ -16,16 +16,16 @@ SYNSETS = {
     1: ("n02119789", "kit fox, Vulpes macrotis"),
     2: ("n02100735", "English setter"),
 }
-"""WordNet number and name of each class, by its number in the development kit, whose order differs from WordNet's."""
+"""WordNet id and name of each class, by its number in the development kit, whose order differs from WordNet's."""
 GROUP = ("n02084071", "dog, domestic dog, Canis familiaris")
 VAL = (2, 2, 1, 3, 1)
-"""The classes of the validation images, by those numbers."""
+"""Classes of the validation images, by their numbers in the development kit."""
 VAL_ORDER = (3, 0, 4, 1, 2)
-"""In which they lie in their archive."""
+"""Order of the validation images in their archive."""
 
 
 def write_imagenet(folder: Path, train: int = 4, compressed: bool = True) -> None:
-    """Write the archives, with `train` images of every class."""
+    """Write the three archives, with `train` images per class."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = []
     for number in (1, 3, 2):
@@ -41,7 +41,11 @@ def write_imagenet(folder: Path, train: int = 4, compressed: bool = True) -> Non
 
 
 def write_kit(folder: Path, table: bytes, truth: bytes) -> None:
-    """Write the development kit. table: its meta.mat. truth: its list of the validation images' classes."""
+    """Write the development kit.
+
+    table: content of its meta.mat
+    truth: content of its list of validation classes
+    """
     place = "ILSVRC2012_devkit_t12"
     files = [
         (f"{place}/readme.txt", b"ImageNet"),
@@ -52,7 +56,10 @@ def write_kit(folder: Path, table: bytes, truth: bytes) -> None:
 
 
 def meta(compressed: bool = True, **changed: Any) -> bytes:
-    """The table of synsets as MATLAB keeps it, written by SciPy. changed: columns to be others in the first row."""
+    """Return the table of synsets as MATLAB stores it, written by SciPy.
+
+    changed: columns with other values in the first row
+    """
     rows = [(number, *SYNSETS[number], "a gloss", 0, np.zeros((1, 0)), 0, 1300) for number in sorted(SYNSETS)]
     rows.append((4, *GROUP, "a gloss", 2, np.array([[1, 2]]), 3, 0))
     fields = (
@@ -76,7 +83,7 @@ def meta(compressed: bool = True, **changed: Any) -> bytes:
 
 
 def tar(files: Iterable[tuple[str, bytes]], mode: str = "w") -> bytes:
-    """A tar file of (name, content)."""
+    """Return a tar file of (name, content) pairs."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
         for name, data in files:

@@ -1,4 +1,4 @@
-"""Models whose weights were imported, and their logits."""
+"""Models with imported weights, and their logits."""
 
 from pathlib import Path
 

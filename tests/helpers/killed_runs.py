@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed: their recipe, their processes and the rows they write."""
+"""Runs that are killed and resumed: their recipe, their processes and their metrics."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ every_steps = 6
 
 
 def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Those of metrics.jsonl by kind and step; each once."""
+    """Return the rows of metrics.jsonl by (kind, step); fail if one appears twice."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     by_key = {(row["kind"], row["step"]): row for row in found}
     assert len(by_key) == len(found), "a step stands twice"
@@ -57,7 +57,7 @@ def lines(folder: Path) -> int:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that a launcher has started."""
+    """Return the process ids that a launcher has started."""
     pids: list[int] = []
     for path in Path(f"/proc/{launcher}/task").glob("*/children"):
         pids += [int(pid) for pid in path.read_text().split()]
@@ -65,7 +65,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those that still run."""
+    """Return the process ids in `pids` that still run."""
     found = []
     for pid in pids:
         try:
@@ -77,7 +77,10 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", ended: bool = False) -> None:
-    """Until `condition`, while `process` runs; or after it, if it has `ended`."""
+    """Wait for `condition` while `process` runs, 120 s at most.
+
+    ended: whether `process` may have ended
+    """
     end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end and (ended or process.poll() is None), process.communicate()[1]

@@ -1,4 +1,4 @@
-"""LAMB, LARS and Muon on whole parameters in one process, by the papers' formulas, for tests."""
+"""LAMB, LARS and Muon on unsharded parameters in one process, written from the papers' formulas."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +35,7 @@ def section(settings: Mapping[str, Any]) -> OptimizerSection:
 
 
 def reference(settings: dict[str, Any], rates: tuple[float, ...] = RATES) -> dict[str, Tensor]:
-    """All parameters after one step for each of `rates`."""
+    """Return all parameters after one step per rate in `rates`."""
     chosen = section(settings)
     parameters = {name: drawn("value", name) for name in SHAPES}
     for name, x in parameters.items():
@@ -76,7 +76,7 @@ def adam(memory: dict[str, Tensor], gradient: Tensor, t: int, settings: Optimize
 
 
 def rows_of_maps(name: str) -> list[list[int]]:
-    """The rows of each linear map in a matrix: three in qkv, whose heads follow one another."""
+    """Return the rows of each linear map in a matrix. qkv holds three, interleaved by head."""
     if not name.endswith("qkv.weight"):
         return [list(range(SHAPES[name][0]))]
     heads = [3 * HEAD_DIM * head for head in range(HEADS)]
@@ -84,7 +84,7 @@ def rows_of_maps(name: str) -> list[list[int]]:
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz with the powers applied to the singular values themselves."""
+    """Return the Newton-Schulz result, computed exactly: the polynomial is applied to the singular values of an SVD."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.square().sum().sqrt()
     for _ in range(steps):

@@ -1,6 +1,6 @@
-"""timm, torchvision and transformers: independent implementations that tests compare with.
+"""Independent implementations to compare with: timm, torchvision and transformers.
 
-A test that needs one imports it from here and fails where it is missing: `make setup` installs all three.
+A test that needs one imports it from here, and fails if it is missing: `make setup` installs all three.
 """
 
 import importlib
@@ -11,10 +11,10 @@ import torch
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, also where its compiled operators do not fit this build of torch.
+    """Import torchvision even if its compiled operators do not match this build of torch.
 
-    Its Python code describes two of them to torch, which fails if they do not exist: they are declared then, without
-    an implementation. Transforms and what timm uses need none of its operators.
+    Its Python code registers fakes of two operators, which fails if they do not exist. Here they are declared without
+    an implementation. Neither the transforms nor timm needs these operators.
     """
     try:
         return importlib.import_module("torchvision")

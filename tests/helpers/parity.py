@@ -1,4 +1,4 @@
-"""One case of the table of plans against one process."""
+"""Check of one `helpers.plans.Case` against one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from vitpar.strategy import Plan
 
 
 def skip_what_cannot_run(precision: str) -> None:
-    """Skip a test in fp8 where this build of torch has no float8 products with a scale for each row on CPUs."""
+    """Skip a test in fp8 if this build of torch has no row-scaled float8 matmul on CPUs."""
     if precision == "fp8" and (fault := float8_fault(torch.device("cpu"))):
         pytest.skip(f"torch {torch.__version__}: {fault}")
 
@@ -43,7 +43,10 @@ def check(
     recipe_steps: int = 2,
     **settings: Any,
 ) -> CheckResult:
-    """Check a plan; runs on every rank. settings: of `KEYS`, or keys of recipes with `__` for the dot."""
+    """Check a plan; runs on every rank.
+
+    settings: names in `KEYS`, or recipe keys with `__` for the dot
+    """
     options = {KEYS.get(name, name.replace("__", ".")): value for name, value in settings.items()}
     options |= {f"communication.{name}": value for name, value in vars(communication).items()}
     recipe = recipe_to_check({"train.batch_size": batch_size, **options})
@@ -59,10 +62,11 @@ def run_case(device: torch.device, case: Case) -> CheckResult:
 
 
 def run_compiled(device: torch.device, case: Case) -> tuple[CheckResult, int]:
-    """Check one case by steps of SGD; also how many graphs the compiler made of the model."""
+    """Check one case with SGD steps, and return also how many graphs the compiler made of the model."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    without_normalising = replace(case, check={**case.check, "recipe_steps": 0})  # which is compiled too
+    # The steps of a recipe also compile the input normalisation, which would add graphs.
+    without_normalising = replace(case, check={**case.check, "recipe_steps": 0})
     result = run_case(device, without_normalising)
-    tried = 1  # by `choose_compiling`
+    tried = 1  # `choose_compiling` compiles one graph to find out whether the compiler works
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"] - tried

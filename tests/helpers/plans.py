@@ -1,4 +1,4 @@
-"""The table of plans that tests, and the support matrix in the docs, go through."""
+"""Plans that the tests and the support matrix in the docs cover."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,32 +15,38 @@ from vitpar.strategy.support import features
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy string, the other fields of its plan, and what the check is told.
-
-    model: options of the tiny ViT (12 heads). batch: images of a step.
-    """
+    """Plan of a tiny ViT, with the options of the check."""
 
     mesh: str
+    """Strategy string."""
+
     plan: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the plan."""
+
     model: dict[str, Any] = field(default_factory=dict)
+    """Options of the tiny ViT, which has 12 heads."""
+
     check: dict[str, Any] = field(default_factory=dict)
+    """Options of `helpers.parity.check`."""
+
     batch: int = 16
+    """Images per step."""
 
     @property
     def ranks(self) -> int:
-        """Ranks the plan needs."""
+        """Return the number of ranks the plan needs."""
         return parse(self.mesh).world_size
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The model's options with its number of blocks: 4, or 8 where the plan names them or has many stages."""
+        """Return the model's options. The model has 4 blocks, or 8 if the plan names blocks or has many stages."""
         plan = parse(self.mesh)
         few = plan.is_uniform and plan.pp * self.plan.get("virtual_stages", 1) <= 4 and "split" not in self.plan
         return {"num_classes": 10, "depth": 4 if few else 8, "drop_path": 0.1, **self.model}
 
     @property
     def features(self) -> frozenset[str]:
-        """Everything the case is made of: its features in the support matrix, and the settings that it names."""
+        """Return all features of the case: those of the support matrix, and the names of its settings."""
         plan = replace(parse(self.mesh), **self.plan)
         found = features(plan, self.check.get("precision", "fp32"), False)
         found |= {f"{part}.{key}" for part in ("plan", "model", "check") for key in getattr(self, part)}
@@ -90,7 +96,7 @@ CASES = (
     Case("dp8"),
     Case("fsdp8"),
     Case("pp8"),
-    # degrees that are no powers of two
+    # degrees that are not powers of two
     Case("tp3xfsdp2", batch=12),
     Case("tp2xdp3", batch=24),
     Case("pp3xfsdp2", {"split": (2, 3, 3)}, batch=24),
@@ -129,7 +135,7 @@ CASES = (
     Case("pp2xtp2xdp2+ckpt", model=EVERYTHING),
     Case("dp2xfsdp2+ckpt"),
     Case("pp2+ckpt", INTERLEAVED),
-    # the model's options, with classes that tp does not divide
+    # model options, with a number of classes that tp does not divide
     Case("dp1", model=EVERYTHING),
     Case("tp4xfsdp2", model={**EVERYTHING, "num_classes": 7}),
     Case("pp2xtp2xdp2", model={**EVERYTHING, "num_classes": 7}),
@@ -157,7 +163,7 @@ CASES = (
     Case("tp2xfsdp2", check={"optimizer": "foreach"}),
     Case("tp2xfsdp2", check={"optimizer": "fused"}),
     Case("pp2xtp2xdp2", check={"optimizer": "for-loop"}),
-    # what dp shards
+    # zero1 and zero2
     Case("dp4+zero1", {"microbatches": 2}),
     Case("dp4+zero2", {"microbatches": 2}),
     Case("dp2xtp2+zero1", check=FP64),
@@ -167,7 +173,7 @@ CASES = (
     Case("pp2xdp2+zero1", ZBV),
     Case("pp2xdp2+zero2", INTERLEAVED),
     Case("dp3+zero2+ckpt", batch=24),
-    # +sp: the batch of a micro-batch split over tp too
+    # +sp, which also splits the images of a micro-batch over tp
     Case("tp2+sp", check=FP64),
     Case("tp4+sp", model=EVERYTHING, check=FP64),
     Case("tp3xfsdp2+sp", batch=36, check=FP64),
@@ -239,7 +245,7 @@ CASES = (
     Case("fsdp2", {"microbatches": 8}, model=EVERYTHING, check=FP64),
     Case("tp4+2d", {"microbatches": 4}, model=EVERYTHING, batch=8, check=FP64),
     Case("pp2xtp2+sp", {"microbatches": 4}, batch=8, check=FP64),
-    # when things are sent
+    # timing of the communication
     Case("dp2", check={"communication": Communication(bucket_cap_mb=0.5)}),
     Case("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
     Case("pp2xfsdp2", check={"communication": Communication(reshard_after_forward=True)}),
@@ -251,7 +257,7 @@ CASES = (
         {"microbatches": 2},
         check={"communication": Communication(reduce_every_microbatch=True)},
     ),
-    # tokens that no degree divides, and tokens that do
+    # 197 tokens, which no degree divides, and 196, which some do
     Case("tp2xfsdp2+sp", model=T197, batch=8),
     Case("tp2xfsdp2+sp", model=T196, batch=8),
     Case("tp4+2d", model=T197, batch=8),
@@ -278,7 +284,7 @@ CASES = (
 
 
 def representatives(cases: Sequence[Case]) -> list[Case]:
-    """Few cases in which every feature of `cases` appears: the next one has the most new features for its ranks."""
+    """Return few cases that cover every feature of `cases`, chosen greedily by new features per rank."""
     missing = frozenset().union(*(case.features for case in cases))
     found = []
     while missing:
@@ -290,7 +296,7 @@ def representatives(cases: Sequence[Case]) -> list[Case]:
 
 @st.composite
 def strategies_of(draw: st.DrawFn, ranks: int) -> Strategy:
-    """Any strategy on that many ranks: degrees that need not be powers of two, in any order, with any flags."""
+    """Draw a strategy for `ranks` ranks: any degrees, also not powers of two, in any order, with any flags."""
     axes, left = [], ranks
     for role in draw(st.permutations(("dp", "fsdp", "tp"))):
         degree = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
@@ -309,7 +315,7 @@ def strategies_of(draw: st.DrawFn, ranks: int) -> Strategy:
 
 @st.composite
 def layerwise(draw: st.DrawFn, ranks: int, depth: int) -> Case:
-    """Any layerwise plan of a model with `depth` blocks on that many ranks."""
+    """Draw a layerwise plan for `ranks` ranks and a model of `depth` blocks."""
     pp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
     schedules = [{"schedule": "gpipe"}, {}, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV]
     plan = draw(st.sampled_from(schedules)) if pp > 1 else {"microbatches": draw(st.sampled_from([1, 2]))}

@@ -1,4 +1,4 @@
-"""Readers that do what no reader may do, for the tests of the fuzzing harness."""
+"""Readers with planted faults, for the tests of the fuzzing harness."""
 
 import os
 import random
@@ -15,7 +15,7 @@ CASES = 4
 
 
 class Planted(Target):
-    """Accepts all cases but the second, which it reads as `wrong` does."""
+    """Reader that accepts every case except the second, for which it calls `wrong`."""
 
     what = "nothing"
 
@@ -30,7 +30,7 @@ class Planted(Target):
             self.wrong(case)
 
     def wrong(self, case: Case) -> None:
-        """Fail in the second case."""
+        """Do nothing; subclasses fail here."""
 
 
 class Good(Planted):
@@ -114,7 +114,7 @@ class RefusesItsSeed(FileTarget):
 
 
 class ChangesSilently(FileTarget):
-    """Reads a file whose second half has no checksum, though it is told what is right."""
+    """Reader of a file whose second half has no checksum; the oracle knows the correct content."""
 
     what = "nothing"
 

@@ -1,6 +1,6 @@
-"""A pool of gloo ranks: started once for each world size, then given one function after another to run on all ranks.
+"""A pool of gloo ranks, started once per world size, which runs one function after another on all ranks.
 
-Ranks are forked from a server that has imported torch and vitpar but has no threads, so that they start at once.
+Ranks are forked from a server that has imported torch and vitpar but has no threads, so they start quickly.
 """
 
 import multiprocessing
@@ -15,21 +15,21 @@ from vitpar.launch import World, join, leave
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["vitpar.check", "torch.profiler", "einops._torch_specific", "pytest", "hypothesis"])
 MOST_THREADS = 50
-TIMEOUT = 1100.0  # seconds for one function; pytest's own limit is usually less
+TIMEOUT = 1100.0  # seconds for one function; pytest's own timeout is usually shorter
 
 
 class RankError(AssertionError):
-    """A function failed on a rank of the pool; the message holds that rank's traceback."""
+    """Error of a function on a rank of the pool; the message holds that rank's traceback."""
 
 
 class RankPool:
-    """`size` spawned processes in one process group, each with one CPU thread."""
+    """Pool of `size` spawned processes in one process group, each with one CPU thread."""
 
     def __init__(self, size: int) -> None:
         from torch.distributed import TCPStore
 
         self.size = size
-        # The store is ours, so that no rank has to find a free port.
+        # This process owns the store, so that no rank has to find a free port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [CONTEXT.Pipe() for _ in range(size)]
         self._ends = [end for end, _ in pipes]
@@ -41,9 +41,11 @@ class RankPool:
             process.start()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """``function(device, *args, **kwargs)`` on every rank at once; what it returned, in rank order.
+        """Run ``function(device, *args, **kwargs)`` on every rank at once, and return the results in rank order.
 
-        function: importable, as are its arguments. Raises RankError, after which the pool is closed, when a rank fails.
+        Raises RankError if a rank fails; the pool is closed then.
+
+        function: importable by name, as are its arguments
         """
         for end in self._ends:
             end.send((function, args, kwargs))
@@ -65,18 +67,21 @@ class RankPool:
 
     @property
     def alive(self) -> bool:
-        """Whether the pool can still run functions."""
+        """Return whether the pool can still run functions."""
         return all(process.is_alive() for process in self._processes)
 
     @property
     def tired(self) -> bool:
-        """Whether the processes have so many threads that they slow all down: every process group keeps some that
-        poll, and PyTorch caches what holds a group, so that groups cannot be given back."""
+        """Return whether the ranks have so many threads that they slow each other down.
+
+        Every process group keeps threads that poll. PyTorch's caches hold references to groups, so they cannot be
+        freed.
+        """
         tasks = Path(f"/proc/{self._processes[0].pid}/task")
         return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
 
     def close(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         for process in self._processes:
             process.kill()
             process.join()

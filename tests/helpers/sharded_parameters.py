@@ -1,4 +1,4 @@
-"""Small float64 parameters with a ViT's names, sharded in every way that there is: plain torch, nothing of vitpar."""
+"""Small float64 parameters with a ViT's names, sharded in many ways with plain torch, without vitpar."""
 
 import zlib
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-# Dims that tensor parallelism divides, as it must, and fsdp often does not: over 3 ranks, or 2 under tp2, one has
-# nothing of fc1 in block 0.
+# Tensor parallelism divides these dims, as it must; fsdp often does not. Over 3 ranks, or 2 under tp2, one rank has
+# an empty shard of fc1 in block 0.
 WIDTH, HEADS, HEAD_DIM, CLASSES = 8, 4, 3, 3
 HIDDEN = {"blocks.0": 2, "blocks.1": 12}
 
 
 def layer_shapes(layer: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's parameters, by their names in the model."""
+    """Return the shapes of a layer's parameters, by their names in the model."""
     if layer == "head":
         shapes: dict[str, tuple[int, ...]] = {"norm.weight": (WIDTH,), "fc.weight": (CLASSES, WIDTH)}
         return {f"head.{name}": shape for name, shape in {**shapes, "fc.bias": (CLASSES,)}.items()}
@@ -32,7 +32,7 @@ SHAPES = {name: shape for layer in LAYERS for name, shape in layer_shapes(layer)
 
 
 def drawn(kind: str, name: str) -> Tensor:
-    """A whole float64 tensor for the parameter `name`: a function of its arguments alone."""
+    """Return a complete float64 tensor for the parameter `name`, which depends only on the arguments."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{name}".encode()))
     return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
 
@@ -43,14 +43,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A whole value, sharded as `parameter` is."""
+    """Return the complete tensor `value` sharded as `parameter` is."""
     if isinstance(parameter, DTensor):
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value
 
 
 def modules(layers: tuple[str, ...]) -> nn.Module:
-    """Modules that hold the parameters of `layers` under their names, filled with their initial values."""
+    """Return modules with the initial parameters of `layers`, under the model's names."""
     root = nn.Module()
     for name in (name for layer in layers for name in layer_shapes(layer)):
         *path, last = name.split(".")
@@ -64,7 +64,7 @@ def modules(layers: tuple[str, ...]) -> nn.Module:
 
 
 def split_dim(name: str) -> int | None:
-    """The dim of a parameter that tensor parallelism splits."""
+    """Return the dim of a parameter that tensor parallelism splits, or None."""
     if name.endswith(("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias")):
         return 0
     return 1 if name.endswith(("proj.weight", "fc2.weight", "fc.weight")) else None
@@ -76,7 +76,7 @@ def replace_(root: nn.Module, name: str, value: Tensor) -> None:
 
 
 def wrapped(mesh: str) -> nn.Module:
-    """This rank's modules under a strategy such as tp2xfsdp2: parameters split over tp, then ``fully_shard``."""
+    """Return this rank's modules under a strategy such as tp2xfsdp2: split over tp, then wrapped by ``fully_shard``."""
     axes = {part.rstrip("0123456789"): int(part.lstrip("dfpst")) for part in mesh.split("x")}
     assert set(axes) <= {"pp", "dp", "fsdp", "tp"}
     devices = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -96,7 +96,7 @@ def wrapped(mesh: str) -> nn.Module:
 
 
 def over_two_tensor_axes() -> nn.Module:
-    """Every split parameter over both axes of a 2 x 2 mesh: one dim twice, or one dim each where there are two."""
+    """Return modules split over both axes of a 2 x 2 mesh: one dim twice, or two dims once each."""
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     root = modules(LAYERS)
     for name, p in list(root.named_parameters()):
@@ -108,12 +108,12 @@ def over_two_tensor_axes() -> nn.Module:
 
 
 def fully_sharded_over_two_tensor_axes() -> nn.Module:
-    """Both tensor axes and fsdp: 8 ranks, three placements on one dim."""
+    """Return modules under two tensor axes and fsdp: 8 ranks, three placements on one dim."""
     devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("fsdp", "rows", "columns"))
     root = modules(LAYERS)
     for name, p in list(root.named_parameters()):
         if (dim := split_dim(name)) is not None:
-            # What has too few rows for both is split over one of them alone.
+            # A parameter with too few rows for both axes is split over only one.
             placements = [Shard(dim), Shard(dim) if p.shape[dim] % 4 == 0 else Replicate()]
             split = distribute_tensor(p.detach(), devices["rows", "columns"], placements, src_data_rank=None)
             replace_(root, name, split)
@@ -123,7 +123,7 @@ def fully_sharded_over_two_tensor_axes() -> nn.Module:
 
 
 def a_mesh_for_each_layer() -> nn.Module:
-    """Four ranks that are another mesh in every layer, one of them in two ways."""
+    """Return modules on four ranks that form a different mesh in every layer, and two meshes in one layer."""
     meshes = [
         (DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])), [Shard(0), Replicate()]),
         (DeviceMesh("cpu", torch.tensor([[0, 1, 2, 3]])), [Replicate(), Shard(0)]),
@@ -133,7 +133,7 @@ def a_mesh_for_each_layer() -> nn.Module:
     for layer, (mesh, placements) in zip(LAYERS, meshes, strict=True):
         for name in layer_shapes(layer):
             value = root.get_parameter(name).detach()
-            if name.endswith("fc1.weight"):  # on another mesh than the rest of its layer
+            if name.endswith("fc1.weight"):  # on a different mesh than the rest of its layer
                 replace_(
                     root, name, distribute_tensor(value, meshes[0][0], [Replicate(), Shard(0)], src_data_rank=None)
                 )
@@ -151,16 +151,16 @@ MESHES = {"fsdp2": 2, "tp2": 2, "fsdp3": 3, "tp2xfsdp2": 4, "fsdp2xtp2": 4, "dp2
 
 
 def ranks_of(layout: str) -> int:
-    """How many ranks a layout is for."""
+    """Return the number of ranks of a layout."""
     return LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]
 
 
 def built(layout: str) -> nn.Module:
-    """This rank's modules; collective."""
+    """Return this rank's modules under a layout; collective."""
     return LAYOUTS[layout][1]() if layout in LAYOUTS else wrapped(layout)
 
 
 def give_gradients(root: nn.Module, step: int) -> None:
-    """Random gradients, sharded as the parameters are."""
+    """Set random gradients, sharded as the parameters are."""
     for name, p in root.named_parameters():
         p.grad = like(drawn(str(step), name), p)

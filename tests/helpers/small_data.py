@@ -1,4 +1,4 @@
-"""A packed data set of a few tiny images in seven classes: enough for a top-5, with tails that divide by nothing."""
+"""A packed data set of tiny images in seven classes: 35 to train and 17 to validate, so last batches are incomplete."""
 
 import io
 import tarfile
@@ -11,11 +11,11 @@ from vitpar.data import ShardSet, pack
 
 CLASSES = 7
 TRAIN, VAL = 5, 17
-"""Training images of a class, validation images in all."""
+"""Training images per class, and validation images in total."""
 
 
 def pack_small(folder: Path, *, val: bool = True) -> Path:
-    """Make the data set under `folder`; returns where it is. Its images are 10x10 pixels of noise."""
+    """Write the data set of 10x10 noise images under `folder`, and return the packed folder."""
     draw = np.random.default_rng(0)
     labels = {"train": np.repeat(np.arange(CLASSES), TRAIN)} | ({"val": np.arange(VAL) % CLASSES} if val else {})
     for split, numbers in labels.items():
@@ -30,7 +30,7 @@ def pack_small(folder: Path, *, val: bool = True) -> Path:
 
 
 def damage(data: Path, split: str, sample: int) -> str:
-    """Overwrite the pixels of one packed image, keeping its size; returns the `shard/key` that names it."""
+    """Overwrite the pixels of one packed image without changing its size. Return its name, `shard/key`."""
     shards = ShardSet.open(data, split)
     name, whole = shards.name(sample), shards.read(sample)
     shard, key = name.split("/")

@@ -1,4 +1,4 @@
-"""Small tar shards of known samples, and a web server that gives them out."""
+"""Small tar shards of known samples, and a web server for them."""
 
 import functools
 import io
@@ -22,10 +22,10 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def write_shards(folder: Path, split: str, sizes: Sequence[int], classes: int | None = None) -> int:
-    """`folder`/`split`-<i>.tar with `sizes[i]` images; returns how many there are in all.
+    """Write `sizes[i]` images into `folder`/`split`-<i>.tar for each i, and return the total number of images.
 
-    classes: None for images of noise, each with a label of its own, its number; else how many, numbered round and
-    round, of plain images whose brightness is `brightness(label, classes)`.
+    classes: None for noise images whose label is their number. Otherwise the number of classes, which uniform images
+    take in turn; their brightness is `brightness(label, classes)`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
@@ -52,7 +52,7 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        """`/cut/FILE`: says the length of FILE, and gives half of it."""
+        """Serve a file. `/cut/FILE` announces the length of FILE but sends only half of it."""
         if not self.path.startswith("/cut/"):
             return super().do_GET()
         data = (Path(self.directory) / self.path.removeprefix("/cut/")).read_bytes()
@@ -65,7 +65,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address under which the files of `folder` are given out."""
+    """Serve the files of `folder` over HTTP, and yield the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

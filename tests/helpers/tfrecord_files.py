@@ -1,4 +1,4 @@
-"""TFRecords of tiny images, written by hand: a length, its checksum, the message, its checksum."""
+"""TFRecord files of tiny images, encoded by hand: length, its checksum, message, its checksum."""
 
 import struct
 
@@ -37,7 +37,7 @@ def masked_crc(data):
 
 
 def record(message):
-    """A record around `message`, as https://www.tensorflow.org/tutorials/load_data/tfrecord describes it."""
+    """Return `message` framed as a record, as https://www.tensorflow.org/tutorials/load_data/tfrecord describes."""
     length = struct.pack("<Q", len(message))
     return length + masked_crc(length) + message + masked_crc(message)
 

@@ -11,7 +11,10 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def encoded(number: int, kind: str = "PNG", size: tuple[int, int] = (12, 10)) -> bytes:
-    """Image `number`, of random pixels, as the bytes of a file; size: (width, height)."""
+    """Return image `number`, made of random pixels, as an encoded file.
+
+    size: (width, height)
+    """
     pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
@@ -19,7 +22,7 @@ def encoded(number: int, kind: str = "PNG", size: tuple[int, int] = (12, 10)) ->
 
 
 def write_classes(folder: Path, per_class: int, first: int = 0) -> dict[bytes, int]:
-    """`folder`/<class>/<n>.jpg or .png; returns the label of every image by its bytes."""
+    """Write `folder`/<class>/<n>.JPEG or .png, and return each image's label by its bytes."""
     labels = {}
     for label, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
@@ -32,12 +35,12 @@ def write_classes(folder: Path, per_class: int, first: int = 0) -> dict[bytes, i
 
 
 def write_tree(folder: Path, train: int = 7, val: int = 3) -> dict[bytes, int]:
-    """train/ and val/ of class folders; returns the label of every image by its bytes."""
+    """Write train/ and val/ with class folders, and return each image's label by its bytes."""
     return write_classes(folder / "train", train) | write_classes(folder / "val", val, first=1000)
 
 
 def write_zips(folder: Path, train: int = 6, val: int = 3, *, classes: bool = True, first: int = 0) -> dict[bytes, int]:
-    """train.zip, val.zip and their maps; returns the label of every image by its bytes."""
+    """Write train.zip, val.zip and their label maps, and return each image's label by its bytes."""
     folder.mkdir(parents=True)
     labels = {}
     for split, count, begin in (("train", train, first), ("val", val, first + 1000)):

@@ -1,4 +1,4 @@
-"""Small runs with checkpoints, of any plan, and what is in them."""
+"""Small runs with checkpoints under any plan, and the contents of the checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -49,12 +49,12 @@ def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
 
 
 def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> None:
-    """Run `recipe` to its end; on every rank."""
+    """Run `recipe` to its end; runs on every rank."""
     trainer_of(recipe, run_dir, **more).run()
 
 
 def rows(run: Path, kind: str = "train", after: int = 0) -> list[dict[str, Any]]:
-    """Those of metrics.jsonl, without times."""
+    """Return the rows of metrics.jsonl of one kind after step `after`, without timings and memory."""
     every = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     timed = ("time", "step_ms", "data_ms", "images_per_second", "memory_bytes")
     kept = [row for row in every if row["kind"] == kind and row["step"] > after]
@@ -62,7 +62,7 @@ def rows(run: Path, kind: str = "train", after: int = 0) -> list[dict[str, Any]]
 
 
 def assembled(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, put together from its files by hand."""
+    """Return every tensor of a checkpoint, assembled from its files without vitpar's reader."""
     index = json.loads((checkpoint / "index.json").read_text())
     wholes = {}
     for name, stored in index["tensors"].items():
@@ -77,7 +77,7 @@ def assembled(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def changed(path: Path, change: Callable[[Index], None]) -> None:
-    """Write the index anew, with a checksum that fits."""
+    """Apply `change` to the index and rewrite it with a matching checksum."""
     index = read_index(path)
     change(index)
     index.crc32 = index.checksum

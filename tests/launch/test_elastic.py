@@ -1,5 +1,7 @@
-"""Runs under torchrun on two hosts (loopback addresses of one machine) of which one goes or comes: they go on by
-themselves, on as many ranks as there are, with the losses of a run that never stopped."""
+"""Elastic runs under torchrun on two simulated hosts (loopback addresses): one host leaves or joins during the run.
+
+The run resumes on the remaining ranks, with the losses of an uninterrupted run.
+"""
 
 import os
 import signal
@@ -16,12 +18,12 @@ from helpers.small_data import pack_small
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
 
-# Seconds: how soon a host is missed that does not answer, and how long others are waited for once there are enough.
+# In seconds: a silent host counts as lost after 8 missed keep-alives, and late hosts are awaited for last_call_timeout.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=1"
 
 
 class Hosts:
-    """torchrun agents that meet at one place, and all they started; `end` leaves none of them."""
+    """torchrun agents with a common rendezvous, and all their processes, which `end` kills."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -30,7 +32,7 @@ class Hosts:
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, words: list[str], ranks: int = 1, nodes: str = "1:2", restarts: int = 3) -> "subprocess.Popen[str]":
-        """One more host. The first holds the place where they meet."""
+        """Start one more host. The first one hosts the rendezvous store."""
         first = not self.agents
         agent = [
             *("-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"),
@@ -42,7 +44,7 @@ class Hosts:
         return self.agents[-1]
 
     def lose(self, host: int) -> None:
-        """Stop a host as if its machine were switched off."""
+        """Kill a host with all its ranks, as if its machine lost power."""
         pids = [self.agents[host].pid, *ranks_of(self.agents[host].pid)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -57,7 +59,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data, a recipe, and the run `through` that never stopped."""
+    """Return a folder with packed data, a recipe, and the uninterrupted run `through`."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE + "\n[parallel]\nmicrobatches = 2\n")
@@ -69,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hosts(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # Else torch 2.13 tells a host that comes later no address, and both end after a minute (pytorch#135712).
+    # Without this, torch 2.13 gives a later host no store address, and both fail after a minute (pytorch#135712).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     started = Hosts(place)
     yield started
@@ -94,7 +96,7 @@ def trained(place: Path, run_dir: str, least: int, agent: "subprocess.Popen[str]
 
 
 def asked_to_end(pid: int) -> bool:
-    """Whether SIGTERM waits for a process that is stopped."""
+    """Return whether SIGTERM is pending for a stopped process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool((int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)) >> (signal.SIGTERM - 1) & 1)
 
@@ -104,7 +106,7 @@ def log(place: Path, run_dir: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place: Path, hosts: Hosts) -> None:
+def test_lost_host_leaves_a_run_that_resumes_under_a_fallback_plan(place: Path, hosts: Hosts) -> None:
     mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.fallback_meshes=["fsdp"]')
     first, _ = hosts.start(mesh), hosts.start(mesh)
     trained(place, "shrunk", 9, first)
@@ -122,11 +124,11 @@ def test_a_host_is_lost_and_the_other_goes_on_with_the_plan_for_its_ranks(place:
 
 
 @pytest.mark.slow
-def test_a_host_comes_and_the_run_takes_it_in(place: Path, hosts: Hosts) -> None:
+def test_joining_host_is_taken_into_the_run(place: Path, hosts: Hosts) -> None:
     mesh = words("grown", "--mesh", "dp")
     first = hosts.start(mesh)
     trained(place, "grown", 5, first)
-    # Held until its agent asks it to end, or the run would be over before the other host is there.
+    # Stop the rank until its agent sends SIGTERM; otherwise the run could end before the other host arrives.
     (rank,) = ranks_of(first.pid)
     os.kill(rank, signal.SIGSTOP)
     second = hosts.start(mesh)
@@ -135,6 +137,6 @@ def test_a_host_comes_and_the_run_takes_it_in(place: Path, hosts: Hosts) -> None
     for agent in (first, second):
         _, errors = agent.communicate(timeout=150)
         assert agent.returncode == 0, errors
-    # Its ranks were asked to end, and saved: nothing was done twice.
+    # The rank saved on SIGTERM, so no step ran twice.
     assert "stopped by SIGTERM" in log(place, "grown") and "dp2 on cpu" in log(place, "grown")
     same_as_through(place, "grown")

@@ -1,4 +1,4 @@
-"""Worlds of processes that a launcher's environment tells of."""
+"""Worlds of processes found in a launcher's environment variables."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (SLURM | ONE_HOST | {"MASTER_ADDR": "ib7", "MASTER_PORT": "1"}, World(9, 11, 9, 11, "slurm", "127.0.0.1", 1)),
     ],
 )
-def test_world_of_each_launcher(env: dict[str, str], world: World) -> None:
+def test_world_is_found_for_each_launcher(env: dict[str, str], world: World) -> None:
     assert find_world(env) == world
 
 
@@ -59,7 +59,7 @@ def test_ranks_of_an_mpi_job_derive_one_port() -> None:
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in a larger job
     ],
 )
-def test_no_world(env: dict[str, str]) -> None:
+def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> None:
     assert find_world(env) is None
 
 
@@ -100,7 +100,7 @@ def test_no_world(env: dict[str, str]) -> None:
         ({"WORLD_SIZE": "\x1b[2J" + "4" * 300}, r"WORLD_SIZE is \\x1b\[2J4{194}… but RANK is not set"),
     ],
 )
-def test_world_that_contradicts_itself(env: dict[str, str], message: str) -> None:
+def test_contradictory_world_is_refused(env: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         find_world(env)
 
@@ -114,12 +114,12 @@ def test_world_that_contradicts_itself(env: dict[str, str], message: str) -> Non
         ("r[1-2]n[3,4],x.y-z", ["r1n3", "r1n4", "r2n3", "r2n4", "x.y-z"]),
     ],
 )
-def test_slurm_node_lists(listing: str, hosts: list[str]) -> None:
+def test_slurm_node_lists_are_expanded(listing: str, hosts: list[str]) -> None:
     assert expand_hosts(listing) == hosts
 
 
 @pytest.mark.parametrize("listing", ["", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b"])
-def test_malformed_slurm_node_lists(listing: str) -> None:
+def test_malformed_slurm_node_lists_are_refused(listing: str) -> None:
     with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0"):
         expand_hosts(listing)
 
@@ -141,11 +141,11 @@ def test_malformed_slurm_node_lists(listing: str) -> None:
         ("," * 100000, "is not of the form"),
     ],
 )
-def test_slurm_node_lists_that_would_take_long_or_much_memory(listing: str, what: str) -> None:
+def test_oversized_slurm_node_lists_are_refused(listing: str, what: str) -> None:
     with pytest.raises(LaunchError, match=f"{what}.*: set MASTER_ADDR to the host of rank 0") as refused:
         expand_hosts(listing)
     assert len(str(refused.value)) < 400
 
 
-def test_the_longest_slurm_node_list() -> None:
+def test_longest_allowed_slurm_node_list_is_expanded() -> None:
     assert len(expand_hosts("n[0-255]-[0-255]")) == 65536

@@ -1,4 +1,4 @@
-"""Worlds of processes: found in a launcher's environment, or started here, and ended with one error and no orphans."""
+"""Launching worlds of processes: found or spawned, and ended with one error and without orphans."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
 from vitpar.launch.report import PREFIX
 
-# What the ranks of the tests run. Only the ways that need torch.distributed import torch, which takes seconds.
+# Program of the ranks. It imports torch, which takes seconds, only if the test needs torch.distributed.
 PROGRAM = '''
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -95,7 +95,7 @@ with reporting():
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' own environment has no world, and joins in this process leave nothing behind."""
+    """Remove launcher variables from the environment for the test."""
     launchers = re.compile(r"(SLURM|OMPI|PMIX|MASTER)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|OMP_NUM_THREADS")
     for name in filter(launchers.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
@@ -103,27 +103,27 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def program(tmp_path: Path) -> list[str]:
-    """The arguments that run PROGRAM, which still lacks its own."""
+    """Return the command that runs PROGRAM, without its own arguments."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return [str(path)]
 
 
 def parent(num_workers: int, *argv: str) -> subprocess.Popen[str]:
-    """A process of its own that spawns `num_workers` ranks."""
+    """Start a separate process that spawns `num_workers` ranks."""
     code = f"import sys; from vitpar.launch import spawn; sys.exit(spawn({num_workers}, sys.argv[1:], device='cpu'))"
     return subprocess.Popen([sys.executable, "-c", code, *argv], stderr=subprocess.PIPE, text=True)
 
 
 def stuck_pids(folder: Path, ranks: int) -> list[int]:
-    """The processes of `ranks` stuck ranks and their children, once all are there."""
+    """Return the process ids of `ranks` stuck ranks and their children, once all have started."""
     files = [folder / f"pids{rank}" for rank in range(ranks)]
     wait_until(lambda: all(file.exists() for file in files))
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs: a zombie does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition) -> None:
-    """Waits for what has to happen soon; a hang is a failure."""
+    """Wait up to 30 seconds for `condition`, then fail."""
     for _ in range(3000):
         if condition():
             return
@@ -139,7 +139,7 @@ def wait_until(condition) -> None:
     raise AssertionError("waited 30 seconds in vain")
 
 
-# Worlds started here
+# Spawned worlds
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -152,17 +152,17 @@ def test_spawned_ranks_reduce_and_share_the_cores(size: int, program: list[str],
     assert capfd.readouterr().out == "device cpu\n", "rank 0 writes to the terminal, the others do not"
 
 
-def test_threads_that_the_user_chose_stay(program: list[str], tmp_path: Path) -> None:
+def test_users_thread_count_is_kept(program: list[str], tmp_path: Path) -> None:
     assert spawn(1, [*program, "sum", str(tmp_path)], device="cpu", env={"OMP_NUM_THREADS": "7"}) == 0
     assert (tmp_path / "sum0").read_text() == "vitpar 0/1 1.0 7"
 
 
-def test_killed_rank_is_the_cause_and_its_peers_are_not(program: list[str], capfd) -> None:
+def test_killed_rank_is_reported_and_its_peers_are_not(program: list[str], capfd) -> None:
     assert spawn(2, [*program, "collective", "-", "kill"], device="cpu") == 1
     assert capfd.readouterr().err == "rank 1 was killed by SIGKILL (out of memory?)\n"
 
 
-def test_cause_wins_over_a_peer_that_lost_its_connection_earlier(program: list[str], capfd) -> None:
+def test_cause_is_reported_even_if_a_peer_fails_first(program: list[str], capfd) -> None:
     assert spawn(2, [*program, "collective", "-", "raise"], device="cpu") == 1
     error = capfd.readouterr().err
     assert error.startswith("rank 1 failed: RuntimeError: the true cause\nTraceback (most recent call last):\n")
@@ -170,7 +170,7 @@ def test_cause_wins_over_a_peer_that_lost_its_connection_earlier(program: list[s
     assert "Connection closed" not in error
 
 
-def test_rank_that_fails_before_the_others_meet_it(program: list[str], capfd) -> None:
+def test_failure_before_the_rendezvous_is_reported(program: list[str], capfd) -> None:
     assert spawn(2, [*program, "meeting"], device="cpu") == 1
     assert capfd.readouterr().err.startswith("rank 1 failed: RuntimeError: not coming\n")
 
@@ -190,7 +190,7 @@ def test_rank_that_fails_before_the_others_meet_it(program: list[str], capfd) ->
         ("lost", 1, r"rank 1 failed: ConnectionError: Connection closed by peer\nTraceback .*"),
     ],
 )
-def test_a_failure_ends_all_and_is_shown_once(
+def test_failure_ends_all_ranks_and_is_shown_once(
     way: str, code: int, message: str, program: list[str], tmp_path: Path, capfd
 ) -> None:
     assert spawn(2, [*program, way, str(tmp_path)], device="cpu") == code
@@ -199,7 +199,7 @@ def test_a_failure_ends_all_and_is_shown_once(
     wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_rank_0_reports_like_the_others(program: list[str], capfd) -> None:
+def test_rank_0_reports_errors_like_other_ranks(program: list[str], capfd) -> None:
     assert spawn(1, [*program, "user"], device="cpu") == 2
     assert capfd.readouterr().err == "error: batch 7 does not divide by 2: use batch 8\n"
     assert spawn(1, [*program, "user"], device="cpu", debug=True) == 2
@@ -207,8 +207,8 @@ def test_rank_0_reports_like_the_others(program: list[str], capfd) -> None:
     assert error.startswith("Traceback") and error.endswith("\nerror: batch 7 does not divide by 2: use batch 8\n")
 
 
-def test_what_a_library_does_at_the_end_of_a_process_is_no_failure(tmp_path: Path) -> None:
-    """Threads of torch abort there now and then."""
+def test_crash_of_a_library_at_exit_is_not_a_failure(tmp_path: Path) -> None:
+    """torch's threads sometimes abort while the process exits; the exit code must still be that of the program."""
     for rank, code in ((0, 75), (1, 0)):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
@@ -218,7 +218,7 @@ def test_what_a_library_does_at_the_end_of_a_process_is_no_failure(tmp_path: Pat
         assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
 
 
-def test_exit_code_on_which_all_agree_is_passed_on_silently(capfd) -> None:
+def test_common_exit_code_is_passed_on_silently(capfd) -> None:
     assert spawn(2, ["-c", "raise SystemExit(5)"], device="cpu") == 5
     assert capfd.readouterr().err == ""
 
@@ -227,7 +227,7 @@ def test_exit_code_on_which_all_agree_is_passed_on_silently(capfd) -> None:
     ("number", "code", "line"),
     [(signal.SIGINT, 130, "stopped by Ctrl-C\n"), (signal.SIGTERM, 143, "stopped by SIGTERM\n")],
 )
-def test_stopping_the_parent_stops_all(
+def test_stopping_the_parent_stops_all_ranks(
     number: signal.Signals, code: int, line: str, program: list[str], tmp_path: Path
 ) -> None:
     process = parent(2, *program, "stuck", str(tmp_path))
@@ -244,12 +244,12 @@ def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> 
     reports = Path(f"/proc/{pids[0]}/environ").read_text().split("VITPAR_REPORTS=")[1].split("\0")[0]
     assert Path(reports).exists()
     process.kill()
-    process.wait()  # not communicate(): an orphan would hold the pipe open
+    process.wait()  # communicate() would block on a pipe that an orphan holds open
     wait_until(lambda: not any(alive(pid) for pid in pids))
     wait_until(lambda: not Path(reports).exists())
 
 
-def test_what_a_killed_launcher_left_is_removed_at_the_next_start(
+def test_leftovers_of_a_killed_launcher_are_removed_at_the_next_start(
     program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary, victim = tmp_path / "temporary", tmp_path / "victim"
@@ -267,7 +267,7 @@ def test_what_a_killed_launcher_left_is_removed_at_the_next_start(
     folders = set(temporary.iterdir())
     assert len(folders) == 2 and all(path.name.startswith(PREFIX) for path in folders)
     try:
-        # All at once: the launcher and, so that none of them can tidy up, its ranks before it.
+        # Stop all processes before killing any, so that none of them can clean up.
         for pid in [*stuck_pids(tmp_path / "killed", 2), killed.pid]:
             os.kill(pid, signal.SIGSTOP)
         for pid in [*stuck_pids(tmp_path / "killed", 2), killed.pid]:
@@ -276,7 +276,7 @@ def test_what_a_killed_launcher_left_is_removed_at_the_next_start(
         assert set(temporary.iterdir()) == folders
         others = [temporary / f"{PREFIX}{name}" for name in ("link", "new", "file")]
         others[0].symlink_to(victim)
-        others[1].mkdir()  # of a launcher that has not locked it yet
+        others[1].mkdir()  # the folder of a launcher that has not locked it yet
         others[2].touch()
         (linked := temporary / f"{PREFIX}linked").mkdir()
         (linked / "lock").symlink_to(victim / "lock")
@@ -291,11 +291,11 @@ def test_what_a_killed_launcher_left_is_removed_at_the_next_start(
             process.communicate()
 
 
-def test_nothing_is_reported_where_no_parent_listens() -> None:
+def test_failure_is_not_reported_without_a_parent() -> None:
     assert report_failure(ValueError("mine")) is False
 
 
-def test_worlds_that_this_machine_cannot_hold() -> None:
+def test_impossible_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(LaunchError, match="0 workers were asked for: start at least 1"):
         spawn(0, [], device="cpu")
     with pytest.raises(LaunchError, match=r"999 ranks need a GPU each but .* can be seen"):
@@ -307,7 +307,7 @@ def test_worlds_that_this_machine_cannot_hold() -> None:
 
 @pytest.fixture
 def _restored() -> Iterator[None]:
-    """Puts back what `join` changes in this process."""
+    """Undo what `join` changes in this process."""
     import torch
 
     environ, threads = dict(os.environ), torch.get_num_threads()
@@ -319,7 +319,7 @@ def _restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_restored")
-def test_a_world_of_one_needs_no_network() -> None:
+def test_world_of_one_rank_needs_no_network() -> None:
     import torch
     import torch.distributed as dist
 
@@ -329,14 +329,14 @@ def test_a_world_of_one_needs_no_network() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 1.0 and dist.get_world_size() == 1
-    assert torch.get_num_threads() == 3  # alone on its machine it has what it had
+    assert torch.get_num_threads() == 3  # a single rank keeps the thread count
     leave()
     assert not dist.is_initialized()
     leave()
 
 
 @pytest.mark.usefixtures("_restored")
-def test_rank_that_cannot_join() -> None:
+def test_rank_that_cannot_join_is_an_error() -> None:
     import torch
 
     if not torch.cuda.is_available():
@@ -350,7 +350,7 @@ def test_rank_that_cannot_join() -> None:
 SHARED = {
     "join": (
         "from vitpar.launch import World, join, leave",
-        "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # no other rank comes
+        "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # no other rank joins
         "except Exception: pass",
     ),
     "the command line": (
@@ -364,8 +364,8 @@ SHARED = {
 
 
 @pytest.mark.parametrize("by", SHARED)
-def test_cores_are_shared_before_torch_counts_them(by: str) -> None:
-    """A number of threads that is set later makes MKL lose its way of detecting nested calls."""
+def test_cores_are_shared_before_torch_is_imported(by: str) -> None:
+    """If the number of threads is set later, MKL no longer detects nested parallel calls."""
     before = ("import os, sys", *SHARED[by], "there = os.environ['OMP_NUM_THREADS']")
     after = ("import torch; print(there, torch.get_num_threads())", "leave(); print('OMP_NUM_THREADS' in os.environ)")
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -375,7 +375,7 @@ def test_cores_are_shared_before_torch_counts_them(by: str) -> None:
     assert done.stdout.split()[-3:] == [share, share, "False"], done.stderr
 
 
-def test_torchrun_starts_a_world_that_we_join(program: list[str], tmp_path: Path) -> None:
+def test_torchrun_world_is_joined(program: list[str], tmp_path: Path) -> None:
     argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *program, "sum", str(tmp_path)]
     subprocess.run([sys.executable, *argv], check=True, capture_output=True)
     assert [(tmp_path / f"sum{rank}").read_text() for rank in range(2)] == [f"torchrun {r}/2 3.0 1" for r in range(2)]

@@ -1,5 +1,7 @@
-"""Worlds over several machines: processes with the variables of srun and mpirun, the SLURM script, errors under
-torchrun, and hosts that have nothing but a cable between them."""
+"""Worlds over several machines: srun and mpirun variables, the SLURM script, and errors under torchrun.
+
+The last test connects two network namespaces with nothing but a virtual cable.
+"""
 
 import os
 import shutil
@@ -42,7 +44,7 @@ def free_port() -> str:
 
 
 def slurm(rank: int, port: str) -> dict[str, str]:
-    """Return the environment that srun gives to a task of two on each of two hosts."""
+    """Return the environment that srun gives to one of two tasks on each of two hosts."""
     return {
         **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
         **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)},
@@ -60,14 +62,14 @@ def openmpi(rank: int, port: str) -> dict[str, str]:
 
 
 def clean() -> dict[str, str]:
-    """Our environment without any launcher's variables."""
+    """Return this process's environment without launcher variables."""
     theirs = ("SLURM_", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_", "LOCAL_", "GLOO_", "VITPAR_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     return kept | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("launcher", [slurm, pytest.param(openmpi, marks=pytest.mark.slow)])
-def test_four_tasks_on_two_hosts_are_one_world(launcher, tmp_path: Path) -> None:
+def test_tasks_on_two_hosts_form_one_world(launcher, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     port, ranks = free_port(), []
     for rank, host in enumerate(HOSTS):
@@ -85,7 +87,7 @@ def test_four_tasks_on_two_hosts_are_one_world(launcher, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="OpenMPI's mpirun is not installed")
-def test_mpirun_starts_a_world_that_we_join(tmp_path: Path) -> None:
+def test_mpirun_world_is_joined(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, tmp_path / "program.py"]
     subprocess.run([*map(str, argv), str(tmp_path)], env=clean() | {"HOST": "a"}, check=True, timeout=120)
@@ -98,7 +100,7 @@ def test_mpirun_starts_a_world_that_we_join(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data and a recipe."""
+    """Return a folder with packed data and a recipe."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -108,11 +110,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def test_torchrun_shows_the_sentence_of_the_rank_that_failed(place: Path) -> None:
+def test_torchrun_shows_the_error_line_of_the_failed_rank(place: Path) -> None:
     done = run(place, ["train", "--recipe", "recipe.toml", "--mesh", "pp3xdp", "--run-dir", "no"], TORCHRUN)
     sentence = "error: the degrees given in 'pp3xdp' multiply to 3, which does not divide 2 ranks: choose degrees"
     assert done.returncode == 1 and "vitpar_cli" not in done.stderr.replace("vitpar_cli.main FAILED", "")
-    # Once a rank, but torchrun may end the other before it gets there.
+    # Each rank prints it once, but torchrun may end the other one earlier.
     assert sum(line.startswith(sentence) for line in done.stderr.splitlines()) in (1, 2)
     root = done.stderr.partition("Root Cause (first observed failure):")[2]
     assert f"traceback : {sentence}" in root and "exitcode  : 2" in root
@@ -120,8 +122,8 @@ def test_torchrun_shows_the_sentence_of_the_rank_that_failed(place: Path) -> Non
 
 
 @pytest.mark.slow
-def test_torchrun_shows_the_cause_and_not_the_peer_that_lost_it(place: Path) -> None:
-    # A rank that cannot write its part of a checkpoint raises; the other only loses it.
+def test_torchrun_shows_the_cause_and_not_the_disconnected_peer(place: Path) -> None:
+    # Rank 1 raises; rank 0 only sees the closed connection.
     (place / "crash.py").write_text(
         "import os, sys\n"
         "from vitpar.training.trainer import Trainer\n"
@@ -164,7 +166,7 @@ exit $code
 
 @pytest.fixture
 def cluster(place: Path) -> Iterator[dict[str, str]]:
-    """The environment of a batch script on a cluster of two hosts."""
+    """Yield the environment of a batch script on a simulated cluster of two hosts."""
     tools = place / "tools"
     tools.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "scontrol $*" >> calls\n')):
@@ -183,9 +185,10 @@ SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
 
 
 @pytest.mark.parametrize(("code", "again"), [("0", False), ("75", True), ("1", False), ("2", False)])
-def test_the_slurm_script_queues_again_what_was_asked_to_end(
+def test_slurm_script_requeues_only_a_preempted_run(
     code: str, again: bool, place: Path, cluster: dict[str, str]
 ) -> None:
+    """Exit code 75 means that the run has saved a checkpoint and can resume; errors must not be repeated."""
     words = ["--mesh", "pp2: embed=dp2, *=fsdp2"]
     done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": code}, timeout=60)
     assert done.returncode == int(code)
@@ -196,7 +199,7 @@ def test_the_slurm_script_queues_again_what_was_asked_to_end(
 
 
 @pytest.mark.slow
-def test_the_slurm_script_goes_on_after_a_signal(place: Path, cluster: dict[str, str]) -> None:
+def test_slurm_script_resumes_after_a_preemption(place: Path, cluster: dict[str, str]) -> None:
     words = [*SBATCH, "--recipe", "recipe.toml", "--mesh", "dp", "--set", "data.workers=0", "--steps"]
     run_dir, calls = place / "runs" / "job-7", place / "calls"
     pipe = subprocess.PIPE
@@ -204,7 +207,7 @@ def test_the_slurm_script_goes_on_after_a_signal(place: Path, cluster: dict[str,
     try:
         wait_for(lambda: lines(run_dir) > 5, batch)
         tasks = [int(pid) for pid in (place / "tasks").read_text().split()]
-        for pid in [batch.pid, *tasks]:  # a preemption: to the ranks, and to the script too
+        for pid in [batch.pid, *tasks]:  # preemption signals the ranks and the script
             os.kill(pid, signal.SIGUSR1)
         out, errors = batch.communicate(timeout=100)
     finally:
@@ -225,7 +228,7 @@ def test_the_slurm_script_goes_on_after_a_signal(place: Path, cluster: dict[str,
 
 @pytest.fixture
 def cable() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, 10.203.77.1 and .2, that reach each other and nothing else."""
+    """Yield two network namespaces, 10.203.77.1 and .2, that reach each other and nothing else."""
     names = (f"vp{os.getpid()}a", f"vp{os.getpid()}b")
     commands = [
         *(f"netns add {name}" for name in names),
@@ -249,7 +252,7 @@ def cable() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_two_hosts_that_share_only_a_folder_and_a_cable(place: Path, cable: tuple[str, str]) -> None:
+def test_two_hosts_train_over_a_direct_cable_and_a_shared_folder(place: Path, cable: tuple[str, str]) -> None:
     agents = []
     for number, name in enumerate(cable):
         argv = [

@@ -1,4 +1,4 @@
-"""Handling of freed memory."""
+"""Ranks keep freed memory instead of returning it to the kernel, which avoids page faults in every step."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ leave()
 
 
 def share_kept(what: str, **environment: str) -> list[float]:
-    """Which parts of 256 MiB stay resident after they were freed."""
+    """Return the shares of 256 MiB that stay resident after they were freed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", PROGRAM, what]
     done = subprocess.run(
@@ -49,24 +49,24 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_ranks_keep_what_they_freed() -> None:
+def test_ranks_keep_freed_memory() -> None:
     (kept,) = share_kept("kept")
     assert kept > 0.9
 
 
-def test_it_can_be_turned_off() -> None:
+def test_keeping_freed_memory_can_be_turned_off() -> None:
     (kept,) = share_kept("kept", VITPAR_KEEP_FREED_MEMORY="0")
     assert kept < 0.1
     (kept,) = share_kept("kept", MALLOC_ARENA_MAX="2")
     assert kept > 0.9, "which says nothing about freed memory"
 
 
-def test_what_the_environment_says_stays() -> None:
+def test_malloc_settings_of_the_user_are_kept() -> None:
     (kept,) = share_kept("kept", MALLOC_MMAP_THRESHOLD_="65536")
     assert kept < 0.1
 
 
-def test_given_back_it_is_until_it_is_kept_again() -> None:
+def test_freed_memory_is_returned_only_inside_the_context() -> None:
     meanwhile, after = share_kept("given back", MALLOC_MMAP_THRESHOLD_="134217728")
     assert meanwhile < 0.1
     meanwhile, after = share_kept("given back")

@@ -1,4 +1,4 @@
-"""No message between ranks is a pickle, which could run code where it is read."""
+"""Ranks never exchange pickles, because unpickling can run code."""
 
 import json
 from collections.abc import Callable
@@ -25,8 +25,11 @@ def refused(*args: Any, **kwargs: Any) -> Any:
 
 
 def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[str]:
-    """Train two steps, with evaluation, checks, a checkpoint and going on from it, where torch cannot send an object.
-    Returns what was done."""
+    """Train two steps while torch cannot send objects, then resume from a checkpoint.
+
+    Return the names of the run's files.
+    The run includes evaluation, debug checks and checkpoints.
+    """
     from vitpar.training.events import Reporter
     from vitpar.training.trainer import Trainer
 
@@ -58,7 +61,7 @@ def exchanged(device: torch.device) -> tuple[list[Any], Any]:
     return all_gather_json([rank, VALUES * rank]), broadcast_json({"of": rank} if rank == 0 else object())
 
 
-def test_values_arrive_as_they_are(ranks: Callable[[int], RankPool]) -> None:
+def test_json_values_arrive_unchanged(ranks: Callable[[int], RankPool]) -> None:
     """Values of different lengths arrive unchanged; a broadcast ignores the values of ranks other than 0."""
     for gathered, told in ranks(2).run(exchanged):
         assert gathered == [[0, []], [1, VALUES]] and told == {"of": 0}
@@ -66,7 +69,7 @@ def test_values_arrive_as_they_are(ranks: Callable[[int], RankPool]) -> None:
 
 
 def spoilt(device: torch.device, message: bytes) -> list[str]:
-    """Both collectives' errors, where rank 0 sends `message`."""
+    """Return the errors of both collectives if rank 0 sends `message`; runs on every rank."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
@@ -91,7 +94,7 @@ def spoilt(device: torch.device, message: bytes) -> list[str]:
         (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, where 1 to 1,000 are accepted"),
     ],
 )
-def test_a_broken_message_is_one_sentence_on_every_rank(
+def test_broken_message_is_one_error_line_on_every_rank(
     message: bytes, sentence: str, ranks: Callable[[int], RankPool]
 ) -> None:
     for told in ranks(2).run(spoilt, message):

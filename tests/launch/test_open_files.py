@@ -1,4 +1,4 @@
-"""The limit of open files: raised where that is allowed, else one sentence before anything hangs."""
+"""Limit of open files: raised if allowed, otherwise one error line before anything can hang."""
 
 import resource
 import subprocess
@@ -27,7 +27,7 @@ NEEDED = {ranks: LEAST + LEAST_A_RANK * ranks for ranks in (2, 5000)}
         (1, (20, 30), (30, 30)),
     ],
 )
-def test_the_limit_is_raised(
+def test_open_file_limit_is_raised(
     ranks: int, before: tuple[int, int], after: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[tuple[int, int]] = []
@@ -52,7 +52,7 @@ MEET = "from vitpar.launch import World; from vitpar.launch.store import meeting
 
 
 @pytest.mark.parametrize("how", [SPAWN, JOIN, MEET])
-def test_every_way_into_a_world_looks_at_it(how: str, tmp_path: Path) -> None:
+def test_every_way_into_a_world_checks_the_limit(how: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", LIMITED + how]
     done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "LaunchError: 2 ranks need 54 open files" in done.stderr
@@ -61,7 +61,7 @@ def test_every_way_into_a_world_looks_at_it(how: str, tmp_path: Path) -> None:
 CHECK = ("check", "--mesh", "dp2", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu")
 
 
-def test_vitpar_says_it_in_one_sentence(tmp_path: Path) -> None:
+def test_command_reports_the_limit_in_one_line(tmp_path: Path) -> None:
     program = LIMITED + "from vitpar_cli.main import main; main()"
     words = [sys.executable, "-c", program, *CHECK]
     done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Ports of a world whose ranks are all on one machine: nothing listens where another machine could connect."""
+"""Ports of a world on one machine: nothing listens where another machine could connect."""
 
 import os
 import socket
@@ -80,7 +80,7 @@ LOCAL = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00
 
 @pytest.fixture
 def started() -> Iterator[list["subprocess.Popen[str]"]]:
-    """Processes that a test adds; they are ended behind it."""
+    """Yield a list to which a test adds processes; they are killed afterwards."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
     for process in processes:
@@ -92,6 +92,7 @@ def started() -> Iterator[list["subprocess.Popen[str]"]]:
 def test_ranks_on_one_machine_listen_on_loopback_only(
     launcher, how: str, started: list["subprocess.Popen[str]"]
 ) -> None:
+    """torch's store and gloo do not authenticate peers, so an open port would accept anyone."""
     address = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": free_port()}
     for rank in range(2):
         started.append(
@@ -109,7 +110,7 @@ def test_ranks_on_one_machine_listen_on_loopback_only(
     assert found[0] and LOCAL.issuperset(found[0] + found[1]), found
 
 
-def test_the_local_launcher_listens_on_loopback_only(started: list["subprocess.Popen[str]"]) -> None:
+def test_local_launcher_listens_on_loopback_only(started: list["subprocess.Popen[str]"]) -> None:
     code = (
         "import sys; from vitpar.launch import spawn\n"
         f"rank = {RANK!r}.replace('sys.stdin.read()', 'import time; time.sleep(100)')\n"
@@ -119,15 +120,15 @@ def test_the_local_launcher_listens_on_loopback_only(started: list["subprocess.P
         [sys.executable, "-c", code], env=clean_environment(), stdout=subprocess.PIPE, text=True
     )
     started.append(launcher)
-    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"  # of rank 0
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"  # printed by rank 0
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     found = [listening(pid) for pid in (launcher.pid, *map(int, children))]
     assert len(found) == 3 and all(found) and all(LOCAL.issuperset(addresses) for addresses in found), found
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_port_that_is_taken_is_one_sentence(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other program accepts connections and says nothing."""
+def test_occupied_port_is_one_error_line(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that holds the port accepts connections but never answers."""
     monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
     with socket.create_server((LOOPBACK, 0)) as other:
         world = World(rank, 2, rank, 2, "openmpi", LOOPBACK, other.getsockname()[1])
@@ -137,7 +138,7 @@ def test_a_port_that_is_taken_is_one_sentence(rank: int, monkeypatch: pytest.Mon
             meeting.meeting_place(world)
 
 
-def test_a_rank_0_that_does_not_come_is_one_sentence() -> None:
+def test_missing_rank_0_is_one_error_line() -> None:
     world = World(1, 2, 1, 2, "slurm", LOOPBACK, int(free_port()))
     with pytest.raises(LaunchError, match=r"rank 1 of 2 waited 0\.2 s for rank 0 at 127\.0\.0\.1:\d+: check that all"):
         meeting.loopback_store(world, timedelta(seconds=0.2))

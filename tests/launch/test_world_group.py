@@ -1,4 +1,4 @@
-"""CPU tensors and JSON have a process group of their own where the default one takes CUDA tensors only."""
+"""CPU tensors and JSON use a separate gloo group if the default group accepts only CUDA tensors."""
 
 import json
 import socket
@@ -55,7 +55,7 @@ leave()
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch, environment: None) -> list[dict[str, Any]]:
-    """Pretend to have two GPUs: record the arguments of `init_process_group` and make a group of one gloo rank."""
+    """Simulate two GPUs: record the arguments of `init_process_group`, and create a group of one gloo rank."""
     init, given = dist.init_process_group, list[dict[str, Any]]()
 
     def record(backend: str, **settings: Any) -> None:
@@ -71,7 +71,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, environment: None) -> list[dict[st
     return given
 
 
-def test_several_gpus_have_nccl_and_one_gloo_group(two_gpus: list[dict[str, Any]]) -> None:
+def test_several_gpus_get_nccl_and_one_gloo_group(two_gpus: list[dict[str, Any]]) -> None:
     join(World(1, 2, 1, 2, "torchrun", "127.0.0.1", 29500), "cuda", timeout=77.0)
     (given,) = two_gpus
     assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
@@ -91,8 +91,8 @@ def test_one_gpu_starts_no_nccl(two_gpus: list[dict[str, Any]]) -> None:
     leave()
 
 
-def test_a_new_world_has_a_new_group(two_gpus: list[dict[str, Any]]) -> None:
-    """A group of a world that has ended must not be used again."""
+def test_new_world_gets_a_new_group(two_gpus: list[dict[str, Any]]) -> None:
+    """The cached group of a world that has ended must not be used again."""
     for _ in range(2):
         join(World(0, 2, 0, 2, "torchrun", "127.0.0.1", 29500), "cuda")
         barrier()
@@ -100,7 +100,7 @@ def test_a_new_world_has_a_new_group(two_gpus: list[dict[str, Any]]) -> None:
         leave()
 
 
-def test_values_and_checkpoints_pass_a_default_group_that_takes_no_cpu_tensors(tmp_path: Path) -> None:
+def test_json_and_checkpoints_work_with_a_cuda_only_default_group(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -123,7 +123,7 @@ def test_values_and_checkpoints_pass_a_default_group_that_takes_no_cpu_tensors(t
 
 @pytest.mark.parametrize("mesh", ["dp1+offload", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dp1", "fsdp1"))])
 def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
-    """So that one GPU needs no NCCL: any collective on a tensor would fail here."""
+    """A single GPU needs no NCCL, so any collective on a tensor would fail here."""
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
@@ -145,7 +145,7 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "bench"])
-def test_one_rank_is_checked_and_measured_without_sending(command: str, tmp_path: Path) -> None:
+def test_check_and_bench_on_one_rank_send_no_tensor(command: str, tmp_path: Path) -> None:
     small = ["--steps", "2", "--repeats", "2", "--warmup", "1"] if command == "bench" else []
     words = [command, "--mesh", "dp1", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu", *small]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Initial parameters are a function of (seed, name): the same numbers under every plan."""
+"""Initial parameters depend only on the seed and the name: they are equal under every plan."""
 
 import hashlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def config_of(**options: Any) -> ViTConfig:
 
 
 def digest(tensor: Tensor) -> str:
-    """A fingerprint of every bit."""
+    """Return a hash of all bits of a tensor."""
     return hashlib.blake2b(tensor.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
@@ -36,9 +36,9 @@ def one_process(seed: int, config: ViTConfig) -> dict[str, Tensor]:
 
 
 def gathered(device: torch.device, mesh: str, seed: int, precision: str, refill: bool) -> dict[str, str]:
-    """Fingerprints of the whole parameters this rank holds a part of; runs on every rank.
+    """Return digests of the complete parameters that this rank holds a shard of; runs on every rank.
 
-    refill: first set every parameter to NaN and initialise again.
+    refill: first set every parameter to NaN and initialise again
     """
     config = config_of()
     plan = validate(parse(mesh), config, BATCH)
@@ -56,7 +56,7 @@ def gathered(device: torch.device, mesh: str, seed: int, precision: str, refill:
 
 
 def union(parts: list[dict[str, str]]) -> dict[str, str]:
-    """All ranks' fingerprints, which agree where two ranks hold the same parameter."""
+    """Merge the digests of all ranks, and check that ranks with the same parameter agree."""
     whole: dict[str, str] = {}
     for part in parts:
         assert all(whole.get(name, value) == value for name, value in part.items())
@@ -65,25 +65,27 @@ def union(parts: list[dict[str, str]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mesh", PLANS)
-def test_every_plan_starts_from_the_same_numbers(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_every_plan_starts_from_the_same_values(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Plans can be compared only if they start from identical parameters."""
     expected = {name: digest(value) for name, value in one_process(5, config_of()).items()}
     found = ranks(parse(mesh).world_size).run(gathered, mesh, 5, "fp32", False)
     assert union(found) == expected
 
 
 @pytest.mark.parametrize("mesh", ("pp2", "fsdp2"))
-def test_other_precision_starts_from_the_same_numbers(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_every_precision_starts_from_the_same_values(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     expected = {name: digest(value) for name, value in one_process(5, config_of()).items()}
     assert union(ranks(2).run(gathered, mesh, 5, "fp64", False)) == expected
 
 
 @pytest.mark.parametrize("mesh", ("fsdp2", "tp2", "pp2"))
-def test_no_shard_is_left_unfilled(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_initialise_fills_every_shard(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """The parameters are set to NaN first, so a part that stays unfilled shows."""
     expected = {name: digest(value) for name, value in one_process(0, config_of()).items()}
     assert union(ranks(2).run(gathered, mesh, 0, "fp32", True)) == expected
 
 
-def test_double_precision_keeps_every_bit(alone: None) -> None:
+def test_float64_parameters_equal_the_float32_values_exactly(alone: None) -> None:
     config = config_of()
     plan = validate(parse("dp1"), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH, precision="fp64", seed=5), torch.device("cpu"))
@@ -93,7 +95,7 @@ def test_double_precision_keeps_every_bit(alone: None) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"position": "sincos2d"}, {"pool": "avg", "distillation": False}], ids=str)
-def test_nothing_is_left_unfilled(options: dict[str, Any]) -> None:
+def test_initialise_fills_every_parameter_and_buffer(options: dict[str, Any]) -> None:
     config = config_of(representation_size=12, **options)
     model = ViT(config)
     with torch.no_grad():
@@ -104,7 +106,7 @@ def test_nothing_is_left_unfilled(options: dict[str, Any]) -> None:
         assert tensor.isfinite().all() and not (tensor == -1).all(), name
 
 
-def test_another_seed_and_another_name_give_other_numbers() -> None:
+def test_values_depend_on_seed_and_name() -> None:
     one, same, other = (one_process(seed, config_of()) for seed in (1, 1, 2))
     drawn = {name for name, value in one.items() if value.unique().numel() > 1}
     assert {name.rpartition(".")[2] for name in one.keys() - drawn} == {"weight", "bias", "gamma"}
@@ -115,7 +117,8 @@ def test_another_seed_and_another_name_give_other_numbers() -> None:
     assert not torch.equal(one["blocks.0.attn.qkv.weight"], one["blocks.1.attn.qkv.weight"])
 
 
-def test_the_callers_own_random_numbers_play_no_part() -> None:
+def test_initial_values_neither_use_nor_advance_the_global_rng() -> None:
+    """A program that draws its own random numbers gets the same model and the same numbers."""
     shape, config = torch.Size((24, 96)), config_of()
     torch.manual_seed(0)
     first = initial_value("blocks.0.mlp.fc2.weight", shape, 3, config)
@@ -123,4 +126,4 @@ def test_the_callers_own_random_numbers_play_no_part() -> None:
     torch.manual_seed(1)
     assert torch.equal(initial_value("blocks.0.mlp.fc2.weight", shape, 3, config), first)
     torch.manual_seed(0)
-    assert torch.equal(torch.rand(1), after)  # and it draws none of them
+    assert torch.equal(torch.rand(1), after)  # the global generator did not advance

@@ -1,4 +1,4 @@
-"""Initial values are those of timm's schemes, and the same numbers on every machine."""
+"""Initialisation schemes: the distributions of timm's schemes, and the same values on every machine."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from vitpar.weights.formats import parts, renamed
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
 SEEDS = 12
-SAMPLES = 40_000  # of each parameter, at most
+SAMPLES = 40_000  # per parameter, at most
 TIMM = {"jax": "jax", "timm": "", "moco": "moco"}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -33,7 +33,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def timms(scheme: str, config: ViTConfig) -> nn.Module:
-    """timm's model of that configuration, as it initialises it."""
+    """Return timm's model of this configuration, with timm's initialisation."""
     options = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
@@ -57,7 +57,7 @@ def timms(scheme: str, config: ViTConfig) -> nn.Module:
 
 
 def drawn_by_timm(scheme: str, config: ViTConfig) -> dict[str, Tensor]:
-    """Values of each parameter by our names, over some seeds."""
+    """Return timm's values of each parameter over several seeds, by vitpar's names."""
     found: dict[str, list[Tensor]] = {}
     for seed in range(SEEDS):
         torch.manual_seed(seed)
@@ -80,27 +80,27 @@ def drawn_by_us(config: ViTConfig) -> dict[str, Tensor]:
 
 
 def kolmogorov_smirnov(a: Tensor, b: Tensor) -> float:
-    """The largest distance between the distribution functions of two samples."""
+    """Return the largest distance between the distribution functions of two samples."""
     places = torch.cat([a, b])
     below = [torch.searchsorted(x.sort().values, places, right=True) / x.numel() for x in (a, b)]
     return (below[0] - below[1]).abs().max().item()
 
 
 def difference(ours: Tensor, theirs: Tensor) -> str | None:
-    """How two samples of equal size differ by more than chance explains, if they do; constants exactly."""
+    """Return how two samples of equal size differ beyond chance, or None. Constants are compared exactly."""
     if ours.unique().numel() == 1 or theirs.unique().numel() == 1:
         return None if torch.equal(ours, theirs) else f"constants {ours[0]} and {theirs[0]}"
     n, std = theirs.numel(), theirs.std().item()
     if abs(ours.mean() - theirs.mean()) > 6 * std * (2 / n) ** 0.5:
         return f"means {ours.mean()} and {theirs.mean()}"
-    if abs(ours.std() / std - 1) > 6 / n**0.5:  # a normal sample's, of both; less where tails are shorter
+    if abs(ours.std() / std - 1) > 6 / n**0.5:  # 6 sigma for normal samples; shorter tails vary less
         return f"deviations {ours.std()} and {std}"
     bounds = [x.abs().max().item() for x in (ours, theirs)]
-    # Of distributions that end, as the uniform and the cut normal do, the ends; normal tails differ by chance.
+    # Compare the extremes of bounded distributions (uniform, truncated normal); those of a normal differ by chance.
     if max(bounds) < 2.5 * std and abs(bounds[0] / bounds[1] - 1) > 20 / n:
         return f"largest {bounds[0]} and {bounds[1]}"
     distance = kolmogorov_smirnov(ours, theirs)
-    return f"distance {distance}" if distance > 2.7 * (2 / n) ** 0.5 else None  # by chance once in a million
+    return f"distance {distance}" if distance > 2.7 * (2 / n) ** 0.5 else None  # by chance once in a million times
 
 
 def differences(scheme: str, options: dict[str, Any]) -> dict[str, str]:
@@ -112,7 +112,7 @@ def differences(scheme: str, options: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("scheme", TIMM)
-def test_distributions_are_timms(scheme: str, options: dict[str, Any]) -> None:
+def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
     assert differences(scheme, options) == {}
 
 
@@ -135,7 +135,7 @@ def test_distributions_are_timms(scheme: str, options: dict[str, Any]) -> None:
         ("moco", "*.qkv.weight", initial._xavier_uniform(), "blocks.0.attn.qkv.weight"),
     ],
 )
-def test_another_rule_is_seen(
+def test_wrong_rule_is_detected(
     monkeypatch: pytest.MonkeyPatch, scheme: str, pattern: str, rule: initial.Rule, name: str
 ) -> None:
     rules = tuple((p, rule if p == pattern else r) for p, r in initial.SCHEMES[scheme])
@@ -144,8 +144,8 @@ def test_another_rule_is_seen(
 
 
 @pytest.mark.parametrize("scheme", TIMM)
-def test_representation_layer_is_timms(scheme: str) -> None:
-    """The layer is initialised like any linear layer, but under "jax" like timm's `pre_logits` (0.4.12)."""
+def test_representation_layer_distribution_matches_timm(scheme: str) -> None:
+    """The layer starts like any linear layer, except under "jax", where it starts like timm's `pre_logits` (0.4.12)."""
     config = model_config("vit_custom", **SIZES, representation_size=96, init=scheme)
     shape, name = torch.Size((96, 192)), "head.representation.weight"
     layers, theirs = timm.models.vision_transformer, []
@@ -170,7 +170,7 @@ def perturbed(**options: Any) -> ViT:
 
 
 def gradients(model: ViT) -> dict[str, float]:
-    """The largest absolute gradient of each parameter, of a loss over 8 images."""
+    """Return the largest absolute gradient of each parameter, for a loss over 8 images."""
     g = torch.Generator().manual_seed(0)
     logits = model(torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=g))
     F.cross_entropy(logits, torch.randint(0, 20, (8,), generator=g)).backward()
@@ -182,7 +182,7 @@ def test_perturbed_values_give_every_parameter_a_gradient(options: dict[str, Any
     model = perturbed(representation_size=24, **options)
     found = gradients(model)
     assert found.keys() == dict(model.named_parameters()).keys()
-    # Attention does not depend on what is added to all keys alike.
+    # Softmax does not change when all keys shift equally, so the bias of k_norm has no gradient.
     assert min(size for name, size in found.items() if not name.endswith("k_norm.bias")) > 1e-5
     for name, parameter in model.named_parameters():
         assert parameter.unique().numel() > 0.9 * parameter.numel(), name
@@ -203,12 +203,12 @@ KNOWN = {
 }
 
 
-def test_numbers_are_the_same_on_every_machine() -> None:
-    """They were with torch 2.13 on x86-64."""
+def test_initial_values_are_the_same_on_every_machine() -> None:
+    """The known digests come from torch 2.13 on x86-64."""
     assert fingerprints() == KNOWN
 
 
-def test_numbers_do_not_depend_on_vector_instructions() -> None:
+def test_initial_values_do_not_depend_on_vector_instructions() -> None:
     program = "from helpers.initial_values import fingerprints; print(fingerprints())"
     path = os.pathsep.join(sys.path)
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": path}
@@ -216,12 +216,12 @@ def test_numbers_do_not_depend_on_vector_instructions() -> None:
     assert done.stdout.strip() == str(fingerprints())
 
 
-def test_large_values_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprints()
     monkeypatch.setattr(initial, "CHUNK", 1000)
     assert fingerprints() == before
 
 
-def test_scheme_is_refused_where_it_is_unknown() -> None:
+def test_unknown_scheme_is_refused() -> None:
     with pytest.raises(ModelError, match=r"unknown init 'jaxx' of vit_custom .did you mean 'jax'"):
         model_config("vit_custom", **SIZES, init="jaxx")

@@ -1,4 +1,4 @@
-"""Models: published sizes, every option, consecutive parts, and randomness that belongs to a sample."""
+"""Models: published sizes, every option, splitting into stages, and dropout that depends only on the sample."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ GIGAFLOPS = {
     "vit_gigantic_patch14_224": (257, 2902.5),
     "vit_22b_patch14_224": (257, 33767.5),
 }
-"""Tokens, and a training step's operations for one image: 6·(L·S·(4D²+2DM) + 2·L·S²·D + n·3P²·D + 1000·D)."""
+"""Tokens, and GFLOPs of a training step per image: 6·(L·S·(4D²+2DM) + 2·L·S²·D + n·3P²·D + 1000·D)."""
 
 
 def tiny(**options: Any) -> ViTConfig:
@@ -45,21 +45,21 @@ def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> ViT:
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name not in UNKNOWN_TO_TIMM])
-def test_parameters_are_timms(name: str) -> None:
+def test_number_of_parameters_matches_timm(name: str) -> None:
     with torch.device("meta"):
         ours = ViT(model_config(name))
         theirs = timm.create_model(name, num_classes=1000)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
-def test_parameters_of_vit_22b_are_those_published() -> None:
+def test_number_of_parameters_of_vit_22b_matches_the_paper() -> None:
     with torch.device("meta"):
         model = ViT(model_config("vit_22b_patch14_224"))
     assert sum(p.numel() for p in model.parameters()) == 21_758_491_624
 
 
 @pytest.mark.parametrize("name", GIGAFLOPS)
-def test_flops(name: str) -> None:
+def test_flops_and_tokens_match_the_formula(name: str) -> None:
     config = model_config(name)
     assert (config.tokens, round(config.flops / 1e9, 1)) == GIGAFLOPS[name]
     assert sum(config.layer_flops.values()) == config.flops and tuple(config.layer_flops) == config.layer_names
@@ -93,7 +93,7 @@ def test_shapes_and_gradients_with_every_option(options: dict[str, Any]) -> None
     logits = model(images, KEYS)
     assert logits.shape == (8, 3)
     logits.logsumexp(1).sum().backward()
-    # logsumexp moves with every parameter but for a shift of all keys, which softmax does not see.
+    # logsumexp depends on every parameter. Only a shift of all keys would be lost in the softmax.
     dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not dead
     outside = {name for name, p in model.named_parameters() if not p.grad.any()}
@@ -119,7 +119,7 @@ def test_options_change_the_parameters_they_name(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.1])
-def test_block_equals_torchs_own_layer(eps: float) -> None:
+def test_block_matches_torchs_transformer_layer(eps: float) -> None:
     block = Block(tiny(norm_eps=eps), 0)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -150,14 +150,14 @@ def test_stem_is_a_convolution_by_patches() -> None:
     torch.testing.assert_close(embed(images), patches + sincos_2d(2, 2, 24), atol=1e-5, rtol=1e-5)
 
 
-def test_sincos_positions_are_unlike_and_bounded() -> None:
+def test_sincos_positions_are_distinct_and_bounded() -> None:
     positions = sincos_2d(5, 7, 32)
     assert positions.shape == (35, 32) and positions.abs().max() <= 1
     assert len({tuple(row.tolist()) for row in positions}) == 35
     torch.testing.assert_close(positions[0], torch.tensor([0.0, 1.0]).repeat_interleave(8).repeat(2))
 
 
-def test_registers_and_tokens_are_left_out_of_the_mean() -> None:
+def test_average_pooling_ignores_prefix_tokens() -> None:
     config = tiny(pool="avg", num_reg_tokens=2)
     head = filled(config).head
     x = torch.randn(3, config.tokens, 24)
@@ -177,7 +177,8 @@ def test_distillation_logits_are_the_mean_of_two_classifiers() -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
-def test_parts_make_the_whole(cut: int) -> None:
+def test_two_stages_compute_the_same_as_the_complete_model(cut: int) -> None:
+    """A pipeline cuts the model between any two layers, also after the stem and before the head."""
     config = tiny(**EVERYTHING)
     whole = filled(config).train()
     names = config.layer_names
@@ -191,7 +192,8 @@ def test_parts_make_the_whole(cut: int) -> None:
 
 
 @pytest.mark.parametrize("option", ["drop_path", "dropout"])
-def test_what_is_dropped_belongs_to_the_sample(option: str) -> None:
+def test_dropout_depends_only_on_the_sample_key(option: str) -> None:
+    """A sample drops the same elements alone, in a batch and at any position, so plans that split a batch agree."""
     model = filled(tiny(**{option: 0.5})).train()
     images = torch.randn(1, 3, 8, 8).expand(8, -1, -1, -1)
     together = model(images, KEYS)
@@ -199,7 +201,7 @@ def test_what_is_dropped_belongs_to_the_sample(option: str) -> None:
     torch.testing.assert_close(together, alone)
     order = torch.tensor([3, 1, 7, 0])
     torch.testing.assert_close(model(images[order], KEYS[order]), together[order])
-    assert len({tuple(row.tolist()) for row in together.detach()}) > 4  # equal images, unlike keys
+    assert len({tuple(row.tolist()) for row in together.detach()}) > 4  # equal images with different keys
 
 
 @pytest.mark.parametrize("option", ["drop_path", "dropout"])
@@ -218,15 +220,15 @@ def test_drop_path_rises_linearly_to_the_last_block() -> None:
     assert ViT(tiny(drop_path=0.3, depth=1)).blocks["0"].drop_path_rate == 0
 
 
-def test_places_of_randomness_are_never_shared() -> None:
-    """Embed 0; each block four of its own: dropout and drop-path of attention and MLP."""
+def test_every_dropout_has_its_own_random_stream() -> None:
+    """Embed has place 0. Each block has four: dropout and drop-path of attention and of the MLP."""
     model = ViT(tiny(drop_path=0.1, dropout=0.1))
     initialise(model, 0, model.config)
     places = [0, *(block.place.item() + i for block in model.blocks.values() for i in range(4))]
     assert places == list(range(17))
 
 
-def test_rate_scale_and_independence_of_what_is_dropped() -> None:
+def test_dropout_rate_scale_and_independence() -> None:
     keys = torch.arange(4000) * 7919
     x = torch.ones(4000, 2, 5)
     place = torch.tensor(3)
@@ -238,13 +240,16 @@ def test_rate_scale_and_independence_of_what_is_dropped() -> None:
     assert (samples[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.03)
     uniform = torch.stack([keyed_uniform(at_place(keys, torch.tensor(i)), []) for i in range(5)])
     assert uniform.min() >= 0 and uniform.max() < 1
-    assert (torch.corrcoef(uniform) - torch.eye(5)).abs().max() < 0.06  # unlike places are unrelated
+    assert (torch.corrcoef(uniform) - torch.eye(5)).abs().max() < 0.06  # different places are uncorrelated
     neighbours = keyed_uniform(torch.arange(4001), [])
     assert abs(torch.corrcoef(torch.stack([neighbours[1:], neighbours[:-1]]))[0, 1]) < 0.06
 
 
-def test_compiler_makes_one_graph_for_all_blocks_and_one_for_evaluation() -> None:
-    """A number that differs between blocks would make a graph each; blocks beyond the compiler's limit run eager."""
+def test_blocks_compile_to_one_training_and_one_evaluation_graph() -> None:
+    """A Python number that differs between blocks would cause a graph per block.
+
+    Beyond the recompile limit, blocks run eagerly.
+    """
     graphs = 0
 
     def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -272,7 +277,7 @@ def refused(message: str, name: str = "vit_custom", **options: Any) -> None:
         model_config(name, **{**sizes, **options})
 
 
-def test_unknown_names_and_options_point_to_the_nearest() -> None:
+def test_unknown_names_and_options_suggest_the_nearest() -> None:
     refused("unknown model 'vit_smal_patch16_224' .did you mean 'vit_small_patch16_224'", "vit_smal_patch16_224")
     refused("unknown model 'resnet50'", "resnet50")
     refused("unknown model 'vit_small'", "vit_small")
@@ -297,18 +302,18 @@ def test_unknown_names_and_options_point_to_the_nearest() -> None:
         ("num_classes .* is 0", {"num_classes": 0}),
     ],
 )
-def test_options_that_do_not_fit_are_refused(message: str, options: dict[str, Any]) -> None:
+def test_incompatible_options_are_refused(message: str, options: dict[str, Any]) -> None:
     refused(message, **options)
 
 
-def test_any_patch_and_image_size_of_a_family_is_a_name() -> None:
+def test_model_names_accept_any_patch_and_image_size() -> None:
     config = model_config("vit_tiny_patch4_32", num_classes=10)
     assert (config.patch_size, config.image_size, config.embed_dim, config.patches) == (4, 32, 192, 64)
     assert model_config("vit_tiny_patch4_32", embed_dim=96).mlp_hidden_dim == 384
     assert dataclasses.replace(config, image_size=16).tokens == 17
 
 
-def test_order_of_tokens(images: Tensor = torch.zeros(1, 3, 8, 8)) -> None:
+def test_prefix_tokens_are_class_distillation_registers(images: Tensor = torch.zeros(1, 3, 8, 8)) -> None:
     embed = filled(tiny(**EVERYTHING)).embed
     with torch.no_grad():
         for value, token in enumerate((embed.cls_token, embed.dist_token, embed.reg_token), start=1):
@@ -348,7 +353,7 @@ HUGE = 10**400
         ({"x" * 10**6: 1}, "unknown model option 'x{198}…'"),
     ],
 )
-def test_sizes_that_no_model_has(options: dict[str, Any], message: str) -> None:
+def test_absurd_model_sizes_are_refused(options: dict[str, Any], message: str) -> None:
     refused(message, **options)
 
 
@@ -368,7 +373,7 @@ def test_sizes_that_no_model_has(options: dict[str, Any], message: str) -> None:
         ("v" * 10**6, "unknown model 'v{198}…'"),
     ],
 )
-def test_names_that_no_model_has(name: str, message: str) -> None:
+def test_absurd_model_names_are_refused(name: str, message: str) -> None:
     refused(message, name)
 
 
@@ -382,7 +387,7 @@ def test_names_that_no_model_has(name: str, message: str) -> None:
         ({"name": 3}, "name: Input should be a valid string"),
     ],
 )
-def test_a_configuration_in_json(said: dict[str, Any], message: str) -> None:
+def test_config_from_json_checks_types(said: dict[str, Any], message: str) -> None:
     whole = {
         "name": "x",
         "patch_size": 4,

@@ -1,7 +1,7 @@
-"""Communication of every plan in a step, counted and compared with a table that gives the reasons.
+"""Collectives of every plan in one step, counted and compared with a table that gives the reasons.
 
-The model has 4 wrapped layers: embed, two blocks, head. A step here is forward, backward, gradient norm, clipping and
-optimizer; it is the second one of a run.
+The model has 4 wrapped layers: embed, two blocks, head. A step is forward, backward, gradient norm, clipping and
+optimizer; the second step of a run is counted, because the first also sets up.
 """
 
 from collections.abc import Callable
@@ -25,22 +25,35 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Row:
-    """A plan and what one of its ranks sends. last: what a rank of the last stage sends, where that is not the same."""
+    """Expected communication of one rank under a plan."""
 
     mesh: str
+    """Strategy string."""
+
     why: str
+    """Reason for the counts; printed when they differ."""
+
     step: dict[str, int]
+    """Operations of rank 0 in a step, by name."""
+
     last: dict[str, int] | None = None
+    """Operations of the last rank, which is in the last stage. None if they equal `step`."""
+
     plan: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the plan."""
+
     model: dict[str, Any] = field(default_factory=dict)
+    """Options of the model."""
+
     communication: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Communication`."""
 
     def __str__(self) -> str:
         parts = (self.plan, self.model, self.communication)
         return " ".join([self.mesh, *(f"{k}={v}" for part in parts for k, v in part.items())])
 
 
-NORM = 1  # the gradients' norm is one all-reduce, whatever the plan
+NORM = 1  # the gradient norm takes one all-reduce under any plan
 FOUR = {"microbatches": 4}
 TABLE = (
     Row("dp1", "one rank has nobody to send to", {}),
@@ -161,7 +174,7 @@ def update(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
 
 
 def sent_in_a_step(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the collectives of this rank in a step, and those in the optimizer's part of it; runs on every rank."""
+    """Return this rank's collectives in a step, and those of its optimizer part; runs on every rank."""
     model, optimizer = built(device, row)
     backward(model)
     update(model, optimizer)
@@ -173,7 +186,8 @@ def sent_in_a_step(device: torch.device, row: Row) -> tuple[dict[str, int], dict
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_a_step_sends_what_the_table_says(row: Row, ranks: Callable[[int], RankPool]) -> None:
+def test_collectives_of_a_step_match_the_table(row: Row, ranks: Callable[[int], RankPool]) -> None:
+    """An unexpected collective costs speed that no test of results would notice."""
     world = parse(row.mesh).world_size
     counted = ranks(world).run(sent_in_a_step, row)
     assert (counted[0][0], row.why) == (row.step, row.why)
@@ -183,7 +197,7 @@ def test_a_step_sends_what_the_table_says(row: Row, ranks: Callable[[int], RankP
 
 
 def sent_forward_and_backward(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the collectives of this rank in forward and in backward of its one stage; runs on every rank."""
+    """Return this rank's collectives in the forward and in the backward of its only stage; runs on every rank."""
     model, _ = built(device, row)
     (stage,) = model.stages.values()
     with Sent() as forward:
@@ -201,7 +215,7 @@ def sent_forward_and_backward(device: torch.device, row: Row) -> tuple[dict[str,
         ("tp2", {"all_reduce": 2 * 2 + 1}, {"all_reduce": 2 * 2, "all_gather": 1}),
     ],
 )
-def test_forward_and_backward_apart(
+def test_collectives_of_forward_and_backward_separately(
     mesh: str, forward: dict[str, int], back: dict[str, int], ranks: Callable[[int], RankPool]
 ) -> None:
     for counted in ranks(2).run(sent_forward_and_backward, Row(mesh, "", {})):
@@ -209,7 +223,7 @@ def test_forward_and_backward_apart(
 
 
 def counted_twice(device: torch.device, row: Row) -> tuple[int, int]:
-    """The collectives of a step by our counting and by torch's own; runs on every rank."""
+    """Return the collectives of a step by `Sent` and by torch's CommDebugMode; runs on every rank."""
     model, optimizer = built(device, row)
     with Sent() as ours, CommDebugMode() as theirs:
         backward(model)
@@ -218,6 +232,6 @@ def counted_twice(device: torch.device, row: Row) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "fsdp2", "tp2"])
-def test_torch_counts_the_same(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_counts_agree_with_torchs_comm_debug_mode(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     for ours, theirs in ranks(2).run(counted_twice, Row(mesh, "", {})):
         assert ours == theirs > 1

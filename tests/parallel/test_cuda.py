@@ -1,4 +1,4 @@
-"""On GPUs, where there are any: plans against one process there, and a run against the same run on the CPU."""
+"""Tests on real GPUs: plans against one process, runs against the CPU, no host synchronisation, bitwise resumption."""
 
 import json
 import math
@@ -28,7 +28,7 @@ GPUS = torch.cuda.device_count()
 PATHS = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 INIT = {"init": "moco"}
-"""Initial values from which every parameter has a gradient from the first step on."""
+"""Initialisation that gives every parameter a gradient from the first step."""
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
@@ -46,7 +46,7 @@ def vitpar(*words: str, cwd: Path) -> str:
 @pytest.mark.parametrize(
     ("mesh", "gpus"), [("dp1+ckpt", 1), ("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("pp2", 2), ("pp2xtp2xdp2", 8)]
 )
-def test_plan_equals_one_process(
+def test_plan_matches_one_process(
     mesh: str, gpus: int, precision: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     if gpus > GPUS:
@@ -60,7 +60,7 @@ def test_plan_equals_one_process(
 
 
 @pytest.mark.parametrize("mesh", ["dp1+offload", "pp1: embed=dp1+offload, 0=dp1+offload, *=dp1"])
-def test_offloaded_layers_equal_one_process(mesh: str, tmp_path: Path) -> None:
+def test_offloaded_layers_match_one_process(mesh: str, tmp_path: Path) -> None:
     found = json.loads(vitpar("check", "--mesh", mesh, "--device", "cuda", "--json", cwd=tmp_path))
     assert found["passed"], found["worst"]
 
@@ -80,7 +80,7 @@ def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path)
     assert runs[1] == pytest.approx(runs[0], rel=1e-6) and runs[2] == pytest.approx(runs[0], rel=1e-6)
 
 
-def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
+def test_device_does_not_change_the_training(tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 24, "depth": 4, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
@@ -94,8 +94,11 @@ def test_the_device_does_not_change_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixup", [0.0, 0.8])
-def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
-    """Input included. The first steps compile, allocate and choose; what is read at the log cadence comes after."""
+def test_no_step_synchronises_with_the_gpu(mixup: float, tmp_path: Path) -> None:
+    """From the fourth step on, a step and its input run under torch's sync debug mode "error".
+
+    The first steps compile, allocate and choose kernels, which may wait. Losses are read outside the step.
+    """
     data = pack_small(tmp_path)
     program = (
         "import sys, torch\n"
@@ -129,19 +132,19 @@ def test_no_step_waits_for_the_gpu(mixup: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
-def test_every_attention_computes_the_same(backend: str, tmp_path: Path) -> None:
+def test_every_attention_backend_matches_one_process(backend: str, tmp_path: Path) -> None:
     mesh = ("--mesh", "dp1", "--precision", "bf16", "--device", "cuda", "--no-compile", "--json")
     found = json.loads(vitpar("check", *mesh, "--set", f"train.attention={backend}", cwd=tmp_path))
     assert found["passed"], found["worst"]
 
 
-def test_a_checkpoint_is_what_was_there_when_it_was_begun(alone: None, tmp_path: Path) -> None:
-    """GPU tensors are copied beside whatever is computed, into memory that is locked, and change only after that."""
+def test_checkpoint_keeps_the_values_at_its_start(alone: None, tmp_path: Path) -> None:
+    """GPU tensors are copied to pinned memory on a side stream. Training may change them once `staged` has returned."""
     tensors = {"large": torch.arange(2**22, device="cuda", dtype=torch.float32), "host": torch.ones(3)}
     tensors |= {"small": torch.full((5,), 2.0, device="cuda", dtype=torch.bfloat16)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     writer = Writer()
-    for number in range(3):  # with memory that is used again
+    for number in range(3):  # later checkpoints reuse the pinned memory
         writer.begin(tmp_path / f"step_{number}", tensors, {})
         writer.staged()
         for tensor in tensors.values():
@@ -153,8 +156,8 @@ def test_a_checkpoint_is_what_was_there_when_it_was_begun(alone: None, tmp_path:
         expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 
-def test_memory_is_counted_as_on_a_cpu() -> None:
-    """Where nothing is compiled, so that operations are seen one by one."""
+def test_live_bytes_match_the_cuda_allocator() -> None:
+    """Runs without compilation, because LiveBytes must see each operation."""
     config = model_config("vit_tiny_patch16_224", depth=1)
     counted = {}
     for name, count in {
@@ -172,8 +175,8 @@ def test_memory_is_counted_as_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("tokens", [17, 197, 257])
-def test_a_run_on_a_gpu_goes_on_to_the_last_bit(tokens: int, tmp_path: Path) -> None:
-    """With 257 tokens it may fail by the last digits: see the test of attention's order of sums below."""
+def test_gpu_run_resumes_bitwise(tokens: int, tmp_path: Path) -> None:
+    """With 257 tokens the last digits may differ: see the test of attention's summation order below."""
     data = pack_small(tmp_path)
     side = 2 * math.isqrt(tokens - 1)
     sizes = {"image_size": side, "patch_size": 2, "embed_dim": 128, "depth": 4, "num_heads": 2, "drop_path": 0.1}
@@ -201,9 +204,11 @@ def test_phases_and_kernels_are_timed_on_the_device(options: tuple[str, ...], tm
 
 @pytest.mark.parametrize("tokens", [197, 257])
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
-def test_attention_adds_up_in_one_order(backend: str, tokens: int, attention_of_torch: None) -> None:
-    """Resumed runs are bit-identical only if attention sums in a fixed order. docs/checkpoints.md lists kernels that
-    may fail at 257 tokens."""
+def test_attention_gradients_are_deterministic(backend: str, tokens: int, attention_of_torch: None) -> None:
+    """Resumed runs are bitwise identical only if attention sums in a fixed order.
+
+    docs/checkpoints.md lists kernels that may fail at 257 tokens.
+    """
     use_attention(backend, math=backend == "math")
     draw = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(32, tokens, 3 * 4 * 64, generator=draw, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -221,7 +226,7 @@ def attention_of_torch() -> Iterator[None]:
     use_attention(None)
 
 
-def test_no_attention_becomes_matrix_products_without_a_word(alone: None, attention_of_torch: None) -> None:
+def test_math_attention_is_never_a_silent_fallback(alone: None, attention_of_torch: None) -> None:
     config = model_config("vit_tiny_patch16_224")
     plan, device = validate(parse("dp1"), config, 8), torch.device("cuda")
     assert choose_attention("auto", config, plan, 8, resolve_precision("bf16"), device).backend in CANDIDATES
@@ -253,7 +258,7 @@ leave()
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_objects_and_tensors_reach_all_ranks(gpus: int, tmp_path: Path) -> None:
+def test_world_group_works_with_nccl(gpus: int, tmp_path: Path) -> None:
     if gpus > GPUS:
         pytest.skip(f"needs {gpus} GPUs")
     (tmp_path / "world.py").write_text(WORLD)

@@ -1,7 +1,7 @@
-"""Training steps on a simulated CUDA device: no device mismatch, no synchronisation. Needs no GPU.
+"""Training steps on a simulated CUDA device, without a GPU: no device mismatch and no synchronisation.
 
-Not covered: compiled blocks (the compiler cannot trace the simulated tensors) and the choice of the attention kernel,
-which measures time. Rank 0 is tested for all ranks, except in a pipeline.
+Two things are not covered: compiled blocks, because the compiler cannot trace the simulated tensors, and the choice of
+the attention kernel, which measures time. Rank 0 stands for all ranks, except in a pipeline.
 """
 
 import json
@@ -36,7 +36,7 @@ CASES = (
     Case("dp1", OPTIONS),
     Case("dp1", {"train.precision": "fp32"}),
     Case("dp1", {"train.precision": "fp8"}),
-    Case("dp1", SCALED, waits=1),  # for the norm, which tells whether the step is skipped
+    Case("dp1", SCALED, waits=1),  # reads the norm, which decides whether the step is skipped
     Case("dp1+ckpt"),
     Case("dp1+ckpt.selective", DROPS),
     Case("dp2", DROPS),
@@ -50,7 +50,7 @@ CASES = (
     Case("tp4+2d", DROPS),
     Case("tp2xfsdp2", {"optimizer.name": "lamb"}),
     *(Case("pp2", DROPS, rank=rank) for rank in (0, 1)),
-    # Norms and gradients go to the host and come back in copies and events that the host waits for.
+    # Offloading moves norms and gradients to the host and back with copies and events that the host waits for.
     *(Case("dp1+offload", {"optimizer.name": name}, waits=math.inf) for name in OPTIMIZERS),
     *(Case(SOME_OFFLOADED, {"optimizer.name": name}, waits=math.inf) for name in OPTIMIZERS),
     Case("fsdp2+offload", waits=math.inf),
@@ -67,10 +67,10 @@ run_cases(library, [Case(**fields) for fields in json.load(sys.stdin)])
 
 @pytest.fixture(scope="session")
 def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """The error of each case by its name; all run in one process that has a simulated GPU."""
+    """Return the error of each case by name. All cases run in one process with a simulated GPU."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler: c++, g++, clang++, or the one that CXX names")
-    cache = getattr(pytestconfig, "cache", None)  # none where pytest was told to keep none
+    cache = getattr(pytestconfig, "cache", None)  # None if pytest's cache is disabled
     library = build(tmp_path_factory.mktemp("fake_cuda") if cache is None else cache.mkdir("fake_cuda"))
     paths = [*(str(ROOT / folder) for folder in ("src", "cli", "tests")), os.environ.get("PYTHONPATH", "")]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -82,13 +82,13 @@ def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_stays_on_the_device(case: Case, errors: dict[str, str | None]) -> None:
+def test_step_never_leaves_the_device(case: Case, errors: dict[str, str | None]) -> None:
     error = errors[str(case)]
     assert error is None, error
 
 
 @pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.fault)
-def test_a_fault_in_a_step_is_seen(case: Case, errors: dict[str, str | None]) -> None:
+def test_planted_fault_is_detected(case: Case, errors: dict[str, str | None]) -> None:
     assert case.fault is not None
     expected, error = FAULTS[case.fault].error, errors[str(case)]
     assert error is not None and expected in error.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Fast paths change nothing but speed: losses with each of them on and off, and how paths are chosen."""
+"""Fast paths: equal losses with each of them on and off, and the rules that choose them."""
 
 import gc
 import json
@@ -76,7 +76,7 @@ def losses(place: Path, data: Path, name: str, settings: dict[str, Any]) -> list
 
 @pytest.fixture(scope="module")
 def slowly(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of the run with no fast path."""
+    """Return the losses of the run without any fast path."""
     return losses(tmp_path_factory.mktemp("slow"), data, "slow", SLOW_PATH)
 
 
@@ -87,18 +87,16 @@ def slowly(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         for path in FAST_PATHS
     ],
 )
-def test_losses_are_equal_with_every_fast_path_on_and_off(
-    path: str, data: Path, slowly: list[float], tmp_path: Path
-) -> None:
+def test_losses_are_equal_with_each_fast_path(path: str, data: Path, slowly: list[float], tmp_path: Path) -> None:
     found = losses(tmp_path, data, path, {**SLOW_PATH, **FAST_PATHS[path]})
     assert found == pytest.approx(slowly, rel=1e-4)
-    assert len(set(slowly)) == 6  # they move
+    assert len(set(slowly)) == 6  # the losses change, so equality means something
     kernels = json.loads((tmp_path / path / "env.json").read_text())
     assert kernels["compiled"] is ("train.compile" in FAST_PATHS[path])
     assert kernels["attention"]["backend"] == {**SLOW_PATH, **FAST_PATHS[path]}["train.attention"]
 
 
-def test_images_are_normalised_the_same_by_one_operation() -> None:
+def test_compiled_normalisation_matches_eager() -> None:
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     plain = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     for dtype in (torch.float32, torch.bfloat16):
@@ -107,7 +105,7 @@ def test_images_are_normalised_the_same_by_one_operation() -> None:
         assert torch.allclose(at_once, plain(images, dtype), rtol=1e-2 if dtype is torch.bfloat16 else 1e-6)
 
 
-def test_a_precision_without_instructions_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_without_cpu_instructions_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported in (True, False):
         for name in ("bf16", "fp16"):
             monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda answer=supported: answer)
@@ -119,9 +117,7 @@ def test_a_precision_without_instructions_is_told(monkeypatch: pytest.MonkeyPatc
 # compiling
 
 
-def test_blocks_are_compiled_on_gpus_where_nothing_speaks_against_it(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_compiled_by_default_on_gpus_only(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "compiler_fault", lambda device: None)
     _, plan = plan_of()
     assert choose_compiling(None, plan, "bf16", CPU) == Compiling(False)
@@ -133,9 +129,7 @@ def test_blocks_are_compiled_on_gpus_where_nothing_speaks_against_it(
     assert not refused.blocks and "inside a compiled block" in (refused.because or "")
 
 
-def test_without_a_compiler_blocks_run_as_they_are_unless_it_is_asked_for(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_falls_back_unless_compile_was_requested(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(function: Any) -> Any:
         raise RuntimeError("\nno g++ in sight\nand more")
 
@@ -151,7 +145,8 @@ def test_without_a_compiler_blocks_run_as_they_are_unless_it_is_asked_for(
 # attention
 
 
-def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_attention_is_chosen_on_gpus_and_kept_on_resume(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run keeps its kernel, because kernels differ in the last digits."""
     config, plan = plan_of()
     tried: list[tuple[str, ...]] = []
     rates = {"flash": 2.0, "cudnn": 1.0, "efficient": math.inf}
@@ -180,8 +175,8 @@ def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypat
         choose_attention("flash", config, plan, BATCH, precision, CUDA)
 
 
-def test_matrix_products_stand_in_on_cpus_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need memory quadratic in the tokens, which a GPU must not be made to take without a word."""
+def test_math_attention_is_a_fallback_on_cpus_only(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The math backend needs memory quadratic in the tokens, so it must not replace another one silently on a GPU."""
     config, plan = plan_of()
     monkeypatch.setattr(attention, "probe", lambda names, *_: dict.fromkeys(names, 1.0))
     q = torch.randn(2, 4, 9, 8)
@@ -189,7 +184,7 @@ def test_matrix_products_stand_in_on_cpus_alone(alone: None, monkeypatch: pytest
     attend = torch.nn.functional.scaled_dot_product_attention
     choose_attention("flash", config, plan, BATCH, resolve_precision("bf16"), CUDA)
     attend(q, q, q)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # as `vitpar check` computes its side
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # as `vitpar check` computes its reference
         attend(q, q, q)
     assert not torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(RuntimeError, match=r"(?i)no (available|viable)"):
@@ -227,27 +222,30 @@ def kernels_of(compiler: str, *backends: str, cache: Path) -> list[str]:
     return done.stdout.split()
 
 
-def test_compiled_blocks_follow_the_choice(tmp_path: Path) -> None:
-    """A graph keeps the kernel it was traced with, whatever is chosen later."""
+def test_compiled_block_uses_the_currently_chosen_attention(tmp_path: Path) -> None:
+    """torch.compile bakes the kernel into the graph at tracing, so a later choice must trigger a new graph."""
     assert kernels_of("aot_eager", "flash", "math", "flash", cache=tmp_path) == ["flash", "math", "flash"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_was_compiled_by_another_run_does_not_stand_in(tmp_path: Path) -> None:
-    """torch's cache on disk does not tell graphs of different kernels apart by itself."""
+def test_compile_cache_does_not_mix_up_attention_kernels(tmp_path: Path) -> None:
+    """By itself, torch's cache on disk does not distinguish graphs that use different kernels."""
     for backend in ("flash", "math", "flash"):
         assert kernels_of("inductor", backend, cache=tmp_path) == [backend]
 
 
-def test_small_differences_do_not_choose(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_within_timing_noise_keeps_the_preferred_backend(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise noise would choose a different kernel on every start."""
     config, plan = plan_of()
     rates = {"cudnn": 1.0, "flash": 0.98, "efficient": 1.5}
     monkeypatch.setattr(attention, "probe", lambda names, *_: {name: rates[name] for name in names})
     assert choose_attention("auto", config, plan, BATCH, resolve_precision("bf16"), CUDA).backend == "cudnn"
 
 
-def test_on_a_cpu_torch_chooses_unless_it_is_named(alone: None) -> None:
+def test_cpu_attention_is_left_to_torch_unless_set(alone: None) -> None:
     config, plan = plan_of()
     precision = resolve_precision("fp32")
     assert choose_attention("auto", config, plan, BATCH, precision, CPU, kept="cudnn") == AttentionChoice()
@@ -259,7 +257,7 @@ def test_on_a_cpu_torch_chooses_unless_it_is_named(alone: None) -> None:
         choose_attention("cudnn", config, plan, BATCH, precision, CPU)
 
 
-def test_the_command_refuses_an_attention_that_does_not_run_here(
+def test_attention_backend_that_cannot_run_is_refused_before_launch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--mesh", "dp2", "--set", "train.attention=cudnn", "--device", "cpu", "--model", "vit_tiny_patch16_224"]
@@ -273,7 +271,8 @@ def test_the_command_refuses_an_attention_that_does_not_run_here(
 # garbage
 
 
-def test_garbage_is_collected_between_steps_only() -> None:
+def test_garbage_collection_runs_between_steps_only() -> None:
+    """A collection in the middle of a step would delay one rank, for which all others wait."""
     assert gc.isenabled()
     collected: list[str] = []
     gc.callbacks.append(lambda phase, info: collected.append(phase))
@@ -282,7 +281,7 @@ def test_garbage_is_collected_between_steps_only() -> None:
             assert not gc.isenabled()
             collected.clear()
             for number in range(1, 101):
-                garbage.maybe_collect(number, 0.5)  # every tenth, of steps of half a second
+                garbage.maybe_collect(number, 0.5)  # every tenth step, if steps take half a second
             assert collected.count("stop") == 10
     finally:
         gc.callbacks.pop()

@@ -1,4 +1,4 @@
-"""Products in float8: what they round, what they leave exact, and what is refused."""
+"""Float8 matmul: its rounding, the parts that stay exact, and the cases it refuses."""
 
 from collections.abc import Callable
 
@@ -32,11 +32,11 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def far(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The size of the difference over the size of what is exact."""
+    """Return the relative error in the Frobenius norm."""
     return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
-def test_rows_are_scaled_by_powers_of_two_to_fill_the_type() -> None:
+def test_rows_are_scaled_by_powers_of_two_into_the_float8_range() -> None:
     x = random(6, 32) * torch.tensor([1e-30, 1e-3, 1, 7, 1e4, 1e30]).bfloat16()[:, None]
     rows, scales = float8.scaled_rows(x)
     assert scales.dtype is torch.float32 and torch.equal(scales.log2(), scales.log2().round())
@@ -46,14 +46,14 @@ def test_rows_are_scaled_by_powers_of_two_to_fill_the_type() -> None:
     assert within.all(), "three bits behind the point, and the smallest steps of the type"
 
 
-def test_rows_of_zeros_stay_zeros_and_nan_stays_nan() -> None:
+def test_zero_rows_stay_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(3, 16)
     x[1, 2], x[2, 3] = torch.nan, torch.inf
     y = float8.product(x.bfloat16(), torch.eye(16).bfloat16())
     assert (y[0] == 0).all() and y[1].isnan().any() and not y[2].isfinite().all()
 
 
-def test_products_and_gradients_are_as_exact_as_the_type() -> None:
+def test_products_and_gradients_have_float8_accuracy() -> None:
     x, weight, bias = (random(*shape).requires_grad_() for shape in ((2, 5, 64), (48, 64), (48,)))
     y = float8.linear(x, weight, bias)
     gradient = random(2, 5, 48)
@@ -64,14 +64,14 @@ def test_products_and_gradients_are_as_exact_as_the_type() -> None:
     assert torch.equal(weight.grad, exact), "gradients of weights are computed in bf16"
 
 
-def test_a_token_does_not_depend_on_those_beside_it() -> None:
+def test_token_result_does_not_depend_on_other_tokens() -> None:
     x, weight = random(7, 64), random(32, 64)
     x[5] *= 1000
     assert torch.equal(float8.product(x, weight)[:3], float8.product(x[:3], weight))
     assert torch.equal(float8.product(x, weight)[:, :16], float8.product(x, weight[:16])), "nor an output feature"
 
 
-def test_only_the_linear_layers_of_blocks_compute_in_it() -> None:
+def test_only_linear_layers_of_blocks_use_float8() -> None:
     device = join(ALONE, "cpu")
     try:
         plan = validate(parse("dp1"), CONFIG, 4)
@@ -86,13 +86,13 @@ def test_only_the_linear_layers_of_blocks_compute_in_it() -> None:
     assert resolve_precision("fp8").compute is torch.bfloat16 and resolve_precision("fp8").parameters is torch.float32
 
 
-def test_weights_that_gpus_cannot_multiply_are_refused() -> None:
+def test_weight_shapes_unsupported_by_gpus_are_refused() -> None:
     block = Block(model_config("vit_nano_patch4_16", embed_dim=24, num_heads=4, mlp_hidden_dim=48), 3)
     with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
         float8.compute_in_float8(block)
 
 
-def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("only supported on compute capability >= 8.9\nand more")
 
@@ -102,13 +102,13 @@ def test_a_device_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         parallelize(CONFIG, validate(parse("dp1"), CONFIG, 4), Execution(4, precision="fp8"), CPU)
 
 
-def test_a_cpu_is_told_to_be_slow_and_an_older_gpu_to_have_no_rates() -> None:
+def test_slow_cpus_and_gpus_without_float8_rates_are_reported() -> None:
     assert slow_here("fp8", CPU) == "this CPU has no instructions for fp8, so that steps take far longer than in fp32"
     with pytest.raises(PlannerError, match="8xA100 has no rate of products in float8: plan for bf16"):
         estimate_model(CONFIG, "fp8", find_cluster("8xA100").hardware(), ("tp1",))
 
 
-def test_reduction_is_bf16_s() -> None:
+def test_reduce_dtypes_are_those_of_bf16() -> None:
     assert (
         resolve_precision("fp8", "bf16").reduce is torch.bfloat16 and resolve_precision("fp8").reduce is torch.float32
     )
@@ -116,14 +116,14 @@ def test_reduction_is_bf16_s() -> None:
         resolve_precision("fp8", "fp16")
 
 
-def test_its_rate_can_be_measured() -> None:
+def test_float8_matmul_rate_can_be_measured() -> None:
     products(CPU, float8.E4M3, [(8, 32, 16), (16, 16, 16)])()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mesh", ["dp1", "tp2"])
-def test_compiled_it_is_one_graph_and_the_same(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_compiled_float8_is_one_graph_and_matches_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     case = Case(mesh, model={"depth": 10}, check={"compile_blocks": True, "precision": "fp8"})
     for result, graphs in ranks(case.ranks).run(run_compiled, case):
         assert result.passed, result.worst

@@ -1,4 +1,4 @@
-"""A step must not wait for the device, break a block's graph, recompile, or do work per layer after backward."""
+"""A step must not wait for the device, break a block's graph, recompile, or run per-layer operations after backward."""
 
 import contextlib
 import functools
@@ -22,17 +22,17 @@ from vitpar.training.step import TrainStep
 CPU = torch.device("cpu")
 BATCH = 8
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "allclose")
-"""Operations whose result the host needs before it can go on."""
+"""Operations whose result the host needs before it can continue."""
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 """Methods of a tensor that read its values on the host."""
 
 
 class Waiting(AssertionError):
-    """The host waited for the device."""
+    """Error: the host waited for the device."""
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is dispatched, by the phase of the step."""
+    """Counter of dispatched operations, by phase of the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def nothing_is_read() -> Iterator[None]:
-    """Raises where a tensor's values are asked for."""
+    """Raise `Waiting` if a tensor's values are read on the host inside the ``with`` block."""
 
     def refuse(name: str) -> Callable[..., Any]:
         def refused(*_: object) -> Any:
@@ -80,7 +80,7 @@ def built(device: torch.device, mesh: str, depth: int = 4, compiled: bool = Fals
 
 
 def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], object]:
-    """A step with all that a step may have."""
+    """Return a step that uses every feature: mixed labels, clipping, an optimizer and a moving average."""
     images = torch.randn(len(model.image_rows(BATCH)), 3, 16, 16) if model.takes_images else None
     mixed = torch.tensor([[1.0, 2.0, 0.3]] * BATCH, dtype=torch.float64)
     settings = OptimizerSection(name=optimizer, momentum=0.9 if optimizer in ("sgd", "lars", "muon") else 0)
@@ -90,7 +90,7 @@ def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], objec
 
 
 def operations(device: torch.device, mesh: str, depth: int = 4, optimizer: str = "adamw") -> Operations:
-    """Return the operations of a step after the first."""
+    """Return the operations of the second step, after the first has set up."""
     model = built(device, mesh, depth)
     step = update(model, optimizer)
     step()
@@ -119,12 +119,13 @@ def test_no_step_waits_for_the_device(mesh: str, ranks: Callable[[int], RankPool
         assert not found
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lars"])  # the others count steps on the host, and read them there
+# The other optimizers keep their step count on the host and read it there.
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 def test_no_optimizer_waits_for_the_device(optimizer: str, alone: None) -> None:
     assert not waits(CPU, "dp1", optimizer)
 
 
-def test_waiting_would_be_seen() -> None:
+def test_host_waits_are_detected() -> None:
     with Operations() as found:
         assert torch.ones(1).sum() > 0
     assert found.waits
@@ -133,7 +134,8 @@ def test_waiting_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "tp2"])
-def test_what_follows_backward_is_as_many_operations_for_any_depth(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_operation_count_after_backward_does_not_depend_on_depth(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Norm, clipping and update must use foreach kernels; an operation per layer costs host time in every step."""
     pool = ranks(parse(mesh).world_size)
     shallow, deep = ([found.counts for found in pool.run(operations, mesh, depth)] for depth in (2, 6))
     for few, many in zip(shallow, deep, strict=True):
@@ -145,14 +147,17 @@ def test_what_follows_backward_is_as_many_operations_for_any_depth(mesh: str, ra
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "dp2+zero1", "tp2", "tp2+sp"])
-def test_nothing_is_computed_on_dtensors(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    """Dispatching on one costs the host more than a small layer computes; autograd detaches gradients, nothing more."""
+def test_no_operation_runs_on_dtensors(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """DTensor dispatch costs the host more time than a small layer computes.
+
+    Autograd's detach of gradients is the exception.
+    """
     for found in ranks(2).run(operations, mesh):
         assert found.on_dtensors <= {"aten.detach.default"}
 
 
 def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:
-    """How many graphs there are after each of three steps, and after two evaluations; where they break."""
+    """Return the number of graphs after each of three steps and two evaluations, and the graph breaks."""
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -173,7 +178,8 @@ def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:
 @pytest.mark.parametrize(
     "mesh", ["dp1", "dp1+ckpt", "fsdp2", "tp2", "tp2+sp", pytest.param("tp4xdp2+2d", marks=pytest.mark.slow)]
 )
-def test_a_block_is_one_graph_and_is_compiled_once(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Graph breaks or recompilation in later steps would cost more than compilation gains."""
     for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh):
         assert after == [1, 1, 1, 2, 2], "one graph to train all blocks with, one to evaluate"
         assert not breaks

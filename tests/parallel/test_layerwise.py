@@ -1,4 +1,4 @@
-"""Layerwise plans drawn at random from the language, and the ones that Galvatron is known for, against one process."""
+"""Layerwise plans against one process: drawn at random from the grammar, and the kinds that Galvatron finds."""
 
 import os
 from collections.abc import Callable
@@ -19,11 +19,12 @@ from vitpar.strategy.support import refuse_clashes
 
 DEPTH, BATCH = 6, 48
 MODEL = {"depth": DEPTH, "drop_path": 0.1, "layer_scale": 0.1, "qk_norm": True, "dropout": 0.1}
-EXAMPLES = int(os.environ.get("VITPAR_RANDOM_PLANS", "0"))  # more than the suite's, and others each time
+# 0: a few fixed examples; N > 0: N examples that differ in every run.
+EXAMPLES = int(os.environ.get("VITPAR_RANDOM_PLANS", "0"))
 
 
 def runs(case: Case) -> bool:
-    """Whether the plan is not refused."""
+    """Return whether vitpar accepts the plan."""
     try:
         config = model_config("vit_nano_patch4_16", **case.model)
         refuse_clashes(validate(replace(parse(case.mesh), **case.plan), config, case.batch), "fp64", False)
@@ -34,7 +35,7 @@ def runs(case: Case) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0 if EXAMPLES else 900)
-def test_random_plans_equal_one_process(ranks: Callable[[int], RankPool]) -> None:
+def test_random_plans_match_one_process(ranks: Callable[[int], RankPool]) -> None:
     checked: set[str] = set()
 
     @settings(
@@ -58,7 +59,7 @@ def test_random_plans_equal_one_process(ranks: Callable[[int], RankPool]) -> Non
 
 
 def check_deep(device: torch.device, mesh: str) -> CheckResult:
-    """Check a plan of 8 ranks on a narrow ViT of 32 blocks, ViT-H's depth; runs on every rank."""
+    """Check a plan of 8 ranks on a narrow ViT with 32 blocks, as many as ViT-H has; runs on every rank."""
     config = model_config("vit_custom", patch_size=4, image_size=8, embed_dim=16, depth=32, num_heads=2, num_classes=5)
     plan = validate(parse(mesh), config, 16)
     return check(config, plan, 16, device, precision="fp64")
@@ -68,7 +69,7 @@ def check_deep(device: torch.device, mesh: str) -> CheckResult:
 @pytest.mark.parametrize(
     "mesh", ["pp1: 0-19=dp8, 20-31=fsdp8", "pp1: 0-1=dp8, 2-31=fsdp8", "pp1: 0=tp2xdp4, 1-31=tp2xfsdp4"]
 )
-def test_plans_that_galvatron_finds(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_plans_like_galvatrons_match_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     result = ranks(8).run(check_deep, mesh)[0]
     assert result.passed, result.worst
     assert len(result.quantities["gradient"]) > 32 * 12

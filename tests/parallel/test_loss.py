@@ -1,4 +1,4 @@
-"""The loss of hard, smoothed and mixed labels, and its gradients, compared with timm's and torch's own losses."""
+"""Loss of hard, smoothed and mixed labels, and its gradients, compared with timm's losses."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from vitpar import Execution, ParallelModel, model_config, parallelize, parse, v
 from vitpar.models import IGNORED
 
 BATCH, CLASSES = 8, 5
-MIXED = (  # a label, the partner's, what is left of the first; None for an image that is left out
+MIXED = (  # label, label of the partner, weight of the first label; None for an ignored image
     (0, 3, 0.8),
     (4, 1, 0.25),
     None,
@@ -36,8 +36,8 @@ def logits(*, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
-def test_mixed_labels_are_timms_soft_targets(smoothing: float, scale: float, alone: None) -> None:
-    """Values and gradients of the sum over the images that count, divided by the whole batch."""
+def test_mixed_label_loss_matches_timms_soft_targets(smoothing: float, scale: float, alone: None) -> None:
+    """The loss sums over the images that are not ignored and divides by the complete batch size."""
     labels = torch.tensor([(IGNORED, IGNORED, 0.7) if row is None else row for row in MIXED], dtype=torch.float64)
     model, found, expected = model_of(smoothing), logits(), logits()
     model.loss_scale = scale
@@ -47,7 +47,7 @@ def test_mixed_labels_are_timms_soft_targets(smoothing: float, scale: float, alo
     for number, row in enumerate(MIXED):
         if row is None:
             continue
-        first, other, weight = row  # timm mixes a batch with itself reversed: a pair of labels is one
+        first, other, weight = row  # timm mixes a batch with its reverse, so two labels are a batch
         targets = timm.data.mixup.mixup_target(torch.tensor([first, other]), CLASSES, lam=weight, smoothing=smoothing)
         total = total + timm.loss.SoftTargetCrossEntropy()(expected[number : number + 1], targets[:1].double())
     (scale * total / BATCH).backward()
@@ -59,7 +59,7 @@ def test_mixed_labels_are_timms_soft_targets(smoothing: float, scale: float, alo
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_hard_labels_are_timms_smoothed_cross_entropy(smoothing: float, alone: None) -> None:
+def test_hard_label_loss_matches_timms_label_smoothing(smoothing: float, alone: None) -> None:
     labels = torch.tensor([0, 3, IGNORED, 2, 2, IGNORED, 4, 1])
     found, expected = logits(seed=1), logits(seed=1)
     loss = model_of(smoothing).loss(found, labels)

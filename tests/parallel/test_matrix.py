@@ -1,4 +1,4 @@
-"""The support matrix: refusals, the page in docs, and every combination that it allows against one process."""
+"""Support matrix: its refusals, its page in docs, and every allowed combination against one process."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -30,11 +30,11 @@ STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
 DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
 TENSOR = {"no tp": "", "tp": "tp2", "+sp": "tp2", "+2d": "tp4", "+2.5d": "tp8", "+3d": "tp8"}
 SMALL = {"embed_dim": 24, "num_heads": 4, "mlp_hidden_dim": 48, "qk_norm": True, "drop_path": 0.1}
-FLOAT8 = {"embed_dim": 64, "mlp_hidden_dim": 128}  # whose parts are multiples of 16
+FLOAT8 = {"embed_dim": 64, "mlp_hidden_dim": 128}  # float8 needs shards whose sizes are multiples of 16
 
 
 def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:
-    """The smallest plan that has these features."""
+    """Return the smallest plan that has these features."""
     axes = ["" if schedule == "no pp" else "pp2", DATA[data], TENSOR[tensor]]
     flags = [feature for feature in (tensor, data, checkpoint) if feature.startswith("+")]
     plan = {"microbatches": 2} if schedule == "no pp" else {"schedule": schedule, "microbatches": 4}
@@ -55,7 +55,10 @@ def plan_of(case: Case) -> Plan:
 
 
 def check_all_precisions(device: torch.device, case: Case, precisions: tuple[str, ...]) -> list[CheckResult]:
-    """Check a plan in each precision; runs on every rank. Many ranks take one step of four, to end within a day."""
+    """Check a plan in each precision; runs on every rank.
+
+    Plans with more than 8 ranks take one step instead of four, so that the test ends within a day.
+    """
     plan = plan_of(case)
     steps = {} if case.ranks <= 8 else {"sgd_steps": 1, "recipe_steps": 0}
     return [check(config_of(case, name), plan, case.batch, device, precision=name, **steps) for name in precisions]
@@ -65,7 +68,7 @@ ALLOWED = [case_of(*choice) for choice in combinations(STRUCTURE)]
 
 
 @pytest.mark.parametrize("choice", list(combinations(STRUCTURE)), ids=" ".join)
-def test_every_allowed_combination_is_a_plan(choice: tuple[str, ...]) -> None:
+def test_every_allowed_combination_gives_a_valid_plan(choice: tuple[str, ...]) -> None:
     plan = plan_of(case_of(*choice))
     for precision in DIMENSIONS["precision"]:
         refuse_clashes(plan, precision, False)
@@ -73,8 +76,10 @@ def test_every_allowed_combination_is_a_plan(choice: tuple[str, ...]) -> None:
 
 
 def covering() -> list[tuple[str, ...]]:
-    """Few combinations of at most 8 ranks in which every two features meet that can: greedily, the one with the most
-    new pairs next."""
+    """Return few combinations of at most 8 ranks that contain every possible pair of features.
+
+    The choice is greedy: the combination with the most new pairs comes next.
+    """
     choices = [c for c in combinations((*STRUCTURE, "precision")) if case_of(*c[:-1]).ranks <= 8]
     missing = {pair for choice in choices for pair in pairs_of(choice, 2)}
     found = []
@@ -96,9 +101,8 @@ def few_ranks(choice: tuple[str, ...]) -> bool:
         for choice in covering()
     ],
 )
-def test_every_two_features_together_equal_one_process(
-    choice: tuple[str, ...], ranks: Callable[[int], RankPool]
-) -> None:
+def test_every_pair_of_features_matches_one_process(choice: tuple[str, ...], ranks: Callable[[int], RankPool]) -> None:
+    """Few combinations contain all possible pairs; `make soak` checks the complete product."""
     skip_what_cannot_run(choice[-1])
     case = case_of(*choice[:-1])
     for result in ranks(case.ranks).run(check_all_precisions, case, choice[-1:])[0]:
@@ -108,13 +112,14 @@ def test_every_two_features_together_equal_one_process(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", sorted(ALLOWED, key=lambda case: case.ranks), ids=str)
-def test_every_allowed_combination_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+def test_every_allowed_combination_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
     for result in ranks(case.ranks).run(check_all_precisions, case, DIMENSIONS["precision"])[0]:
         assert result.passed, (result.precision, result.worst)
 
 
 @pytest.mark.parametrize("clash", CLASHES, ids=lambda clash: f"{clash.first} {clash.second}")
 def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
+    """The error names both features, the reason, and what to use instead."""
     chosen = {clash.first, clash.second}
     schedule = next(iter(chosen & set(DIMENSIONS["schedule"])), "1f1b")
     data = next(iter(chosen & set(DIMENSIONS["data"])), "dp")
@@ -139,19 +144,19 @@ def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
         ("dp2", "fp32", "reduce_every_microbatch", True),
     ],
 )
-def test_a_communication_setting_that_does_nothing_is_refused(
+def test_communication_setting_without_effect_is_refused(
     mesh: str, precision: str, setting: str, value: object
 ) -> None:
     nothing = asdict(Communication())
     refuse_unused(parse(mesh), precision, nothing)
     refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
     if setting != "bucket_cap_mb":
-        refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # weights are sharded over i
+        refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # 2d shards weights over one of its axes
     with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
         refuse_unused(parse(mesh), precision, {**nothing, setting: value})
 
 
-def test_buckets_in_16_bits_need_whole_backwards() -> None:
+def test_low_precision_buckets_need_unsplit_backwards() -> None:
     settings = {**asdict(Communication()), "bucket_cap_mb": 1.0}
     plan = replace(parse("pp2xdp2"), virtual_stages=2)
     refuse_unused(replace(plan, schedule="interleaved1f1b"), "bf16", settings)
@@ -160,7 +165,7 @@ def test_buckets_in_16_bits_need_whole_backwards() -> None:
         refuse_unused(replace(plan, schedule="zbvzerobubble"), "bf16", settings)
 
 
-def test_reducing_at_every_microbatch_needs_whole_backwards() -> None:
+def test_reducing_every_microbatch_needs_unsplit_backwards() -> None:
     settings = {**asdict(Communication()), "reduce_every_microbatch": True}
     plan = replace(parse("pp2xfsdp2"), virtual_stages=2)
     refuse_unused(replace(plan, schedule="interleaved1f1b"), "fp32", settings)
@@ -168,5 +173,5 @@ def test_reducing_at_every_microbatch_needs_whole_backwards() -> None:
         refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
 
 
-def test_the_page_in_docs_is_the_table() -> None:
+def test_docs_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "support.md").read_text() == page(), "run `make docs`"

@@ -1,4 +1,4 @@
-"""Parameters kept in float32 and computed with in 16 bits, without ``fully_shard``."""
+"""Float32 parameters computed in 16 bits without ``fully_shard``."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ CONFIG = model_config("vit_nano_patch4_16", num_classes=10, depth=4, init="pertu
 
 
 class Counted(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counter of operations, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,8 @@ def batch(model: ParallelModel) -> tuple[torch.Tensor | None, torch.Tensor]:
     return None if rows is None else images[rows], torch.randint(0, 10, (8,), generator=g)
 
 
-def test_copies_take_the_places_of_parameters_and_bring_gradients_back() -> None:
+def test_low_precision_copies_replace_parameters_and_return_float32_gradients() -> None:
+    """Gradients of micro-batches must add up in float32, and parameters without gradient keep None."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     unused = layer.register_parameter("unused", nn.Parameter(torch.ones(3))) or layer.unused
     parameters = dict(layer.named_parameters())
@@ -72,7 +73,7 @@ def test_copies_take_the_places_of_parameters_and_bring_gradients_back() -> None
     assert unused.grad is None
 
 
-def test_parameters_come_back_after_an_error() -> None:
+def test_parameters_are_restored_after_an_error() -> None:
     layer = nn.Linear(4, 4)
     before = dict(layer.named_parameters())
     with pytest.raises(ZeroDivisionError), LowPrecisionParams([layer], torch.bfloat16).in_place():
@@ -81,7 +82,7 @@ def test_parameters_come_back_after_an_error() -> None:
     assert dict(layer.named_parameters()) == before and layer.weight is before["weight"]
 
 
-def test_parameters_come_back_where_memory_ends_while_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_restored_if_copying_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     before = [dict(layer.named_parameters()) for layer in layers]
     copies, real = [], torch.empty_like
@@ -98,7 +99,7 @@ def test_parameters_come_back_where_memory_ends_while_copies_are_made(monkeypatc
     assert [dict(layer.named_parameters()) for layer in layers] == before
 
 
-def test_images_may_come_in_float32(device: torch.device) -> None:
+def test_float32_images_give_the_same_result(device: torch.device) -> None:
     model = built(device)
     images, labels = batch(model)
     assert images is not None
@@ -106,7 +107,11 @@ def test_images_may_come_in_float32(device: torch.device) -> None:
     assert torch.equal(model.predict(images.float(), 8), model.predict(images, 8))
 
 
-def test_one_operation_a_layer_copies_and_one_brings_back(device: torch.device) -> None:
+def test_each_layer_takes_one_copy_per_direction(device: torch.device) -> None:
+    """One foreach copy per layer casts parameters, and one per micro-batch returns gradients.
+
+    Copies of single parameters would cost host time.
+    """
     model = built(device, microbatches=2)
     model.forward_backward(*batch(model))
     with Counted() as counted:
@@ -122,7 +127,7 @@ def test_one_operation_a_layer_copies_and_one_brings_back(device: torch.device) 
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for _, p in model.named_parameters())
 
 
-def test_evaluation_computes_in_16_bits_too(device: torch.device) -> None:
+def test_evaluation_computes_in_16_bits(device: torch.device) -> None:
     model = built(device)
     images, _ = batch(model)
     logits = model.predict(images, 8)
@@ -136,7 +141,7 @@ def test_evaluation_computes_in_16_bits_too(device: torch.device) -> None:
 
 
 def wrapped(device: torch.device, mesh: str, plan: dict[str, Any]) -> bool:
-    """Whether ``fully_shard`` is around the layers; runs on every rank."""
+    """Return whether the layers are wrapped by ``fully_shard``; runs on every rank."""
     stages = built(device, mesh, **plan).stages.values()
     found = {isinstance(layer, FSDPModule) for stage in stages for layer in stage.layers().values()}
     (same,) = found
@@ -154,14 +159,14 @@ def wrapped(device: torch.device, mesh: str, plan: dict[str, Any]) -> bool:
         ("fsdp2", {}, True),
     ],
 )
-def test_nothing_is_wrapped_that_is_neither_sharded_nor_offloaded(
+def test_only_sharded_or_offloaded_layers_are_wrapped(
     mesh: str, plan: dict[str, Any], expected: bool, ranks: Callable[[int], RankPool]
 ) -> None:
     assert set(ranks(2).run(wrapped, mesh, plan)) == {expected}
 
 
 def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
-    """Bytes of a step's messages, and whether gradients are those of both ranks, rounded once more."""
+    """Return the bytes of gradient messages for fp32 and bf16 reduction, and whether gradients agree up to rounding."""
     found = {}
     for reduce_dtype in (None, "bf16"):
         plan = validate(parse("dp2"), CONFIG, 8)
@@ -177,7 +182,7 @@ def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
     return [wide, narrow], near and differ
 
 
-def test_replicas_sum_in_16_bits_where_asked(ranks: Callable[[int], RankPool]) -> None:
+def test_reduce_dtype_halves_the_gradient_messages_of_replicas(ranks: Callable[[int], RankPool]) -> None:
     for (wide, narrow), right in ranks(2).run(summed_in_bf16):
         assert wide == 2 * narrow and right
 
@@ -185,7 +190,7 @@ def test_replicas_sum_in_16_bits_where_asked(ranks: Callable[[int], RankPool]) -
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mesh", ["dp1", "dp2+ckpt"])
-def test_compiled_blocks_take_copies_as_they_are(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_compiled_blocks_accept_low_precision_copies(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     case = Case(mesh, {"microbatches": 2}, {"depth": 10}, {"compile_blocks": True, "precision": "bf16"})
     for result, graphs in ranks(case.ranks).run(run_compiled, case):
         assert result.passed, result.worst

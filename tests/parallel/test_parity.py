@@ -1,4 +1,4 @@
-"""Every plan of the table against one process: the loss, every parameter's gradient, three SGD steps."""
+"""Every plan of `helpers.plans` against one process: the loss, every gradient, SGD steps and recipe steps."""
 
 import importlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from vitpar.parallel import data as data_parallel
 
 QUICK = {str(case) for case in representatives(CASES)}
 OTHERS = [str(case) for case in CASES if str(case) not in QUICK]
-# `make test-slow` takes every second one, so that all of CI stays within its time.
+# `make test-slow` runs every second one, which keeps CI within its time limit; `make soak` runs the others.
 MARKS = {name: [pytest.mark.soak if number % 2 else pytest.mark.slow] for number, name in enumerate(OTHERS)}
 TABLE = [
     pytest.param(case, marks=MARKS.get(str(case), []), id=str(case))
@@ -24,7 +24,8 @@ TABLE = [
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_plan_equals_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
+    """All ranks must agree on the result, which covers gradients, updates, averages and the gradient norm."""
     skip_what_cannot_run(case.check.get("precision", "fp32"))
     results = ranks(case.ranks).run(run_case, case)
     assert all(result.passed for result in results), results[0].worst
@@ -46,28 +47,32 @@ slow = pytest.mark.slow
         *(pytest.param(mesh, marks=slow) for mesh in ("dp1", "dp1+ckpt", "dp2", "fsdp2", "tp2", "pp2", "tp2xfsdp2")),
     ],
 )
-def test_compiled_blocks_equal_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    # More blocks than the compiler makes graphs of one function (8) before it gives up and runs it as it is.
+def test_compiled_blocks_match_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """All blocks share one graph; a graph per block would exceed the compiler's recompile limit."""
+    # More blocks than the compiler's recompile limit (8), after which it silently runs the function eagerly.
     case = Case(mesh, model={"depth": 10, "drop_path": 0.1}, check={"compile_blocks": True})
     for result, graphs in ranks(case.ranks).run(run_compiled, case):
         assert result.passed, result.worst
         assert graphs == 1, "every block must run the same compiled graph"
 
 
-def test_table_covers_what_it_should() -> None:
+def test_table_has_enough_plans_and_ranks() -> None:
     assert len({(case.mesh, str(case.plan)) for case in CASES}) >= 24
     assert max(case.ranks for case in CASES) == 8
 
 
 def spoil_and_run(device: torch.device, case: Case, spoil: str) -> CheckResult:
-    """Check one case with the gradients spoilt on purpose."""
+    """Check one case with deliberately wrong gradients."""
     with pytest.MonkeyPatch.context() as patch:
         spoil_gradients(patch, spoil)
         return run_case(device, case)
 
 
 def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
-    """Make wrapped modules average over data-parallel ranks, or scale, or forget, their gradients."""
+    """Patch gradient reduction.
+
+    how: "averaged" divides by the data-parallel ranks; anything else scales block 0 by 1 / 0.99
+    """
     from vitpar.models import vit
 
     def divisor(module: Any, ranks: int) -> float:
@@ -75,7 +80,7 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
             return float(ranks)
         return 0.99 if isinstance(module, vit.Block) and module.index == 0 else 1.0
 
-    # The package names its function as the module, so the module is fetched by name.
+    # The package exports a function of the module's name, which hides the module from a normal import.
     parallelize = importlib.import_module("vitpar.parallel.parallelize")
     real = data_parallel.shard
 
@@ -101,8 +106,9 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
     ("spoil", "precision"), [("averaged", "fp32"), ("averaged", "bf16"), ("one block scaled", "fp32")]
 )
 @pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
-def test_check_sees_a_wrong_gradient_scale(
+def test_check_detects_a_wrong_gradient_scale(
     mesh: str, spoil: str, precision: str, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The check must fail on averaged instead of summed gradients, and on an error of 1 % in one block."""
     result = ranks(2).run(spoil_and_run, Case(mesh, check={"precision": precision}), spoil)[0]
     assert not result.passed

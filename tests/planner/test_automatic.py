@@ -1,4 +1,4 @@
-"""`vitpar.search`, and the recipe of a plan that was searched."""
+"""`vitpar.search` from Python, and the recipe that trains a plan it found."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from vitpar.training.recipe import read_recipe
 SMALL = vitpar.model_config("vit_small_patch16_224", num_classes=10)
 
 
-def test_a_search_finds_what_no_uniform_plan_beats() -> None:
+def test_search_beats_every_uniform_plan() -> None:
     found = vitpar.search(SMALL, cluster="4xH100", batch_size=64, memory="8GB", seconds=2)
     best = found.plans[0]
     assert best.plan.world_size == 4 and best.batch_size == 64 and best.memory_bytes <= 8e9
@@ -26,7 +26,7 @@ def test_a_search_finds_what_no_uniform_plan_beats() -> None:
         assert best.images_per_second >= price(plan, costs, 64).images_per_second * (1 - 1e-9)
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_search_respects_its_options() -> None:
     found = vitpar.search(
         "vit_small_patch16_224",
         cluster="8xH100",
@@ -46,7 +46,7 @@ def test_what_is_asked_for_is_kept() -> None:
         assert one.plan.schedule != "gpipe" and not any(kind.checkpoint == "full" for kind in one.plan.kinds)
 
 
-def test_an_optimizer_with_less_state_leaves_more_room() -> None:
+def test_optimizer_with_less_state_needs_less_memory() -> None:
     adamw, sgd = (
         vitpar.search(SMALL, cluster="1xH100", batch_size=8, optimizer=name, seconds=1).plans[0].memory_bytes
         for name in ("adamw", "sgd")
@@ -68,7 +68,7 @@ def test_an_optimizer_with_less_state_leaves_more_room() -> None:
         ({"cluster": None, "hardware": "gone.json"}, r"gone\.json"),
     ],
 )
-def test_mistakes_are_refused(options: dict, sentence: str) -> None:
+def test_invalid_search_options_are_refused(options: dict, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         vitpar.search(SMALL, **({"cluster": "4xH100", "batch_size": 64, "seconds": 1} | options))
 
@@ -96,7 +96,7 @@ PLANS = (
 
 
 @pytest.mark.parametrize("asked", PLANS, ids=str)
-def test_a_recipe_under_a_plan_makes_that_plan(asked: Plan) -> None:
+def test_recipe_under_a_plan_reproduces_the_plan(asked: Plan) -> None:
     recipe = read_recipe(
         None, {"data.path": "x", "train.steps": 1, "train.batch_size": 32, "communication.bucket_cap_mb": 5}
     )

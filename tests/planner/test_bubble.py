@@ -1,4 +1,4 @@
-"""The waiting of pipeline ranks: torch's own orders, replayed, against closed forms."""
+"""Pipeline bubble: torch's own schedules, replayed, compared with closed forms from the papers."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,23 +14,23 @@ def piped(ranks: int, schedule: str, virtual_stages: int = 1) -> Plan:
 
 
 def waiting(plan: Plan, microbatches: int) -> int:
-    """Units that a rank waits, of the time a forward takes, by replaying torch's order."""
+    """Return a rank's idle time in units of a forward, by replaying torch's schedule."""
     return duration(order(plan, microbatches), plan.num_stages) - 3 * plan.virtual_stages * microbatches
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [2, 3, 5])
-def test_the_replay_gives_the_closed_forms(ranks: int, rounds: int) -> None:
+def test_replayed_bubble_matches_the_closed_forms(ranks: int, rounds: int) -> None:
     m = rounds * ranks
-    # Three units for each rank after the first: of 1f1b, gpipe and interleaved 1f1b (arXiv 2104.04473, section 2.2).
+    # Three units per rank after the first, for gpipe, 1f1b and interleaved 1f1b (arXiv 2104.04473, section 2.2).
     assert waiting(piped(ranks, "gpipe"), m) == 3 * (ranks - 1)
     assert waiting(piped(ranks, "1f1b"), m) == 3 * (ranks - 1)
-    assert waiting(piped(ranks, "interleaved1f1b", 1), m) == 3 * (ranks - 1)  # of one stage a rank it is 1f1b
+    assert waiting(piped(ranks, "interleaved1f1b", 1), m) == 3 * (ranks - 1)  # with one stage per rank it is 1f1b
     assert waiting(piped(ranks, "interleaved1f1b", 3), m) == 3 * (ranks - 1)
-    # (p - 1)·(F + I - W): zero bubble (arXiv 2401.10241, table 1); in V shape only the last ranks' delay is left.
+    # (p - 1)·(F + I - W) for zero bubble (arXiv 2401.10241, table 1). In a V shape only the last ranks' delay remains.
     assert waiting(piped(ranks, "interleavedzerobubble", 2), m) == ranks - 1
     assert waiting(piped(ranks, "zbvzerobubble", 2), m) == ranks - 1
-    # (p - 1)·(F&B + B - 3W) where forward and backward of a pair follow each other (table in DeepSeek's DualPipe).
+    # (p - 1)·(F&B + B - 3W), if forward and backward of a pair run one after the other (table in DeepSeek's DualPipe).
     assert waiting(piped(ranks, "dualpipev", 2), m) == 2 * (ranks - 1)
 
 
@@ -48,34 +48,35 @@ def test_the_replay_gives_the_closed_forms(ranks: int, rounds: int) -> None:
     ],
     ids=str,
 )
-def test_idle_share(plan: Plan, microbatches: int, share: float) -> None:
+def test_idle_share_of_a_plan(plan: Plan, microbatches: int, share: float) -> None:
     assert idle_share(plan, microbatches) == pytest.approx(share)
 
 
 def actions(text: str) -> list[list[ActionPart]]:
-    """`0F1 0F2+0B1`: stage, kind and micro-batch; a plus between two that are overlapped."""
+    """Parse `0F1 0F2+0B1`: stage, kind and micro-batch of each action; "+" joins two overlapped actions."""
     return [[(part[1], int(part[0]), int(part[2])) for part in word.split("+")] for word in text.split()]
 
 
-def test_a_rank_waits_for_what_an_action_needs() -> None:
+def test_rank_waits_for_the_inputs_of_an_action() -> None:
     alone = {0: actions("0F0 0I0 0W0"), 1: actions("1F0 1I0 1W0")}
     assert duration(alone, 2) == 5  # 0F0, 1F0, 1I0, 0I0, 0W0
-    assert duration({**alone, 1: actions("1F0 1B0")}, 2) == 6  # what the weights need goes first
+    # A full backward computes weight gradients before rank 0 gets its input gradient.
+    assert duration({**alone, 1: actions("1F0 1B0")}, 2) == 6
 
 
-def test_an_overlapped_pair_sends_when_both_are_done() -> None:
+def test_overlapped_pair_sends_after_both_are_done() -> None:
     one_by_one = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1B0 1F1 1B1")}
     assert duration(one_by_one, 2) == 9
     pair = {0: actions("0F0 0F1+0B0 0B1"), 1: actions("1F0 1B0 1F1 1B1")}
-    assert duration(pair, 2) == 11  # 0F1 is done at 2 but sent at 6, when 0B0 is done
+    assert duration(pair, 2) == 11  # 0F1 ends at 2, but its output is sent at 6, when 0B0 ends
 
 
-def test_an_order_that_never_ends_is_noticed() -> None:
+def test_deadlocked_schedule_is_detected() -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
         duration({0: actions("0B0 0F0"), 1: actions("1F0 1B0")}, 2)
 
 
-def test_what_travels_arrives_later() -> None:
+def test_transfer_time_delays_the_next_stage() -> None:
     two = {0: actions("0F0 0B0"), 1: actions("1F0 1B0")}
     events = replay(two, 2, lambda kind, stage, microbatch: 2.0, lambda source, target: 0.5 + target)
     assert [(e.kind, e.stage, e.start, e.end) for e in events] == [
@@ -86,15 +87,15 @@ def test_what_travels_arrives_later() -> None:
     ]
 
 
-def test_ranks_share_cores() -> None:
+def test_ranks_share_the_cores_of_a_cpu() -> None:
     apart = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1F1 1B0 1B1")}
     one, two = (replay(apart, 2, lambda *part: 1.0, at_once=cores) for cores in (1, 2))
-    assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # of one core nothing is lost by waiting
+    assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # one core is never idle
     first = {(e.kind, e.stage, e.microbatch): e.end for e in one}
     assert first["F", 0, 0] == 1 and first["F", 0, 1] == first["F", 1, 0] == pytest.approx(3)
 
 
-def test_every_action_is_done_once() -> None:
+def test_every_action_runs_once() -> None:
     for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble", 2)):
         plan = piped(3, schedule, virtual)
         events = replay(order(plan, 6), plan.num_stages, lambda *part: 1.0)

@@ -1,4 +1,4 @@
-"""Clusters from data sheets: names, files, and what their links take."""
+"""Clusters from data sheets: their names, their files, and the time that their links take."""
 
 from importlib.resources import files
 from itertools import product
@@ -24,7 +24,7 @@ SHIPPED = sorted(file.name.removesuffix(".toml") for file in (files("vitpar") / 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224", "vit_giant_patch14_224")
 
 
-def test_names_say_nodes_and_devices() -> None:
+def test_cluster_names_give_nodes_and_devices() -> None:
     one, many = find_cluster("8xH100"), find_cluster("32x8xh200")
     assert (one.nodes, one.devices_per_node, many.nodes, many.devices_per_node) == (1, 8, 32, 8)
     assert many.hardware().ranks == 256 and many.hardware(64).ranks == 64
@@ -40,7 +40,7 @@ def test_shipped_clusters_have_sources_and_cost_overlap(name: str) -> None:
     assert cluster.hardware().peaks["bfloat16"] == cluster.matmul["bfloat16"] > cluster.matmul["float32"]
 
 
-def test_a_training_takes_peaks_from_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_takes_peak_flops_from_the_data_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(("NVIDIA H100 80GB HBM3",) * 3 + ("NVIDIA L4",))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
     device = torch.device("cuda")
@@ -62,7 +62,7 @@ def test_unknown_names_are_refused(name: str, sentence: str) -> None:
         find_cluster(name)
 
 
-def test_a_file_is_a_cluster(tmp_path: Path) -> None:
+def test_cluster_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     text = """
 nodes = 2
@@ -90,9 +90,9 @@ def test_links_between_nodes_are_slower_and_shared() -> None:
     links = Links(find_cluster("4x8xH100").hardware())
     size = 10**9
     within, across = (links.seconds("all_reduce", group, size) for group in (RankGroup(8, 1, 1), RankGroup(16, 1, 2)))
-    assert within < across < 2 * within  # 8 wires of a node together
+    assert within < across < 2 * within  # all 8 links of a node work in parallel
     strided = links.seconds("all_reduce", RankGroup(4, 8, 4), size)
-    assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # one wire
+    assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # one rank per node uses only one link
     for operation in ("all_gather", "reduce_scatter", "all_to_all"):
         assert links.seconds(operation, RankGroup(8, 1, 1), size) < within
 
@@ -114,7 +114,7 @@ def test_utilisation_stays_below_the_roofline(name: str) -> None:
         assert 0.1 < eager < compiled < most, model
 
 
-def test_narrow_models_small_batches_and_many_nodes_use_less() -> None:
+def test_utilisation_falls_for_narrow_models_small_batches_and_many_nodes() -> None:
     small, base, giant = (mfu("1xH100", model) for model in MODELS)
     assert small < base < giant
     assert mfu("1xH100", MODELS[0], batch=1, compiled=False) < 0.1 * small
@@ -127,14 +127,14 @@ def test_fp8_helps_wide_compiled_blocks_only() -> None:
     assert mfu("1xH200", MODELS[0], "fp8", compiled=False) < mfu("1xH200", MODELS[0], compiled=False)
 
 
-def test_blocks_are_compiled_unless_the_recipe_says_no() -> None:
+def test_estimates_assume_compiled_blocks_unless_disabled() -> None:
     for wanted, compiled in ((None, True), (True, True), (False, False)):
         asked = planned_recipe(None, {"model.name": MODELS[0], "train.compile": wanted}, None)
         model = costs_of(asked, "1xH100", None, None, 10).model
         assert model.compiled is compiled and model.error_band == ERROR_BAND
 
 
-def test_a_file_without_a_rate_of_links_uses_that_of_products() -> None:
+def test_sustained_bandwidth_defaults_to_the_matmul_share() -> None:
     cluster = find_cluster("1xH100")
     half = cluster.model_copy(update={"sustained": 0.5, "sustained_bandwidth": None}).hardware()
     assert half.copy_ and half.copy_.rate == pytest.approx(cluster.memory_bandwidth / 2)
@@ -142,7 +142,7 @@ def test_a_file_without_a_rate_of_links_uses_that_of_products() -> None:
     assert whole.copy_ and whole.copy_.rate == pytest.approx(cluster.memory_bandwidth)
 
 
-def test_published_runs_are_predicted_as_the_table_says() -> None:
+def test_calibration_page_matches_the_predictions() -> None:
     compared = calibration.compare()
     page = (ROOT / "experiments/results/calibration_2026-11-23.md").read_text()
     for lines in (calibration.runs(compared), calibration.means(compared), calibration.ratios(compared)):

@@ -1,4 +1,4 @@
-"""Described communication, compared with what ranks send."""
+"""Descriptions of a plan's communication, compared with the collectives that ranks call."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ BASE = model_config("vit_base_patch16_224")
 
 
 def planned(strategy: str, batch_size: int = 64, **fields: Any) -> Plan:
-    """The validated plan of a strategy string with some fields changed."""
+    """Return the validated plan of a strategy string with changed fields."""
     return validate(replace(parse(strategy), **fields), BASE, batch_size)
 
 
@@ -46,7 +46,7 @@ def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -
         ("fsdp2xtp8+3d", ["fsdp2", "i2", "j2", "k2"]),
     ],
 )
-def test_tp_is_arranged_as_its_mode_says(strategy: str, axes: list[str]) -> None:
+def test_axes_of_a_strategy_follow_the_tp_mode(strategy: str, axes: list[str]) -> None:
     assert [f"{axis.axis}{axis.degree}" for axis in told(strategy).axes] == axes
 
 
@@ -55,7 +55,7 @@ BOTH = "in forward and in backward of every micro-batch"
 SCATTER = "reduce-scatter gradients"
 SENT: dict[int, list[tuple[str, str, dict[str, Any], list[int], str]]] = {
     4: [
-        # A plan, an axis, and all-gathers, reduce-scatters and all-reduces of a block in a step along data axes.
+        # Plan, axis, fields, [all-gathers, reduce-scatters, all-reduces] of a block in a step along data axes, words.
         ("dp4", "dp", {"microbatches": 2}, [0, 0, 1], f"all-reduce gradients, {ONCE}"),
         ("dp4+zero1", "dp", {"microbatches": 2}, [1, 1, 0], f"all-gather parameters and {SCATTER}, {ONCE}"),
         ("dp4+zero2", "dp", {"microbatches": 2}, [1, 2, 0], f"{ONCE}; {SCATTER}, for every"),
@@ -73,7 +73,7 @@ SENT: dict[int, list[tuple[str, str, dict[str, Any], list[int], str]]] = {
 }
 IN_BLOCKS: dict[int, list[tuple[str, list[int], dict[str, list[int]]]]] = {
     4: [
-        # Along tensor axes of a block for a micro-batch, and the numbers in the words about each axis.
+        # Plan, the same counts per micro-batch along tensor axes, and the numbers in each axis's description.
         ("tp4", [0, 0, 4], {"tp": []}),
         ("tp4+sp", [2 + 4, 2 + 2, 0], {"tp": [2, 4, 2, 2]}),
         ("tp4+2d", [4 + 4, 4, 6], {"j": [4, 4, 4]}),
@@ -84,7 +84,7 @@ KINDS = ("allgather", "reducescatter", "allreduce")
 
 
 class Counted(TorchDispatchMode):
-    """Counts collectives: those of ``fully_shard`` and `GradientSum` (data), and the functional ones (tensor)."""
+    """Counter of collectives: `data` those of ``fully_shard`` and `GradientSum`, `tensor` the functional ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Counted(TorchDispatchMode):
 def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], Counter[str]]:
     """Return the collectives along data and along tensor axes in the second step of a model with `depth` blocks."""
     config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
-    # Blocks as small as these would share a message, larger ones do not.
+    # A tiny bucket cap: such small blocks would share a message, unlike blocks of a real size.
     idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, "fp32"))
     alone = Communication(bucket_cap_mb=None if "communication.bucket_cap_mb" in idle else 1e-6)
     model = parallelize(config, plan, Execution(32, communication=alone), device)
@@ -114,7 +114,7 @@ def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], 
 
 
 def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
-    """Return, for every plan, a block's collectives in a step along data and tensor axes. Runs on every rank."""
+    """Return, for every plan, a block's collectives in a step along data and tensor axes; runs on every rank."""
     found = []
     for plan in plans:
         more, fewer = counts(device, plan, 4), counts(device, plan, 2)
@@ -126,7 +126,8 @@ def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 8])
-def test_the_words_tell_what_is_sent(size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_descriptions_match_the_collectives(size: int, ranks: Callable[[int], RankPool]) -> None:
+    """`vitpar plan` prints these descriptions, so the numbers in them must equal the counted collectives."""
     plans = [planned(strategy, 32, **fields) for strategy, _, fields, _, _ in SENT[size]]
     plans += [planned(strategy, 32) for strategy, _, _ in IN_BLOCKS[size]]
     found = ranks(size).run(sent_by_a_block, plans)[0]
@@ -139,13 +140,13 @@ def test_the_words_tell_what_is_sent(size: int, ranks: Callable[[int], RankPool]
             assert [int(number) for number in re.findall(r"\b\d\b", words_of(strategy, axis))] == wanted, strategy
 
 
-def test_layers_without_a_block_have_words_of_their_own() -> None:
+def test_stem_and_head_have_their_own_descriptions() -> None:
     assert "classifier" in words_of("pp1: head=tp4, *=dp4", "tp", "head")
     assert "send nothing" in words_of("pp1: embed=tp4, *=dp4", "tp", "embed")
     assert "twice a block" in words_of("pp1: 3=tp4, head=tp4, *=dp4", "tp", "head")
 
 
-def test_many_stages_on_a_rank_are_gathered_again() -> None:
+def test_more_stages_than_fit_are_gathered_again() -> None:
     fields = {"schedule": "interleaved1f1b", "microbatches": 4}
     assert ONCE in words_of("pp2xfsdp2", "fsdp", virtual_stages=3, **fields).partition(";")[0]
     assert "3 of a rank's stages at a time" in words_of("pp2xfsdp2", "fsdp", virtual_stages=4, **fields)
@@ -160,7 +161,7 @@ def test_many_stages_on_a_rank_are_gathered_again() -> None:
         ("tp4+ckpt.selective+offload", {"+ckpt.selective": "matrix products", "+offload": "host memory"}),
     ],
 )
-def test_flags_have_words(strategy: str, flags: dict[str, str]) -> None:
+def test_flags_are_described(strategy: str, flags: dict[str, str]) -> None:
     found = {flag.flag: flag.effect for flag in told(strategy).flags}
     assert list(found) == list(flags)
     assert all(words in found[flag] for flag, words in flags.items())

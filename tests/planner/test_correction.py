@@ -1,4 +1,4 @@
-"""Corrections of profiles: what measured plans say, and only when asked."""
+"""Corrections of profiles from measured plans."""
 
 from pathlib import Path
 
@@ -28,24 +28,28 @@ def prices(hardware: Hardware, model: ModelProfile) -> list[Price]:
     return [price(validate(parse(words), CONFIG, 32), costs, 32) for words in PLANS]
 
 
-def test_factors_come_back() -> None:
-    """Steps that take 1.5 times the computing and 0.8 times the sending."""
+def test_correction_recovers_known_factors() -> None:
+    """The steps take 1.5 times the predicted computing and 0.8 times the predicted sending."""
     parts = [(1.0, 0.1), (2.0, 1.0), (1.0, 3.0), (4.0, 0.0)]
     found = correction([Evidence(c, s, 1.5 * c + 0.8 * s, (100.0, 130.0)) for c, s in parts])
     assert found.computing == pytest.approx(1.5) and found.sending == pytest.approx(0.8)
     assert found.memory_bytes == 30 and found.plans == 4
 
 
-def test_plans_that_do_not_tell_them_apart_have_one_factor() -> None:
+def test_indistinguishable_plans_get_one_common_factor() -> None:
     found = correction([Evidence(c, c, 3 * c, None) for c in (1.0, 2.0)])
     assert found.computing == found.sending == pytest.approx(1.5) and found.memory_bytes == 0
     assert correction([Evidence(1.0, 0.0, 0.001, None)]).computing == LEAST
-    absurd = correction([Evidence(1.0, 0.01, 1.2, None), Evidence(1.0, 0.02, 1.0, None)])  # sending below nothing
+    # The best fit has a negative factor for sending.
+    absurd = correction([Evidence(1.0, 0.01, 1.2, None), Evidence(1.0, 0.02, 1.0, None)])
     assert absurd.computing == absurd.sending > 0
 
 
-def test_corrected_profiles_predict_what_was_measured(tmp_path: Path) -> None:
-    """A machine that computes 1.4 times and sends twice as long, and needs 50 MB more: one round of validation."""
+def test_corrected_profiles_predict_the_measurements(tmp_path: Path) -> None:
+    """The true machine computes 1.4 times and sends 2 times as long, and needs 50 MB more.
+
+    One round corrects all three.
+    """
     hardware, model = profiles()
     truth = Correction(1.4, 2.0, 50_000_000, 1).of(hardware, model)
     rows = [

@@ -1,4 +1,4 @@
-"""Galvatron's profiles as vitpar's, and its four published budgets for ViT-Huge-32."""
+"""Import of Galvatron's profiles, and its four published memory budgets for ViT-Huge-32."""
 
 import json
 from dataclasses import replace
@@ -29,8 +29,8 @@ from vitpar.strategy import parse, validate
 from vitpar_cli.main import app
 
 OPTIMUM = {8: 37.731, 12: 53.311, 16: 67.542, 20: 75.435}
-"""Images a second by GB: the best of all mixes of up to three strategies under its model, every layer's memory rounded
-up to whole MB, by looking at all of them."""
+"""Images per second by GB of memory: the optimum under Galvatron's cost model, found by exhaustive search over mixes of
+up to three strategies. The memory of every layer is rounded up to full MB."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def costs(folder: Path) -> LayerCosts:
 
 
 @pytest.mark.parametrize("gigabytes", TABLE)
-def test_its_model_gives_its_table(gigabytes: int) -> None:
+def test_galvatrons_cost_model_gives_its_published_table(gigabytes: int) -> None:
     """The expected values are those that Galvatron printed."""
     speed, batch_size, words = TABLE[gigabytes]
     found = its_price(parse(words), batch_size)
@@ -59,7 +59,7 @@ def test_its_model_gives_its_table(gigabytes: int) -> None:
 
 
 @pytest.mark.parametrize("gigabytes", TABLE)
-def test_search_finds_the_optimum_of_its_model(costs: LayerCosts, gigabytes: int) -> None:
+def test_search_finds_the_optimum_of_galvatrons_cost_model(costs: LayerCosts, gigabytes: int) -> None:
     found = UnderItsModel(costs).best(gigabytes * 1024 * MB).plans[0]
     assert found.images_per_second == pytest.approx(OPTIMUM[gigabytes], abs=0.005)
     assert found.memory_bytes <= gigabytes * 1024 * MB and found.memory_bytes % MB == 0
@@ -67,8 +67,8 @@ def test_search_finds_the_optimum_of_its_model(costs: LayerCosts, gigabytes: int
 
 
 @pytest.mark.parametrize("gigabytes", TABLE)
-def test_its_plans_have_prices_here_and_search_finds_better_ones(costs: LayerCosts, gigabytes: int) -> None:
-    """Its assumptions are most of ours here, so both models should not be far apart."""
+def test_search_beats_galvatrons_plans_under_vitpars_prices(costs: LayerCosts, gigabytes: int) -> None:
+    """Both models share most assumptions here, so their predictions must also be close."""
     speed, batch_size, words = TABLE[gigabytes]
     plan = validate(parse(words), costs.config, batch_size)
     ours = price(plan, costs, batch_size)
@@ -78,14 +78,14 @@ def test_its_plans_have_prices_here_and_search_finds_better_ones(costs: LayerCos
     assert best.images_per_second >= ours.images_per_second * (1 - 1e-3)
 
 
-def test_links_take_what_galvatron_takes(folder: Path) -> None:
+def test_imported_links_have_galvatrons_times(folder: Path) -> None:
     hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
     link = next(li for li in hardware.links if (li.operation, li.ranks, li.stride) == ("all_reduce", 4, 2))
     assert link.seconds(100 * MB) == pytest.approx(2 * 3 / 4 * 100 * 0.22014 / 1e3)
     assert hardware.overlap is not None and hardware.overlap.communication == 1.3
 
 
-def test_times_by_size_come_first(folder: Path, tmp_path: Path) -> None:
+def test_times_by_message_size_take_precedence(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_text(file.read_text())
     times = {"allreduce_size_8_1MB_time": 0.5, "allreduce_size_8_2MB_time": 0.6, "all2all_size_8_1MB_time": 0.3}
@@ -97,7 +97,7 @@ def test_times_by_size_come_first(folder: Path, tmp_path: Path) -> None:
 
 
 def with_times(folder: Path, target: Path, times: dict[str, float]) -> LayerCosts:
-    """Prices from the files in `folder` with other times of a block, by batch size."""
+    """Return prices from the files in `folder`, with other times per image of a block by batch size."""
     for file in folder.iterdir():
         (target / file.name).write_text(file.read_text())
     found = {f"layertype_0_bsz{images}_seq196": each for images, each in times.items()}
@@ -107,8 +107,11 @@ def with_times(folder: Path, target: Path, times: dict[str, float]) -> LayerCost
     return imported(target)
 
 
-def test_every_profiled_batch_size_counts(folder: Path, tmp_path: Path) -> None:
-    """A forward of 12 ms and 0.5 ms for each image; batch 1 is the first key, and the only one that was once read."""
+def test_every_profiled_batch_size_is_used(folder: Path, tmp_path: Path) -> None:
+    """A forward takes 12 ms plus 0.5 ms per image.
+
+    Batch size 1 is the first key; the importer once read only that one.
+    """
     times = {str(images): 12 / images + 0.5 for images in (1, 64, 8)}
     costs = with_times(folder, tmp_path, times)
     plan = validate(parse("dp8"), costs.config, 512)
@@ -126,7 +129,7 @@ def test_every_profiled_batch_size_counts(folder: Path, tmp_path: Path) -> None:
     assert price(plan, costs, 512).images_per_second > 3 * price(plan, costs, 8).images_per_second
 
 
-def test_micro_batches_below_the_profiled_batch_are_not_free(folder: Path, tmp_path: Path) -> None:
+def test_microbatches_below_the_profiled_batch_are_not_free(folder: Path, tmp_path: Path) -> None:
     costs = with_times(folder, tmp_path, {"8": 0.75})
     block = next(layer for layer in costs.model.layers if (layer.layer, layer.tensor) == ("block", "tp1"))
     assert block.forward.seconds(1) == block.forward.seconds(8) == pytest.approx(6e-3)
@@ -145,7 +148,9 @@ def test_micro_batches_below_the_profiled_batch_are_not_free(folder: Path, tmp_p
         ({"allreduce_bandwidth_1nodes_8gpus_per_node.json": {}}, "no allreduce_size"),
     ],
 )
-def test_refusals(folder: Path, tmp_path: Path, change: dict[str, object], words: str) -> None:
+def test_invalid_galvatron_profiles_are_refused(
+    folder: Path, tmp_path: Path, change: dict[str, object], words: str
+) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_text(file.read_text())
     for name, found in change.items():
@@ -155,7 +160,7 @@ def test_refusals(folder: Path, tmp_path: Path, change: dict[str, object], words
         import_model(tmp_path, vit_huge_32(), "fp32")
 
 
-def test_the_command_makes_profiles_that_a_search_reads(folder: Path, tmp_path: Path) -> None:
+def test_profiles_from_the_command_are_readable_by_search(folder: Path, tmp_path: Path) -> None:
     model = ("--model", "vit_huge_patch14_224", "--set", "model.patch_size=16", "--set", "model.pool=avg")
     files = [str(tmp_path / name) for name in ("hardware.json", "model.json")]
     invoke = CliRunner().invoke

@@ -1,4 +1,4 @@
-"""Profiles of the hardware: curves, their files, and what is measured."""
+"""Hardware profiles: timing curves, their files, and the measurements."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def curve(*points: tuple[int, float]) -> Curve:
     return Curve(timings=tuple(Timing(size=size, seconds=s, spread=0, samples=3) for size, s in points))
 
 
-def test_a_curve_goes_through_its_points_and_on_at_the_last_rate() -> None:
+def test_curve_interpolates_and_extrapolates_at_the_last_rate() -> None:
     line = curve((100, 1.0), (200, 3.0), (300, 4.0))
     assert [line.seconds(size) for size in (1, 100, 150, 300, 500)] == [1.0, 1.0, 2.0, 4.0, 6.0]
     assert curve((100, 2.0)).seconds(300) == 6.0
@@ -36,28 +36,29 @@ def test_a_curve_goes_through_its_points_and_on_at_the_last_rate() -> None:
     st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-7, 10)), min_size=1, max_size=8, unique_by=lambda p: p[0]),
     st.tuples(st.floats(0, 1e10), st.floats(0, 1e10)),
 )
-def test_more_never_takes_less(points: list[tuple[int, float]], sizes: tuple[float, float]) -> None:
+def test_larger_sizes_never_take_less_time(points: list[tuple[int, float]], sizes: tuple[float, float]) -> None:
+    """Noisy timings must not make more work look cheaper to the search."""
     line = curve(*sorted(points))
     less, more = sorted(sizes)
     assert line.seconds(less) <= line.seconds(more) * (1 + 1e-12)
 
 
 @given(st.floats(0, 1), st.floats(1e-12, 1e-6))
-def test_the_fit_finds_a_line(latency: float, slope: float) -> None:
+def test_fit_recovers_latency_and_slope(latency: float, slope: float) -> None:
     sizes = [2**n for n in range(10, 28, 3)]
     found = fit(sizes, [latency + slope * size for size in sizes])
     for size in (sizes[0], sizes[-1]):
         assert found[0] + found[1] * size == pytest.approx(latency + slope * size, rel=1e-6)
 
 
-def test_the_fit_is_never_negative() -> None:
+def test_fitted_latency_and_slope_are_never_negative() -> None:
     assert fit([100, 200], [1.0, 3.0])[0] == 0
     assert fit([100, 200], [3.0, 1.0])[1] == 0
     assert fit([100], [2.0]) == (0, 0.02)
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 12])
-def test_groups_cut_the_world(world: int) -> None:
+def test_groups_partition_the_world(world: int) -> None:
     shapes = list(group_shapes(world))
     assert len(set(shapes)) == len(shapes)
     for ranks, stride in shapes:
@@ -92,7 +93,7 @@ def test_every_group_and_operation_is_measured(
     assert Hardware.read(tmp_path / "hardware.json") == profile
 
 
-def test_alone_there_are_no_links(alone: None) -> None:
+def test_single_rank_has_no_links(alone: None) -> None:
     profile, _ = measure(torch.device("cpu"))
     assert profile.links == () and profile.overlap is None and profile.matmuls[0].timings
 
@@ -106,7 +107,7 @@ def test_alone_there_are_no_links(alone: None) -> None:
         ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
     ],
 )
-def test_a_wrong_profile_is_refused_by_its_key(tmp_path: Path, change: dict, sentence: str) -> None:
+def test_invalid_profile_error_names_the_key(tmp_path: Path, change: dict, sentence: str) -> None:
     timings = [{"size": 8, "seconds": 1.0, "spread": 0, "samples": 3}]
     record = {
         **{"name": "x", "device": "cpu", "device_name": "x", "backend": "gloo", "ranks": 1, "ranks_per_node": 1},
@@ -121,7 +122,7 @@ def test_a_wrong_profile_is_refused_by_its_key(tmp_path: Path, change: dict, sen
         Hardware.read(path)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_profile_error_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match=r"cannot read the hardware profile .*none.json: No such file"):
         Hardware.read(tmp_path / "none.json")
     (tmp_path / "picture.json").write_bytes(b"\xff\xfe\x00")
@@ -132,7 +133,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         Hardware.read(tmp_path / "half.json")
 
 
-def test_the_command_writes_what_it_shows(
+def test_profile_command_writes_and_prints_the_profile(
     environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -1,4 +1,4 @@
-"""Profiles and clusters of strangers: whatever they claim is refused at once, in a sentence that stays short."""
+"""Profiles and clusters from untrusted sources: absurd values are refused quickly, with a short error."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def refused(make: Callable[[], Any], message: str, kind: type[UserError] = Plann
 HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias=True))
 
 
-def test_a_profile_that_is_read(tmp_path: Path) -> None:
+def test_valid_profile_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(HARDWARE))
     assert Hardware.read(path).ranks == 2
@@ -60,14 +60,14 @@ def test_a_profile_that_is_read(tmp_path: Path) -> None:
         ({"x" * 10**6: 1}, "unknown key 'x{198}…'"),
     ],
 )
-def test_profiles_that_claim_too_much(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_oversized_hardware_profiles_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(HARDWARE | change))
     refused(lambda: Hardware.read(path), f"is not a hardware profile, {message}")
 
 
 @pytest.mark.parametrize("read", [Hardware.read, ModelProfile.read], ids=["hardware", "model"])
-def test_files_that_are_no_profiles(read: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_files_that_are_not_profiles_are_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for content in (b"[" * 10**6, b"\xff" * 100, b"1" * 5_000, b"[1]", b'{"a": '):
         path.write_bytes(content)
@@ -80,7 +80,7 @@ def test_files_that_are_no_profiles(read: Callable[[Path], Any], tmp_path: Path)
     refused(lambda: read(Path("/dev/zero")), "it is not a regular file")
 
 
-def test_a_profile_of_no_model(
+def test_profile_with_an_invalid_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hardware.json").write_text(json.dumps(HARDWARE))
@@ -124,7 +124,7 @@ inter = { bandwidth = 1e10, latency = 1e-5 }
         ("nodes = 2", "nodes = 2\n" + "x" * 10**6 + " = 1", "it has more than 262,144 bytes"),
     ],
 )
-def test_clusters_that_claim_too_much(old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_oversized_clusters_are_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(CLUSTER)
     assert find_cluster(str(path)).hardware().ranks == 8
@@ -132,7 +132,7 @@ def test_clusters_that_claim_too_much(old: str, new: str, message: str, tmp_path
     refused(lambda: find_cluster(str(path)), message)
 
 
-def test_a_cluster_of_the_slowest_and_the_fastest_links_has_a_profile(tmp_path: Path) -> None:
+def test_extreme_link_speeds_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     for rate, latency, sustained in (("1.0", "2e11", "0.001"), ("1e18", "0.0", "1.0")):
         text = CLUSTER.replace("0.5", sustained)
@@ -142,7 +142,7 @@ def test_a_cluster_of_the_slowest_and_the_fastest_links_has_a_profile(tmp_path: 
         assert find_cluster(str(path)).hardware().ranks == 8
 
 
-def test_more_devices_than_there_can_be(tmp_path: Path) -> None:
+def test_too_many_devices_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(CLUSTER.replace("= 2", "= 65536").replace("= 4", "= 65536"))
     refused(lambda: find_cluster(str(path)).hardware(), "4,294,967,296 ranks: use at most 65,536", StrategyError)
@@ -152,7 +152,7 @@ def test_more_devices_than_there_can_be(tmp_path: Path) -> None:
     refused(lambda: find_cluster("8x" + "H" * 10**6), "unknown cluster '8xH+…'")
 
 
-def test_files_that_are_no_clusters(tmp_path: Path) -> None:
+def test_files_that_are_not_clusters_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("#" * (MAX_TOML_BYTES + 1))
     refused(lambda: find_cluster(str(path)), "it has more than 262,144 bytes")
@@ -176,13 +176,13 @@ def test_files_that_are_no_clusters(tmp_path: Path) -> None:
         ("overlap_coefficient.json", "[" * 10**6, "it is nested too deeply|it holds no object"),
     ],
 )
-def test_galvatrons_hardware_that_claims_too_much(file: str, content: Any, message: str, tmp_path: Path) -> None:
+def test_oversized_galvatron_hardware_is_refused(file: str, content: Any, message: str, tmp_path: Path) -> None:
     write_profiles(tmp_path)
     (tmp_path / file).write_text(json.dumps(content))
     refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), message)
 
 
-def test_galvatrons_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_galvatron_files_are_refused(tmp_path: Path) -> None:
     write_profiles(tmp_path)
     refused(lambda: import_hardware(tmp_path, 10**9, 8, 10**9, "x"), "8,000,000,000 ranks: use at most", StrategyError)
     path = tmp_path / "overlap_coefficient.json"
@@ -208,7 +208,7 @@ def test_galvatrons_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"²": 1.0}, "lacks activations of degree 1"),
     ],
 )
-def test_galvatrons_memory_that_claims_too_much(degrees: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_oversized_galvatron_memory_is_refused(degrees: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_profiles(tmp_path)
     path = tmp_path / "memory_profiling_fp32_all.json"
     found = json.loads(path.read_text())

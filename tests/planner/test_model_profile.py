@@ -1,4 +1,4 @@
-"""Profiles of a model's layers, measured on one device for the shards of any strategy."""
+"""Profiles of a model's layers, measured on one device for the shards of every strategy."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def tiny(**options: Any) -> ViTConfig:
 def profile() -> ModelProfile:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "MOST_ROWS", 4)
-        patch.setattr(profiling, "LONGEST", {"cpu": 1e6})  # on a busy machine too
+        patch.setattr(profiling, "LONGEST", {"cpu": 1e6})  # do not skip slow measurements on a busy machine
         clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
         said: list[tuple[int, int, str]] = []
         found = profile_model(Subject(tiny(), "fp32", 4), CPU, clock, 1, lambda *point: said.append(point))
@@ -56,7 +56,7 @@ def of(profile: ModelProfile, layer: str, tensor: str, checkpoint: str = "none",
     return found
 
 
-def test_what_fits_the_model_is_measured(profile: ModelProfile) -> None:
+def test_profile_covers_the_strategies_that_fit_the_model(profile: ModelProfile) -> None:
     fitting = ["tp1", "tp2", "tp2+sp", "tp4", "tp4+sp", "tp4+2d"]
     assert list(dict.fromkeys(p.tensor for p in profile.layers)) == fitting
     assert {p.wrapped for p in profile.layers if p.tensor == "tp4+2d"} == {True}
@@ -74,27 +74,27 @@ def test_what_fits_the_model_is_measured(profile: ModelProfile) -> None:
     assert {checkpoint for _, checkpoint, _ in compiled.strategies()} == {"none", "full"}
 
 
-def test_rows_are_those_of_a_tensor_group(profile: ModelProfile) -> None:
+def test_rows_are_counted_per_tensor_group(profile: ModelProfile) -> None:
     assert [t.size for t in of(profile, "block", "tp2").forward.timings] == [1, 4]
     assert [t.size for t in of(profile, "block", "tp2+sp").backward.timings] == [2, 8]
     assert [t.size for t in of(profile, "block", "tp4+2d", wrapped=True).forward.timings] == [2, 8]
 
 
-def test_memory_is_what_the_policy_keeps(profile: ModelProfile) -> None:
+def test_saved_memory_follows_the_checkpoint_policy(profile: ModelProfile) -> None:
     config = tiny()
     token_bytes = 4 * config.tokens * config.embed_dim
     kept, selected, dropped = (of(profile, "block", "tp1", name).saved for name in ("none", "selective", "full"))
-    assert dropped == Bytes(fixed=0, per_row=token_bytes)  # the output, which the next layer takes
+    assert dropped == Bytes(fixed=0, per_row=token_bytes)  # only the output, which the next layer saves as its input
     assert dropped.per_row < selected.per_row < kept.per_row
-    # Two norms' inputs and outputs, queries, keys and values, attention, two of the MLP's, two sums.
+    # Inputs and outputs of two norms, q, k and v, the attention output, two MLP activations, two residual sums.
     assert kept.per_row > 12 * token_bytes
     halves = of(profile, "block", "tp2").saved
     assert token_bytes * 2 < halves.per_row < kept.per_row
     wide = of(profile, "block", "tp1", "full").workspace
-    assert wide.per_row > kept.per_row / 2  # made again in backward
+    assert wide.per_row > kept.per_row / 2  # recomputed in backward
 
 
-def test_shards_have_the_elements_that_a_rank_holds(profile: ModelProfile) -> None:
+def test_weight_profiles_have_the_elements_of_a_rank(profile: ModelProfile) -> None:
     config = tiny(depth=1)
     for mesh in ("dp1", "tp2", "tp4+sp"):
         held = layer_parameters(config, validate(parse(mesh), config, None))
@@ -102,10 +102,11 @@ def test_shards_have_the_elements_that_a_rank_holds(profile: ModelProfile) -> No
         assert mine == {"embed": held["embed"], "block": held["blocks.0"], "head": held["head"]}
     whole = {w.layer: w.elements for w in profile.weights if w.tensor == "tp4+2d"}
     half = layer_parameters(config, validate(parse("tp4+2d"), config, None))
-    assert whole["block"] == pytest.approx(2 * half["blocks.0"], rel=0.01)  # gathered over i
+    # The profile counts weights after the gather over axis i.
+    assert whole["block"] == pytest.approx(2 * half["blocks.0"], rel=0.01)
 
 
-def test_a_profile_keeps_its_model_and_its_figures(profile: ModelProfile, tmp_path: Path) -> None:
+def test_profile_round_trips_through_its_file(profile: ModelProfile, tmp_path: Path) -> None:
     assert ViTConfig(**profile.model) == tiny() and profile.model == asdict(tiny())
     assert profile.optimizer.timings[0].size == sum(p.elements for p in profile.weights if p.tensor == "tp1")
     assert 0 < of(profile, "block", "tp1").input_share <= 1 and of(profile, "embed", "tp1").input_share == 0
@@ -116,14 +117,14 @@ def test_a_profile_keeps_its_model_and_its_figures(profile: ModelProfile, tmp_pa
         ModelProfile.read(tmp_path / "other.json")
 
 
-def test_live_bytes_come_and_go() -> None:
+def test_live_bytes_follow_allocations_and_frees() -> None:
     x = torch.ones(256)
     with LiveBytes() as live:
         y = x + 1
         assert live.now == live.most == 1024
         view = y[:10]
         del y
-        assert live.now == 1024  # the view needs all of it
+        assert live.now == 1024  # the view keeps the complete storage alive
         z = F.gelu(view.repeat(100))
         assert live.now == 1024 + z.nbytes and live.most == 1024 + 2 * z.nbytes
         live.restart()
@@ -133,8 +134,8 @@ def test_live_bytes_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_estimated_memory_is_what_is_counted(precision: str) -> None:
-    """To a few numbers of each token that norms and attention keep besides."""
+def test_estimated_memory_matches_the_measured_bytes(precision: str) -> None:
+    """The tolerance covers a few numbers per token that norms and attention save in addition."""
     config = tiny(embed_dim=64, num_heads=8, mlp_hidden_dim=320, depth=1, image_size=32, channels=3)
     hardware = find_cluster("1x8xH100").hardware()
     names = ("tp1", "tp4", "tp4+sp", "tp4+2d", "tp8+3d")
@@ -152,7 +153,7 @@ def test_estimated_memory_is_what_is_counted(precision: str) -> None:
                     assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
 
 
-def test_attention_is_computed_as_runs_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MOST_ROWS", 1)
     clock, subject = Clock(CPU, Neighbours(0, 1, None), 0.001), Subject(tiny(), "fp32", 1)
     flash: list[bool] = []
@@ -169,7 +170,7 @@ def test_attention_is_computed_as_runs_would(monkeypatch: pytest.MonkeyPatch) ->
         use_attention(None)
 
 
-def test_attention_that_the_device_has_not_is_refused_first(
+def test_unavailable_attention_is_refused_before_profiling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["profile", "model", "--model", "vit_tiny_patch16_224", "--set", "train.attention=cudnn", "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""CUDA out of memory: which errors it is, and the sentence that takes their place."""
+"""CUDA out-of-memory errors: which errors count as such, and the message that replaces them."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def told(mesh: str, error: Exception = ERROR, device: torch.device = CPU, **trai
     return str(raised.value)
 
 
-def test_other_errors_pass() -> None:
+def test_other_errors_pass_unchanged() -> None:
     asked = recipe("dp1")
     config = asked.config(1000)
     for error in (RuntimeError("shapes differ"), KeyError("x"), RuntimeError("DataLoader out of memory")):
@@ -37,7 +37,7 @@ def test_other_errors_pass() -> None:
             raise error
 
 
-def test_errors_that_were_wrapped_are_found() -> None:
+def test_wrapped_out_of_memory_errors_are_recognised() -> None:
     try:
         try:
             raise ERROR
@@ -49,7 +49,7 @@ def test_errors_that_were_wrapped_are_found() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
 
 
-def test_the_sentence_compares_what_is_needed_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_compares_needed_with_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e9, 24e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18e9)
     words = told("dp2", device=CUDA)
@@ -82,11 +82,11 @@ def test_the_sentence_compares_what_is_needed_with_what_there_is(monkeypatch: py
         ("pp2", {"batch_size": 64}, "--microbatches 8, +ckpt in --mesh, more GPUs with fsdp or +offload"),
     ],
 )
-def test_what_helps_most_comes_first(mesh: str, train: dict[str, Any], ways: str) -> None:
+def test_message_suggests_the_most_effective_change_first(mesh: str, train: dict[str, Any], ways: str) -> None:
     assert told(mesh, **train).endswith(f": use {ways}")
 
 
-def test_a_model_that_cannot_be_estimated_is_told_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_an_estimate_still_gets_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitpar.errors import PlannerError
 
     def refuse(*_: object) -> None:
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_estimated_is_told_without_a_prediction(monkeypat
     assert memory_warning(asked, asked.config(10), asked.plan(asked.config(10)), CPU, 1) is None
 
 
-def test_a_step_that_will_not_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_lack_of_memory_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe("dp2")
     config = asked.config(1000)
     plan = asked.plan(config)

@@ -1,4 +1,4 @@
-"""Times are given as if cores were always equally fast."""
+"""Normalisation of timings to a constant CPU speed."""
 
 from collections.abc import Iterator
 from itertools import chain, count, repeat
@@ -20,13 +20,16 @@ from vitpar.planner.report.accuracy import AccuracyRow, accuracy
 from vitpar.strategy import parse, validate
 
 
-def test_work_takes_some_of_a_core() -> None:
+def test_cpu_speed_probe_takes_a_fraction_of_a_second() -> None:
     assert 0 < CpuSpeedProbe().read() < 1
 
 
 @pytest.fixture
 def paces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Readings of `CpuSpeedProbe` after its first ones, which are 1. Each reading advances the clock by one second."""
+    """Yield a list of readings for `CpuSpeedProbe`. The first readings are 1.
+
+    Each reading advances the clock by one second.
+    """
     later: list[float] = []
     read: Iterator[float] = chain(repeat(1.0, PACES), later)
     seconds = map(float, count())
@@ -35,7 +38,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     yield later
 
 
-def test_readings_are_divided_by_the_pace_around_them(paces: list[float]) -> None:
+def test_timings_are_divided_by_the_surrounding_pace(paces: list[float]) -> None:
     paces += [2.0, 2.0, 2.0, 4.0, 4.0, 4.0]  # five readings at 2, 2, 3, 4, 4
     clock = Clock(torch.device("cpu"), Neighbours(0, 1, None), 0.01)
     forward, backward = clock.timings(7, lambda: None, lambda: None)
@@ -43,8 +46,8 @@ def test_readings_are_divided_by_the_pace_around_them(paces: list[float]) -> Non
     assert forward.seconds == pytest.approx(1 / 3) and forward.spread == pytest.approx((1 / 2 - 1 / 4) / 2 * 3)
 
 
-def test_profiles_of_another_pace_are_brought_together() -> None:
-    """A machine that took twice as long when its links were measured."""
+def test_profiles_of_different_pace_are_normalised() -> None:
+    """The machine was twice as slow when its links were measured."""
     config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
     hardware = find_cluster("4xA100").hardware()
     model = estimate_model(config, "fp32", hardware, tensors(config, 4)).model_copy(update={"pace": 1.0})
@@ -59,7 +62,7 @@ def test_profiles_of_another_pace_are_brought_together() -> None:
     assert seconds() == pytest.approx(there) and seconds(pace=0.0) > 1.05 * there
 
 
-def test_steps_are_compared_at_the_profiled_pace() -> None:
+def test_measured_steps_are_compared_at_the_profiled_pace() -> None:
     config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
     hardware = find_cluster("4xA100").hardware()
     costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
@@ -76,7 +79,7 @@ def test_steps_are_compared_at_the_profiled_pace() -> None:
 
 
 def stat(tmp_path: Path, *busy: int) -> Path:
-    """A /proc/stat whose every core worked as many ticks: for users, then stolen by other virtual machines."""
+    """Write a /proc/stat in which every core worked `busy` ticks: for users, and stolen by other virtual machines."""
     user, steal = busy
     path = tmp_path / "stat"
     lines = [f"cpu{number} {user} 0 0 5000 7 0 0 {steal} 0 0" for number in range(4096)]
@@ -84,8 +87,8 @@ def stat(tmp_path: Path, *busy: int) -> Path:
     return path
 
 
-def test_other_programs_are_what_ranks_did_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores, ten seconds: they work 14 s in all, of which two ranks use 9 s."""
+def test_other_programs_share_is_what_ranks_did_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores work 14 s in total during 10 s, of which two ranks use 9 s."""
     monkeypatch.setattr(clocks.os, "sched_getaffinity", lambda _: {3, 5})
     ticks = clocks.os.sysconf("SC_CLK_TCK")
     monkeypatch.setattr(clocks.time, "monotonic", lambda: 100.0)
@@ -103,7 +106,7 @@ def test_other_programs_are_what_ranks_did_not_use(tmp_path: Path, monkeypatch: 
     assert others_share([("here", 0.01, 0.0, 0.02)]) is None, "too short to tell"
 
 
-def test_systems_without_counters_are_not_read(tmp_path: Path) -> None:
+def test_missing_proc_stat_counters_give_none(tmp_path: Path) -> None:
     assert CoreUse.read(tmp_path / "none") is None
     assert CoreUse.read(stat(tmp_path, 0, 0)) is None
     load = load_share()
@@ -111,7 +114,7 @@ def test_systems_without_counters_are_not_read(tmp_path: Path) -> None:
 
 
 class Unsteady(PlanRunner):
-    """The second plan meets a slow minute in its second run."""
+    """Runner whose second plan meets a slow minute in its second run."""
 
     def __init__(self) -> None:
         self.seconds = iter((1.0, 2.0, 1.05, 7.0, 2.2, *(1.0, 2.2) * TURNS))
@@ -123,8 +126,8 @@ class Unsteady(PlanRunner):
         return PlanSteps((next(self.seconds),) * 3)
 
 
-def test_plans_whose_two_runs_disagree_run_again() -> None:
-    """And in the end the fastest take turns."""
+def test_plans_with_inconsistent_runs_are_repeated() -> None:
+    """At the end the fastest plans run in turns, so that slow phases of the machine hit all of them."""
     runs = list(Unsteady().measure(None, [parse("dp4"), parse("tp4")], 0))  # type: ignore[arg-type]
     assert [index for index, _ in runs] == [0, 1, 0, 1, 1, *[0, 1] * TURNS]
     first, second = runs[2][1], runs[-1][1]

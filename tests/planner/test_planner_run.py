@@ -1,4 +1,4 @@
-"""From profiles to a plan that trains, by the commands, with real processes."""
+"""Profile, search, validate and train with the real commands and real processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ batch_size = 8
 """
 
 
-def test_work_apart_returns_and_raises() -> None:
+def test_run_in_subprocess_returns_values_and_raises_errors() -> None:
     mine = os.getpid()
     assert run_in_subprocess(os.getpid) != mine
     with pytest.raises(StrategyError, match="no such axis"):
@@ -49,7 +49,7 @@ Command = Callable[..., str]
 
 @pytest.fixture
 def vitpar(tmp_path: Path) -> Command:
-    """The command line in a folder of its own; gives what it prints."""
+    """Return a function that runs `vitpar` in the test's folder and returns its output."""
 
     def run(*arguments: str) -> str:
         done = subprocess.run(
@@ -62,7 +62,7 @@ def vitpar(tmp_path: Path) -> Command:
 
 
 def others_beside(device: torch.device) -> float | None:
-    """The share of the cores that others use while a tiny model trains. Runs on every rank."""
+    """Return the share of the cores that other programs use while a tiny model trains; runs on every rank."""
     config = model_config("vit_custom", embed_dim=16, depth=2, num_heads=2, patch_size=8, image_size=16, num_classes=2)
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "compile": False}})
     plan = validate(parse("dp2"), config, 8)
@@ -70,13 +70,13 @@ def others_beside(device: torch.device) -> float | None:
 
 
 @pytest.mark.skipif(not STAT.exists(), reason="the system does not count what cores do")
-def test_measured_steps_know_what_other_programs_use(ranks: Callable[[int], RankPool]) -> None:
+def test_measured_steps_record_the_load_of_other_programs(ranks: Callable[[int], RankPool]) -> None:
     first, second = ranks(2).run(others_beside)
     assert first == second and first is not None and 0 <= first <= 1
 
 
 @pytest.mark.slow
-def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> None:
+def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitpar: Command) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = ("--recipe", "recipe.toml")
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
@@ -103,8 +103,11 @@ def test_profiles_lead_to_a_plan_that_runs(tmp_path: Path, vitpar: Command) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_memory_is_as_predicted(vitpar: Command) -> None:
-    """Covers plans of every kind on two ranks; times are hardly measured."""
+def test_predicted_memory_matches_the_measured_memory(vitpar: Command) -> None:
+    """Covers plans of every kind on two ranks.
+
+    The short measuring time makes the timings useless, but not the memory.
+    """
     plans = ("dp2", "fsdp2", "tp2", "tp2+sp", "pp2", "dp2+zero1", "fsdp2+ckpt", "pp2+ckpt", "pp1: 0-3=tp2, *=fsdp2")
     recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")

@@ -1,4 +1,4 @@
-"""Prices against what is known of them: idle shares, memory by hand, crowded cores, what overlaps."""
+"""Prices of plans against known results: idle shares, memory by hand, crowded cores, and overlap."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ MB = 2**20
 
 
 def line(seconds: float, sizes: tuple[int, ...] = (1, 2**30)) -> tuple[Timing, ...]:
-    """`seconds` for every unit of size."""
+    """Return timings that take `seconds` per unit of size."""
     return tuple(Timing(size=size, seconds=max(seconds * size, 1e-15), spread=0, samples=1) for size in sizes)
 
 
@@ -51,8 +51,11 @@ def machine(ranks: int = 8, per_byte: float = 0.0, overlap: Overlap | None = Non
 
 
 def model(config: ViTConfig = CONFIG, ends: float = 0.0, cores: int = 1, device: str = "cuda") -> ModelProfile:
-    """A block takes 1 s forward and 2 s backward for an image, of which half is for weights; keeps 10 MB, and 1 MB
-    under +ckpt, with 3 MB of workspace. Embed and head take `ends` of that."""
+    """Return a profile with simple round figures for the layers.
+
+    Per image, a block takes 1 s forward and 2 s backward, half of it for weight gradients. It saves 10 MB, or 1 MB
+    under +ckpt, and has 3 MB of workspace. Embed and head take `ends` times as long.
+    """
     layers = [
         LayerProfile(
             layer=kind,
@@ -94,22 +97,22 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble"
 
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
-def test_a_pipeline_waits_as_theory_says(schedule: str, virtual: int, microbatches: int) -> None:
-    """Equal stages, free links, backward twice as long as forward."""
+def test_pipeline_idle_time_matches_theory(schedule: str, virtual: int, microbatches: int) -> None:
+    """Stages are equal, links are free, and backward takes twice as long as forward."""
     found = step("pp4", 16, schedule=schedule, virtual_stages=virtual, microbatches=microbatches)
     busy = 3 * 16 * CONFIG.depth / 4
     theory = busy / (1 - idle_share(found.plan, microbatches))
     if schedule in ("gpipe", "1f1b"):
         assert theory == pytest.approx(busy * (microbatches + 3) / microbatches)
-    # torch computes the first stage's whole backward where weights' gradients are due, so it may end a little later.
+    # For the first stage, torch runs the full backward at the place of the weight gradients, so it may end later.
     late = 0.0 if schedule in ("gpipe", "1f1b", "interleaved1f1b") else 0.1
     assert theory * (1 - 1e-6) <= found.seconds <= theory * (1 + late + 1e-6)
     if not late:
         assert found.time["waiting"] == pytest.approx(theory - busy, abs=1e-6 * theory)
 
 
-def test_work_is_shared() -> None:
-    """Every way to split the batch divides the time, as links are free; computing again costs a forward."""
+def test_data_parallelism_divides_the_time() -> None:
+    """Links are free, so every way to split the batch divides the time. Recomputation costs one more forward."""
     assert step("dp1", 8).seconds == pytest.approx(3 * 8 * 8)
     for mesh in ("dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2"):
         assert step(mesh, 8).seconds == pytest.approx(3 * 8 * 2)
@@ -117,11 +120,11 @@ def test_work_is_shared() -> None:
     assert step("dp4", 16, microbatches=4).seconds == pytest.approx(3 * 8 * 4)
 
 
-def test_uneven_stages_wait_for_the_longest() -> None:
+def test_uneven_stages_wait_for_the_slowest() -> None:
     assert step("pp2", 8, microbatches=8, split=(2, 6)).seconds == pytest.approx(3 * 6 * 8 + 3 * 2)
 
 
-def test_memory_by_hand() -> None:
+def test_memory_matches_a_calculation_by_hand() -> None:
     held = sum(layer_parameters(CONFIG, parse("dp1")).values()) * 4
     (alone,) = step("dp1", 4, microbatches=2).memory
     assert (alone.parameters, alone.optimizer, alone.gradients) == (held, 2 * held, held)
@@ -129,7 +132,7 @@ def test_memory_by_hand() -> None:
     (ckpt,) = step("dp1+ckpt", 4, microbatches=2).memory
     assert ckpt.activations == 2 * 8 * 1 * MB
     stages = step("pp4", 8, microbatches=8).memory
-    # Under 1f1b stage s keeps 4 - s micro-batches, each of 2 blocks, one of which is in the action itself.
+    # Under 1f1b, stage s keeps the activations of 4 - s micro-batches of 2 blocks, including the one being computed.
     assert [memory.activations for memory in stages] == [n * 2 * 10 * MB for n in (4, 3, 2, 1)]
     every = step("pp4", 8, microbatches=8, schedule="gpipe").memory
     assert all(memory.activations == 8 * 2 * 10 * MB for memory in every)
@@ -141,16 +144,16 @@ def test_memory_by_hand() -> None:
     "mesh", ["pp4xfsdp2+ckpt", "pp2xdp2xtp2", "pp4: 0-2=dp2, 3-5=fsdp2, *=dp2+zero2", "fsdp8", "dp8+zero1"]
 )
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
-def test_memory_is_that_of_every_action(
+def test_skipped_actions_do_not_change_the_memory_peak(
     mesh: str, schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Actions that an earlier one covers are skipped: all of them give the same bytes."""
+    """The walk skips actions that an earlier one covers; visiting all of them gives the same bytes."""
     if "pp" not in mesh and schedule != "gpipe":
         pytest.skip("a schedule is for pipelines")
     if virtual > 1 and ":" in mesh:
         pytest.skip("several stages a rank are even and of one strategy")
     fields = {"schedule": schedule, "virtual_stages": virtual} if "pp" in mesh else {}
-    for width in (64, 1024):  # activations are most, or parameters and gradients
+    for width in (64, 1024):  # activations dominate at 64, parameters and gradients at 1024
         config = replace(CONFIG, embed_dim=width, mlp_hidden_dim=4 * width)
         costs = LayerCosts(config, machine(), model(config))
         quick = step(mesh, 128, costs, microbatches=16, **fields).memory
@@ -159,8 +162,8 @@ def test_memory_is_that_of_every_action(
             assert step(mesh, 128, costs, microbatches=16, **fields).memory == quick
 
 
-def test_cores_are_shared() -> None:
-    """4 ranks on 2 cores take turns; of a pipeline of 4 two compute at a time."""
+def test_cpu_ranks_share_the_cores() -> None:
+    """Four ranks on two cores take turns; in a pipeline of four, two compute at a time."""
     costs = LayerCosts(CONFIG, machine(device="cpu"), model(cores=2, device="cpu"))
     assert step("dp4", 8, costs).seconds == pytest.approx(2 * 3 * 8 * 2)
     assert step("dp2", 8, costs).seconds == pytest.approx(3 * 8 * 4)
@@ -170,10 +173,10 @@ def test_cores_are_shared() -> None:
     assert step("pp4", 8, microbatches=8).seconds < crowded < total
 
 
-def test_streams_slow_each_other_down() -> None:
+def test_overlapping_streams_slow_each_other_down() -> None:
     streams = Streams(Overlap(compute=1.5, communication=2.0))
     job = streams.send(1.0)
-    streams.compute(1.0, "forward")  # 1.5 s beside 0.75 s of sending
+    streams.compute(1.0, "forward")  # takes 1.5 s, during which 0.75 s of sending completes
     assert streams.at == pytest.approx(1.5) and streams.left == pytest.approx(0.25)
     streams.wait(job, "gather")
     assert streams.at == pytest.approx(1.75) and dict(streams.spent) == pytest.approx({"forward": 1.5, "gather": 0.25})
@@ -183,7 +186,7 @@ def test_streams_slow_each_other_down() -> None:
     assert free.at == 3.0 and free.left == 0
 
 
-def test_the_slowest_rank_is_waited_for() -> None:
+def test_collectives_wait_for_the_slowest_rank() -> None:
     streams = Streams(None)
     streams.compute(1.0, "forward", skew=0.3)
     streams.compute(1.0, "forward", skew=0.4)
@@ -191,7 +194,7 @@ def test_the_slowest_rank_is_waited_for() -> None:
     assert streams.at == pytest.approx(3.5) and streams.spent["uneven"] == pytest.approx(0.5)
 
 
-def test_groups_are_where_the_string_puts_them() -> None:
+def test_groups_follow_the_order_of_the_strategy_string() -> None:
     strategy = parse("dp2xtp4").strategy
     groups = layer_groups(strategy, (-1, 1), 4)
     assert (
@@ -205,16 +208,20 @@ def test_groups_are_where_the_string_puts_them() -> None:
     assert inner.j == RankGroup(2, 1, 1) and inner.replicate == RankGroup(2, 8, 1)
 
 
-def test_a_group_that_was_not_measured_takes_as_long_as_a_ring_would() -> None:
+def test_unmeasured_group_sizes_are_extrapolated_as_a_ring() -> None:
     links = Links(machine(per_byte=1e-9))
     two = links.seconds("all_reduce", RankGroup(2, 1, 1), 10**9)
     assert two == pytest.approx(1.0)
-    assert links.seconds("all_reduce", RankGroup(4, 1, 1), 10**9) == pytest.approx(1.5)  # 3/4 against 1/2
+    # A ring sends (n - 1)/n of the bytes: 3/4 instead of 1/2.
+    assert links.seconds("all_reduce", RankGroup(4, 1, 1), 10**9) == pytest.approx(1.5)
     assert links.seconds("all_reduce", RankGroup(1, 1, 1), 10**9) == 0
 
 
-def test_what_sending_takes_counts_where_it_is_sent() -> None:
-    """Operations that need a thousand times as much: data parallel for the last gradients, along tp for activations."""
+def test_scratch_memory_of_collectives_is_counted() -> None:
+    """Collectives here need a thousand times their size.
+
+    Data parallelism has them at the last gradients, tp at activations.
+    """
     scratch = Timing(size=2**20, seconds=1e-3, spread=0, samples=1, scratch=2**30)
     plain = machine(4)
     links = tuple(link.model_copy(update={"timings": (scratch,)}) for link in plain.links)

@@ -1,4 +1,4 @@
-"""The bytes that a price counts against what a rank sends in a whole step."""
+"""The communication bytes in a price, compared with those a rank sends in a step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ NOTHING = 1e-15
 
 
 class Bytes(Links):
-    """One operation takes as many seconds as it has bytes, all others none."""
+    """Links on which one operation takes one second per byte, and all others none."""
 
     def __init__(self, hardware: Hardware, operation: str) -> None:
         super().__init__(hardware)
@@ -43,7 +43,7 @@ def nothing(sizes: tuple[int, ...] = (1,)) -> tuple[Timing, ...]:
 
 
 def priced(mesh: str, microbatches: int, operation: str) -> float:
-    """Bytes of the wholes of all such operations of a step."""
+    """Return the bytes of the complete tensors of all such operations in a step."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
     hardware = find_cluster("4xA100").hardware().model_copy(update={"device": "cpu", "overlap": None})
     measured = estimate_model(CONFIG, "fp32", hardware, tensors(CONFIG, 4))
@@ -64,7 +64,7 @@ def asdict_shallow(record: ModelProfile) -> dict:
 
 
 def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
-    """Return what a rank sends in its second step; runs on every rank."""
+    """Return the bytes a rank sends in its second step, by operation; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
     model = parallelize(CONFIG, plan, Execution(BATCH), device)
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.num_heads)
@@ -87,8 +87,11 @@ def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
     "mesh",
     ["dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2", "tp4", "tp4+sp", "tp4+2d", "tp2xfsdp2", "dp2xtp2+ckpt"],
 )
-def test_a_price_counts_the_bytes_that_are_sent(mesh: str, microbatches: int, ranks: Callable[[int], RankPool]) -> None:
-    """But for a loss and a norm of a few bytes; of several micro-batches one gathers the head once more."""
+def test_priced_bytes_match_the_bytes_sent(mesh: str, microbatches: int, ranks: Callable[[int], RankPool]) -> None:
+    """The tolerance covers a loss and a norm of a few bytes.
+
+    FSDP2 gathers the head once more with several micro-batches.
+    """
     (found, *_) = ranks(4).run(sent, mesh, microbatches)
     head = 4 * torch.float32.itemsize * layer_elements(CONFIG, "head", parse(mesh).strategy).local_numel
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):

@@ -50,8 +50,8 @@ def noisy(layer: LayerProfile) -> LayerProfile:
     return layer.model_copy(update={"forward": spread(layer.forward, 0.1), "backward": spread(layer.backward, 0.2)})
 
 
-def test_spread_of_a_profile_reaches_the_step() -> None:
-    """Forward ± 10 %, backward ± 20 %, what is sent and the optimizer exact."""
+def test_profile_spread_propagates_to_the_step() -> None:
+    """Forward has a spread of 10 %, backward of 20 %; communication and the optimizer are exact."""
     plain = costs_of()
     costs = LayerCosts(
         CONFIG,
@@ -69,7 +69,7 @@ def test_spread_of_a_profile_reaches_the_step() -> None:
     assert sends is not None and quiet is not None and sends.share > 1.2 * quiet.share
 
 
-def test_estimates_have_the_error_of_their_calibration() -> None:
+def test_estimates_carry_the_calibration_error() -> None:
     costs = costs_of(error_band=0.25)
     found = uncertainty(priced("dp8", costs), costs)
     assert found == Uncertainty(0.25, estimated=True) and str(found) == "± 25.0 %"
@@ -78,7 +78,7 @@ def test_estimates_have_the_error_of_their_calibration() -> None:
     assert uncertainty(priced("dp8", bare), bare) is None, "no spread is not a spread of nothing"
 
 
-def test_plans_within_the_noise_are_marked() -> None:
+def test_plans_within_the_uncertainty_are_marked() -> None:
     costs = costs_of()
     best, close, far = (priced(words, costs) for words in ("dp8", "dp8+zero1", "tp2xdp4"))
     apart = abs(close.images_per_second / best.images_per_second - 1)
@@ -97,7 +97,7 @@ def test_plans_within_the_noise_are_marked() -> None:
         ("pp1: 0-5=dp8, *=tp2xdp4", 1, {"tensor", "gradients", "redistribution"}),
     ],
 )
-def test_a_timeline_without_a_pipeline_shows_what_is_sent(words: str, microbatches: int, sent: set[str]) -> None:
+def test_timeline_without_a_pipeline_shows_the_communication(words: str, microbatches: int, sent: set[str]) -> None:
     costs = costs_of()
     step = priced(words, costs, microbatches=microbatches)
     spans = timeline(step, costs)
@@ -109,14 +109,14 @@ def test_a_timeline_without_a_pipeline_shows_what_is_sent(words: str, microbatch
     assert max(span.end for span in spans) == pytest.approx(step.seconds)
     for part in ("forward", "backward", "tensor", "optimizer", "redistribution"):
         assert seconds[part] == pytest.approx(step.time.get(part, 0.0), abs=1e-9), part
-    for part in ("gather", "gradients"):  # beside computing, and so longer than what ranks wait for
+    for part in ("gather", "gradients"):  # these overlap with computing, so they last longer than ranks wait for them
         assert seconds[part] >= step.time.get(part, 0.0) - 1e-9, part
     for row in {span.row for span in spans}:
         mine = [span for span in spans if span.row == row]
         assert all(one.end <= two.start + 1e-9 for one, two in itertools.pairwise(mine)), f"{row} overlaps"
 
 
-def test_a_trace_names_its_plan_and_its_rows() -> None:
+def test_trace_names_its_plan_and_rows() -> None:
     costs = costs_of()
     found = trace(priced("pp2xdp4", costs, microbatches=4), costs, ORIGIN)
     events: Any = found["traceEvents"]
@@ -138,14 +138,14 @@ def text_of(html: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", html).split())
 
 
-def test_the_layer_map_has_every_layer_once() -> None:
+def test_layer_map_has_every_layer_once() -> None:
     plan = validate(parse("pp2: 0-3=dp4, *=tp2xdp2+ckpt"), CONFIG, 64)
     words = text_of(layer_map(CONFIG, plan))
     assert "0 0-3 embed tp2xdp2+ckpt 0 0-3 blocks 0-3 dp4 0 0-3 blocks 4-5 tp2xdp2+ckpt" in words
     assert words.endswith("1 4-7 blocks 6-11, head tp2xdp2+ckpt")
 
 
-def test_the_rank_grid_places_every_rank() -> None:
+def test_rank_grid_places_every_rank() -> None:
     words = text_of(rank_grid(validate(parse("pp2xdp2xtp2"), CONFIG, 64)))
     assert words == (
         "pp 0 0 dp 0 tp 0 1 dp 0 tp 1 2 dp 1 tp 0 3 dp 1 tp 1 pp 1 4 dp 0 tp 0 5 dp 0 tp 1 6 dp 1 tp 0 7 dp 1 tp 1"
@@ -166,7 +166,7 @@ def found() -> Findings:
     return findings(searching, result, 20e9, ORIGIN, "vitpar train --mesh plan.json")
 
 
-def test_a_page_says_where_its_figures_come_from(found: Findings) -> None:
+def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
     html = page(found, 2)
     words = text_of(html)
     for said in (
@@ -191,7 +191,7 @@ def test_a_page_says_where_its_figures_come_from(found: Findings) -> None:
         assert f'"{key}"' in json_words
 
 
-def test_reasons_within_the_noise_are_marked(found: Findings) -> None:
+def test_reasons_within_the_uncertainty_are_marked(found: Findings) -> None:
     (reason, *_) = [r for r in found.reasons if r.price and r.price.memory_bytes <= found.budget and "fewer" in r.why]
     best = found.result.plans[0].images_per_second
     assert reason.price is not None
@@ -200,7 +200,7 @@ def test_reasons_within_the_noise_are_marked(found: Findings) -> None:
     assert not replace(found, budget=1.0).why(reason).endswith("≈"), "what does not fit is not nearly as good"
 
 
-def test_a_frontier_of_one_plan_is_a_sentence(found: Findings) -> None:
+def test_frontier_of_one_plan_is_text_instead_of_a_chart(found: Findings) -> None:
     lone = replace(found, frontier=found.frontier[:1])
     assert "No plan that takes less memory than" in page(lone, 2)
     assert page(lone, 2).count("<svg") == page(replace(found, frontier=found.frontier[:1] * 2), 2).count("<svg") - 1
@@ -209,14 +209,14 @@ def test_a_frontier_of_one_plan_is_a_sentence(found: Findings) -> None:
 TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.startswith("gradients of"))
 TIME += ("gradients", "optimizer")
 SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "gradients of inputs"))}
-"""Names of one meaning."""
+"""Pairs of names with the same meaning, which share a colour."""
 
 
 def simulated(colour: str, kind: str) -> tuple[float, float, float]:
-    """The colour in CIE Lab as seen with normal vision, protanopia or deuteranopia.
+    """Return the colour in CIE Lab as seen with normal vision, protanopia or deuteranopia.
 
-    Source of the matrices: Viénot, Brettel and Mollon, "Digital video colourmaps for checking the legibility of
-    displays by dichromats", 1999, in linear RGB.
+    The matrices, in linear RGB, come from Viénot, Brettel and Mollon, "Digital video colourmaps for checking the
+    legibility of displays by dichromats", 1999.
     """
     matrices = {
         "protanopia": ((0.11238, 0.88762, 0.0), (0.11238, 0.88762, 0.0), (0.00401, -0.00401, 1.0)),
@@ -237,14 +237,14 @@ def simulated(colour: str, kind: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("kind", ["normal", "protanopia", "deuteranopia"])
 @pytest.mark.parametrize("names", [TIME, PARTS], ids=["time", "memory"])
-def test_colours_of_a_chart_can_be_told_apart(names: tuple[str, ...], kind: str) -> None:
+def test_chart_colours_are_distinguishable_for_colour_blind_readers(names: tuple[str, ...], kind: str) -> None:
     for one, two in itertools.combinations(names, 2):
         a, b = (simulated(svg.COLOURS[name], kind) for name in (one, two))
         apart = sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5
         assert apart > 15, f"{one} and {two} look alike ({apart:.0f})"
 
 
-def test_a_colour_has_one_meaning() -> None:
+def test_each_colour_has_one_meaning() -> None:
     meanings: defaultdict[str, set[str]] = defaultdict(set)
     for name, colour in svg.COLOURS.items():
         meanings[colour].add(name)

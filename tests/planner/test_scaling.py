@@ -1,4 +1,4 @@
-"""How speed grows with devices, by simulation."""
+"""Simulated weak and strong scaling with the number of devices."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def points(kind: Kind, memory: float = 40e9) -> list[Point]:
     return found
 
 
-def test_weak_and_strong() -> None:
+def test_speed_grows_under_weak_and_strong_scaling() -> None:
     weak, strong = points("weak"), points("strong")
     assert [point.batch_size for point in weak] == [64, 128, 256, 512]
     assert [point.batch_size for point in strong] == [512] * 4
@@ -46,14 +46,14 @@ def test_weak_and_strong() -> None:
     assert weak[-1].price == strong[-1].price
 
 
-def test_where_nothing_fits_there_is_no_point() -> None:
+def test_device_counts_without_a_fitting_plan_have_no_point() -> None:
     found = points("strong", memory=0.25e9)
     assert found[0].price is None and found[-1].price is not None
     parts = efficiency(found)
     assert parts[0] is None and 1.0 in parts
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)

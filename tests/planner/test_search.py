@@ -1,4 +1,4 @@
-"""The search against looking at every plan of its space, on small models with rates that hypothesis draws."""
+"""The search compared with exhaustive enumeration, on small models and clusters drawn by hypothesis."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ def cluster(
 
 
 def late(layer: LayerProfile) -> LayerProfile:
-    """With ranks that differ by a tenth."""
+    """Return the layer with ranks whose times differ by a tenth."""
     curves = {
         name: Curve(timings=tuple(t.model_copy(update={"skew": t.seconds / 10}) for t in curve.timings))
         for name, curve in (("forward", layer.forward), ("backward", layer.backward))
@@ -56,7 +56,11 @@ def late(layer: LayerProfile) -> LayerProfile:
 
 
 def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, processes: int = 1) -> LayerCosts:
-    """cores: of a machine whose ranks are CPU processes, `processes` of them profiled at a time; None for GPUs."""
+    """Return the costs of a drawn cluster.
+
+    cores: cores of a machine with CPU ranks, or None for GPUs
+    processes: processes that were profiled at a time on such a machine
+    """
     config = model_config("vit_custom", embed_dim=width, depth=depth, **SMALL)
     hardware = drawn.hardware()
     model = estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks))
@@ -69,7 +73,10 @@ def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, p
 
 
 def every_plan(space: Space, batch_size: int, host: bool = True) -> Iterator[Plan]:
-    """All of the space that `space` describes, by loops. host: whether there is memory to offload to."""
+    """Yield every plan of `space` by plain loops.
+
+    host: whether there is host memory to offload to
+    """
     depth = space.config.depth
     for pipeline in space.pipelines():
         strategies = [s for s in space.strategies(space.ranks // pipeline.pipeline_degree) if space.allows(pipeline, s)]
@@ -132,7 +139,7 @@ ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsd
     processes=st.sampled_from((1, 8)),
     share=st.floats(0.0, 1.0),
 )
-def test_search_finds_the_best_plan(
+def test_search_equals_exhaustive_enumeration(
     roles: tuple[str, ...],
     flag: str,
     devices: int,
@@ -147,7 +154,10 @@ def test_search_finds_the_best_plan(
     processes: int,
     share: float,
 ) -> None:
-    """share: which of all plans' memory is the budget."""
+    """The search reports an exact optimum, and no plan of the space that fits the budget is faster.
+
+    share: quantile of all plans' memory that is the budget
+    """
     overlap = None if slower is None else Overlap(compute=slower, communication=slower)
     costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cores, processes)
     schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2", "offload") else ("gpipe", "zbvzerobubble")
@@ -168,8 +178,8 @@ def test_search_finds_the_best_plan(
     assert result.plans[0].memory_bytes <= budget
 
 
-def test_what_is_found_runs() -> None:
-    """Every plan is one that the runtime takes, and comes back the same from its JSON."""
+def test_found_plans_are_accepted_by_the_runtime() -> None:
+    """Every found plan passes validation and survives a JSON round trip."""
     costs = costs_of(cluster(2, 4), 8, 64)
     space = Space(costs.config, 8, (16, 32))
     search = Search(space, costs)
@@ -183,7 +193,7 @@ def test_what_is_found_runs() -> None:
     assert len(found) > 3
 
 
-def test_less_memory_is_never_faster() -> None:
+def test_smaller_memory_budget_is_never_faster() -> None:
     costs = costs_of(cluster(1, 4), 6, 128)
     search = Search(Space(costs.config, 4, (16,)), costs)
     largest = search.best(float("inf")).plans[0]
@@ -202,8 +212,11 @@ MESHES = ("dp4", "fsdp4", "dp4+zero1", "tp4", "tp4+sp", "tp4+2d", "tp2xdp2", "pp
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_more_work_never_costs_less(mesh: str) -> None:
-    """More blocks, more images, wider ones, slower links: each takes as long or longer, and more memory."""
+def test_larger_models_and_batches_never_cost_less(mesh: str) -> None:
+    """More blocks, more images, wider blocks or slower links never take less time.
+
+    The first three also need more memory.
+    """
     drawn = cluster(1, 4, overlap=Overlap(compute=1.2, communication=1.3))
     base = step(costs_of(drawn, 4, 64), mesh, 16)
     wider = step(costs_of(drawn, 4, 128), mesh, 16)
@@ -221,14 +234,14 @@ ZERO_BUBBLE = tuple((mesh, "zbvzerobubble") for mesh in ("pp2xdp2", "pp2xtp2", "
 
 
 @pytest.mark.parametrize("mesh, schedule", [*((mesh, "1f1b") for mesh in (*MESHES, "pp2xfsdp2")), *ZERO_BUBBLE])
-def test_the_breakdown_adds_up(mesh: str, schedule: str) -> None:
+def test_time_breakdown_adds_up_to_the_step(mesh: str, schedule: str) -> None:
     virtual = 2 if schedule == "zbvzerobubble" else 1
     found = step(costs_of(cluster(1, 4), 4, 64), mesh, 16, schedule=schedule, virtual_stages=virtual)
     assert sum(found.time.values()) == pytest.approx(found.seconds)
     assert all(part >= -1e-12 * found.seconds for part in found.time.values()), found.time
 
 
-def test_an_obvious_plan_outside_of_the_space_is_said_to_be() -> None:
+def test_reason_says_that_an_obvious_plan_is_outside_the_space() -> None:
     costs = costs_of(cluster(1, 4), 4, 64)
     search = Search(Space(costs.config, 4, (16,), roles=("tp",)), costs)
     best = search.best(float("inf")).plans[0]
@@ -236,7 +249,7 @@ def test_an_obvious_plan_outside_of_the_space_is_said_to_be() -> None:
     assert "more images/s, but outside of what was searched" in found["dp4"]
 
 
-def test_what_is_listed_is_in_order_and_has_the_obvious_plans() -> None:
+def test_listed_plans_are_sorted_and_include_the_obvious_ones() -> None:
     costs = costs_of(cluster(1, 4), 4, 64)
     search = Search(Space(costs.config, 4, (16,)), costs)
     result = search.best(float("inf"))

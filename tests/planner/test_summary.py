@@ -1,4 +1,4 @@
-"""Summaries of `vitpar.planner.describe`, compared with numbers by hand and with what `parallelize` builds."""
+"""Plan summaries, compared with numbers by hand and with the parameters that `parallelize` builds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ BASE = model_config("vit_base_patch16_224")
 
 
 def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: Any) -> Plan:
-    """The validated plan of a strategy string with some fields changed."""
+    """Return the validated plan of a strategy string with changed fields."""
     return validate(replace(parse(strategy), **fields), config, batch_size)
 
 
@@ -34,13 +34,13 @@ def summary_of(strategy: str, config: ViTConfig = BASE, **fields: Any) -> PlanSu
 
 
 def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> dict[str, int]:
-    """How many elements of each layer's parameters `rank` keeps under `plan`."""
+    """Return the number of parameter elements that `rank` holds under `plan`, by layer."""
     pp, stage_rank = place_of_rank(plan, rank)
     held, parts = layer_parameters(config, plan, stage_rank), stage_layers(config, plan)
     return {name: held[name] for stage in stages_of_rank(pp, plan) for name in parts[stage]}
 
 
-def test_a_whole_model_has_the_published_number_of_parameters() -> None:
+def test_unsharded_model_has_the_published_number_of_parameters() -> None:
     assert EMBED + 12 * BLOCK + HEAD == 5_717_416  # timm's vit_tiny_patch16_224
     assert layer_parameters(TINY, Plan()) == {"embed": EMBED, **{f"blocks.{i}": BLOCK for i in range(12)}, "head": HEAD}
 
@@ -52,25 +52,26 @@ def test_tp_splits_weights_and_column_biases_but_not_row_biases() -> None:
     assert (made["embed"], made["blocks.0"], made["head"]) == (EMBED, block, head)
 
 
-def test_every_layer_is_split_by_its_own_strategy() -> None:
+def test_each_layer_is_split_by_its_own_strategy() -> None:
     made = layer_parameters(BASE, planned("pp1: 0-5=tp4, *=dp2xfsdp2", BASE))
     whole = layer_parameters(BASE, Plan())
-    rows = 2 * 2 * 768 + 2 * 768  # norms, and biases of the matrices that give whole features
+    rows = 2 * 2 * 768 + 2 * 768  # norms, and the biases of row-parallel matrices
     assert made["blocks.5"] == rows + (whole["blocks.5"] - rows) // 4
     assert made["blocks.6"] == whole["blocks.6"] // 2
-    assert made["embed"] == (whole["embed"] - 768 * 198) // 2 + 768 * 198  # token and positions have one row
+    # Class token and positions have one row, which dim-0 sharding cannot split.
+    assert made["embed"] == (whole["embed"] - 768 * 198) // 2 + 768 * 198
 
 
-def test_zero_shards_what_plain_dp_keeps_whole() -> None:
+def test_zero_shards_what_plain_dp_replicates() -> None:
     whole, first = layer_parameters(BASE, planned("dp4", BASE)), layer_parameters(BASE, planned("dp4+zero1", BASE))
     assert whole == layer_parameters(BASE, Plan())
     assert first == layer_parameters(BASE, planned("fsdp4", BASE)) == layer_parameters(BASE, planned("dp4+zero2", BASE))
 
 
-def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
+def test_fsdp_splits_dim_0_and_fills_the_first_ranks() -> None:
     plan = planned("fsdp5", batch_size=10)
     first, last = (layer_parameters(TINY, plan, rank)["embed"] for rank in (0, 4))
-    assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and token have one row, which rank 0 gets
+    assert first == (39 * 768 + 39) + 192 + 197 * 192  # positions and class token have one row, which rank 0 gets
     assert last == 36 * 768 + 36
     assert sum(sum(rank_parameters(TINY, plan, rank).values()) for rank in range(5)) == 5_717_416
 
@@ -78,12 +79,12 @@ def test_fsdp_splits_dim_0_and_the_first_ranks_are_the_fullest() -> None:
 @pytest.mark.parametrize(
     ("length", "parts", "lengths"), [(8, 4, [2, 2, 2, 2]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (3, 1, [3])]
 )
-def test_parts_are_those_of_torch_chunk(length: int, parts: int, lengths: list[int]) -> None:
+def test_chunk_length_matches_torch_chunk(length: int, parts: int, lengths: list[int]) -> None:
     assert [chunk_length(length, parts, index) for index in range(parts)] == lengths
     assert [len(part) for part in torch.empty(length).chunk(parts)] == [n for n in lengths if n]
 
 
-def test_stages_and_their_state() -> None:
+def test_summary_lists_stages_and_their_state() -> None:
     summary = summary_of("dp2xpp2", TINY, split=(4, 8))
     first, second = summary.pipeline
     assert (first.stages, second.stages) == ((0,), (1,))
@@ -99,14 +100,14 @@ def test_stages_and_their_state() -> None:
     assert summary_of("dp4", TINY).pipeline_axis is None
 
 
-def test_a_rank_of_an_interleaved_schedule_holds_several_stages() -> None:
+def test_interleaved_rank_holds_several_stages() -> None:
     summary = summary_of("pp2", TINY, schedule="interleaved1f1b", virtual_stages=3)
     assert [part.stages for part in summary.pipeline] == [(0, 2, 4), (1, 3, 5)]
     assert summary.pipeline[0].layers[1] == ("blocks.4", "blocks.5")
     assert summary.pipeline[0].parameters == EMBED + 6 * BLOCK
 
 
-def test_the_first_rank_of_a_v_holds_both_ends() -> None:
+def test_first_rank_of_a_v_schedule_holds_both_ends() -> None:
     summary = summary_of("pp2", TINY, schedule="zbvzerobubble", virtual_stages=2)
     assert [part.stages for part in summary.pipeline] == [(0, 3), (1, 2)]
     assert summary.pipeline[0].parameters == EMBED + 6 * BLOCK + HEAD
@@ -118,7 +119,7 @@ def test_offloaded_layers_count_as_host_memory() -> None:
     assert part.state_bytes == 16 * 5_717_416
 
 
-def test_strategies_come_with_their_layers() -> None:
+def test_summary_groups_layers_by_strategy() -> None:
     found = summary_of("pp2: 4-7=tp4, *=dp4+ckpt").strategies
     assert [(part.strategy, part.layers[0], part.layers[-1], len(part.layers)) for part in found] == [
         ("dp4+ckpt", "embed", "head", 10),
@@ -133,18 +134,20 @@ def test_strategies_come_with_their_layers() -> None:
     ("strategy", "changes"),
     [
         ("dp2xtp2", []),
-        ("pp1: 0-3=fsdp4, *=dp4", []),  # one layout
-        # From a quarter to all a rank needs three quarters more, the other way nothing.
+        ("pp1: 0-3=fsdp4, *=dp4", []),  # both have the same token layout
+        # From a quarter of the batch to all of it, a rank receives three quarters; in backward nothing.
         ("pp1: 0-3=dp4, 4-11=tp4", [("blocks.4", 0, 0.75, 0)]),
-        # Rank 1 has the second quarter and needs the second half; the other way it has a half and needs a quarter.
+        # Forward: rank 1 goes from its quarter to another half. Backward: it has that half and needs its quarter.
         ("pp1: embed=fsdp4, *=tp2xfsdp2", [("blocks.0", 0, 0.5, 0.25)]),
         ("pp1: embed=fsdp4, *=fsdp2xtp2", [("blocks.0", 0, 0.25, 0)]),
-        # Between stages the smaller parts travel, so the side of the larger ones redistributes.
+        # Between stages the smaller shards travel, so the stage with the larger ones redistributes.
         ("pp2: 0-5=dp4, 6-11=tp4", [("blocks.6", 1, 0.75, 0)]),
         ("pp2: 0-5=tp4, 6-11=dp4", [("blocks.6", 0, 0, 0.75)]),
     ],
 )
-def test_redistributions(strategy: str, changes: list[tuple[str, int, float, float]]) -> None:
+def test_summary_lists_redistributions_between_layers(
+    strategy: str, changes: list[tuple[str, int, float, float]]
+) -> None:
     summary = summary_of(strategy)
     found = [(c.layer, c.stage, c.forward, c.backward) for c in summary.redistributions]
     assert found == changes
@@ -169,7 +172,7 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     8: [
         ("tp8+2.5d", {}),
         ("tp8+3d", {}),
-        ("fsdp8", {}),  # of 10 classes the last ranks get none
+        ("fsdp8", {}),  # 10 classes: the last ranks get no rows
         ("fsdp2xtp4+2d", {}),
         ("dp2xtp4+2d+zero1", {}),
         ("pp2xtp2xfsdp2", INTERLEAVED),
@@ -180,7 +183,7 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
-    """Return, for every plan, this rank's number of parameter elements by layer. Runs on every rank."""
+    """Return, for every plan, this rank's number of parameter elements by layer; runs on every rank."""
     found = []
     for plan in plans:
         model = parallelize(UNEVEN, plan, Execution(32), device)
@@ -190,7 +193,8 @@ def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int
 
 
 @pytest.mark.parametrize("size", BY_RANKS)
-def test_a_rank_keeps_what_was_predicted(size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_hold_the_predicted_number_of_parameters(size: int, ranks: Callable[[int], RankPool]) -> None:
+    """Memory predictions rest on this count, which must be exact for every rank and layer."""
     plans = [planned(strategy, UNEVEN, 32, **fields) for strategy, fields in BY_RANKS[size]]
     kept = ranks(size).run(held_by_layer, plans)
     for number, plan in enumerate(plans):

@@ -1,4 +1,4 @@
-"""Rules for a layer's parameters in a step, which runtime, prices, search and `vitpar plan` share."""
+"""Rules for a layer's parameters in a step, shared by runtime, prices, search and `vitpar plan`."""
 
 from dataclasses import astuple
 from typing import Any
@@ -16,7 +16,7 @@ SPLIT = {"pipelined": True, "splits_backward": True}
 @pytest.mark.parametrize(
     ("mesh", "layer", "rules", "expected"),
     [
-        # wrapped, narrow copies, offloaded, resharded after forward, after backward, reduced
+        # wrapped, low-precision copies, offloaded, resharded after forward, resharded after backward, reduced
         ("dp2", "blocks.0", {}, (False, False, False, False, False, LAST)),
         ("dp2", "blocks.0", {"narrow": True}, (False, True, False, False, False, LAST)),
         ("dp2", "blocks.0", SPLIT, (False, False, False, False, False, END)),
@@ -34,7 +34,7 @@ SPLIT = {"pipelined": True, "splits_backward": True}
         ("tp2", "blocks.0", PP, (False, False, False, False, False, LAST)),
     ],
 )
-def test_rules(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[object, ...]) -> None:
+def test_rules_of_a_layer(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[object, ...]) -> None:
     assert astuple(Rules(**rules).of(parse(mesh).strategy, layer)) == expected
 
 
@@ -50,14 +50,14 @@ def test_rules(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[obj
         ("dp2+zero1", "blocks.0", {"reduce_every_microbatch": True}, False, "reduced", LAST),
     ],
 )
-def test_communication_settings(
+def test_communication_settings_override_the_rules(
     mesh: str, layer: str, settings: dict[str, bool], pipelined: bool, name: str, expected: object
 ) -> None:
     rules = Rules(pipelined=pipelined, communication=Communication(**settings))
     assert getattr(rules.of(parse(mesh).strategy, layer), name) == expected
 
 
-def test_an_execution_knows_the_rules_of_a_plan() -> None:
+def test_execution_derives_the_rules_of_a_plan() -> None:
     settings = Communication(prefetch=2)
     zero_bubble = Plan(pp=2, schedule="zbvzerobubble", virtual_stages=2)
     assert Execution(8, "bf16", communication=settings).rules(zero_bubble) == Rules(True, True, True, settings)

@@ -1,4 +1,4 @@
-"""Galvatron's strategy files: what they mean here, and both round trips."""
+"""Galvatron's strategy files: import, export, and both round trips."""
 
 import json
 import math
@@ -41,7 +41,7 @@ from vitpar.strategy.layout import place
         ("small", "pp2xdp2xtp2", {"microbatches": 2, "schedule": "gpipe"}),
     ],
 )
-def test_files_mean(file: str, text: str, fields: dict[str, Any]) -> None:
+def test_imported_files_give_the_expected_plan(file: str, text: str, fields: dict[str, Any]) -> None:
     data, ranks = FILES[file]
     imported = from_galvatron(data, ranks)
     assert imported.plan == replace(parse(text), **fields)
@@ -51,8 +51,11 @@ def test_files_mean(file: str, text: str, fields: dict[str, Any]) -> None:
 
 
 def meaning(data: dict[str, Any], ranks: int) -> tuple[Any, ...]:
-    """Return what Galvatron runs, read from the file's keys independently of vitpar: per layer (tp, d, which ranks are
-    neighbours, how d keeps its state, recomputed), and the rest."""
+    """Return what Galvatron runs, read from the file's keys independently of vitpar.
+
+    Per layer: tp, data-parallel degree d, whether tp ranks are neighbours, how d shards state, recomputation. Then the
+    rest.
+    """
     stage = ranks // data["pp_deg"]
     depth = data["tp_sizes_enc"].count(",") + 1
     default = data.get("default_dp_type", "ddp")
@@ -76,7 +79,7 @@ def meaning(data: dict[str, Any], ranks: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_files_survive_import_and_export(file: str) -> None:
+def test_files_keep_their_meaning_through_import_and_export(file: str) -> None:
     data, ranks = FILES[file]
     imported = from_galvatron(data, ranks)
     written = to_galvatron(imported.plan, imported.num_blocks, imported.batch_size)
@@ -120,14 +123,14 @@ def test_export_writes_every_key() -> None:
         ("pp1: 0-2=dp2xtp2, *=fsdp2xtp2", {}, {"dp_types_enc": "0,0,0,1,1", "embed_sdp": 1}),
     ],
 )
-def test_export_of(text: str, fields: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_exported_keys(text: str, fields: dict[str, Any], changes: dict[str, Any]) -> None:
     written = to_galvatron(replace(parse(text), microbatches=2, **fields), 5, 8, costs=(0, 9, 1, 1, 1, 1, 0))
     assert written | changes == written
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
-    """A plan that Galvatron can express, in the form that import gives, the model's blocks and a batch."""
+    """Draw a plan that Galvatron can express, as import returns it, with the number of blocks and a batch size."""
     depth, stage, zero = (
         draw(st.integers(1, 9)),
         draw(st.sampled_from([1, 2, 4, 6, 12, 15])),
@@ -166,7 +169,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
 
 @settings(deadline=None)
 @given(plans())
-def test_plans_survive_export_and_import(drawn: tuple[Plan, int, int]) -> None:
+def test_plans_are_unchanged_by_export_and_import(drawn: tuple[Plan, int, int]) -> None:
     plan, depth, batch = drawn
     written = json.loads(json.dumps(to_galvatron(plan, depth, batch)))
     imported = from_galvatron(written, plan.world_size, depth)
@@ -178,7 +181,7 @@ def test_plans_survive_export_and_import(drawn: tuple[Plan, int, int]) -> None:
     "text",
     ["pp1: *=dp2xtp2", "pp2: 1=fsdp4+ckpt, *=dp4", "pp1: embed=fsdp4, 0=tp2xdp2, *=fsdp4", "pp1: 0=dp4, 1-4=dp4"],
 )
-def test_plans_with_a_rest_keep_every_layer(text: str) -> None:
+def test_plans_with_a_default_group_keep_every_layer(text: str) -> None:
     plan = replace(parse(text), microbatches=2)
     names = ["embed", *(f"blocks.{index}" for index in range(5)), "head"]
     imported = from_galvatron(to_galvatron(plan, 5, 16), plan.world_size)
@@ -194,20 +197,20 @@ def test_plans_with_a_rest_keep_every_layer(text: str) -> None:
         ({"chunks": -1, "global_bsz": 2}, 8, 1),
     ],
 )
-def test_chunks_by_rule(changes: dict[str, Any], ranks: int, microbatches: int) -> None:
+def test_chunks_follow_galvatrons_rule(changes: dict[str, Any], ranks: int, microbatches: int) -> None:
     assert from_galvatron(SMALL | changes, ranks).plan.microbatches == microbatches
 
 
-def test_chunks_by_rule_that_do_not_divide() -> None:
-    """The rule rounds 18 / 4 up, where Galvatron goes on with micro-batches of unequal sizes."""
+def test_indivisible_chunks_are_refused() -> None:
+    """The rule rounds 18 / 4 up to 5; Galvatron then runs micro-batches of unequal sizes, which vitpar does not."""
     data = SMALL | {"chunks": -1, "global_bsz": 36, "vtp": 1, "tp_sizes_enc": "1,1,1,1"}
     with pytest.raises(StrategyError, match=r"^5 micro-batches cannot share the 18 images .* equally: use 2, 3 or 6$"):
         from_galvatron(data, 4)
 
 
 @pytest.mark.parametrize(("flag", "groups"), [(1, ["012", "345"]), (0, ["024", "135"])])
-def test_neighbouring_ranks(flag: int, groups: list[str]) -> None:
-    """Galvatron's consecutive tp groups are runs of ranks, the others take every (S / t)th."""
+def test_consecutive_flag_places_tp_ranks(flag: int, groups: list[str]) -> None:
+    """Consecutive tp groups in Galvatron are runs of ranks; the other groups take every (S / t)-th rank."""
     data = SMALL | {"tp_sizes_enc": column((3, 4)), "tp_consecutive_flags": column((flag, 4)), "vtp": 3}
     strategy = from_galvatron(data | {"global_bsz": 24}, 12).plan.strategies(
         ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
@@ -223,7 +226,7 @@ def test_neighbouring_ranks(flag: int, groups: list[str]) -> None:
     ("changes", "split"),
     [({}, (1, 1, 3)), ({"pp_division": "2,2,1"}, "even"), ({"pp_division": "1, 3, 1"}, (1, 3, 1))],
 )
-def test_split(changes: dict[str, Any], split: str | tuple[int, ...]) -> None:
+def test_pp_division_gives_the_split(changes: dict[str, Any], split: str | tuple[int, ...]) -> None:
     data = OLD | {"pp_deg": 3, "tp_sizes_enc": "1,1,1,1,1", "tp_consecutive_flags": "1,1,1,1,1"}
     assert from_galvatron(data | {"dp_types_enc": "0,0,0,0,0"} | changes, 12).plan.split == split
 
@@ -249,7 +252,7 @@ def test_split(changes: dict[str, Any], split: str | tuple[int, ...]) -> None:
         ({"ep_sizes_enc": "1,1,1,1", "tp_of_ep_sizes_enc": "1,1,1,1", "vcp": 1}, "pp2xdp2xtp2"),
     ],
 )
-def test_keys_mean(changes: dict[str, Any], text: str) -> None:
+def test_keys_change_the_imported_layers(changes: dict[str, Any], text: str) -> None:
     assert from_galvatron(SMALL | changes, 8).plan.layers == parse(text).layers
 
 
@@ -281,7 +284,7 @@ FLAGS = "Galvatron has run-time flags for what the file leaves out, read by thei
         ),
     ],
 )
-def test_notes(data: dict[str, Any], ranks: int, notes: Iterable[str]) -> None:
+def test_import_notes_name_what_the_file_leaves_open(data: dict[str, Any], ranks: int, notes: Iterable[str]) -> None:
     assert from_galvatron(data, ranks).notes == tuple(notes)
 
 
@@ -292,13 +295,13 @@ def test_fewer_chunks_than_stages_are_left_to_validate() -> None:
     assert to_galvatron(imported.plan, 4, 16)["chunks"] == 1
 
 
-def test_which_files_are_galvatrons() -> None:
+def test_galvatron_files_are_recognised() -> None:
     assert is_galvatron(HUGE)
     assert not is_galvatron({"vitpar_plan": 1, "layers": []})
     assert not is_galvatron(["tp_sizes_enc"])
 
 
-def test_file_reads_back(tmp_path: Path) -> None:
+def test_written_file_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an older plan")
     plan = replace(parse("pp1: 0=fsdp4+ckpt, *=dp2xtp2"), microbatches=1)
@@ -313,7 +316,7 @@ def test_file_reads_back(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an older plan")
 

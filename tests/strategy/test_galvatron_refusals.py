@@ -39,7 +39,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ({"default_dp_type": "fsdp"}, '\'default_dp_type\' in .* is "fsdp": give "ddp", "zero2" or "zero3"'),
         ({"default_dp_type": ["ddp"]}, r"'default_dp_type' in .* is \[\"ddp\"\]: give .*"),
         ({"vcp": 2}, "'vcp' in the Galvatron plan is 2: give 1, as vitpar has no context parallelism"),
-        # text of numbers
+        # lists of numbers as text
         ({"tp_sizes_enc": [2, 2, 2, 2]}, rf"'tp_sizes_enc' in the Galvatron plan is \[2, 2, 2, 2\]: {LIST}"),
         ({"tp_sizes_enc": ""}, f"'tp_sizes_enc' in the Galvatron plan is \"\": {LIST}"),
         ({"checkpoint": "0,0,,0"}, f"'checkpoint' in the Galvatron plan is \"0,0,,0\": {LIST}"),
@@ -52,7 +52,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ),
         ({"use_sp": "0,0,0"}, "use_sp has 3 values but tp_sizes_enc 4: give one for each block"),
         ({"tp_sizes_enc": "2"}, "tp_consecutive_flags has 4 values but tp_sizes_enc 1: give one for each block"),
-        # values of blocks
+        # values per block
         ({"tp_consecutive_flags": "1,1,2,1"}, "block 2: tp_consecutive_flags is 2: use 0 or 1"),
         ({"dp_types_enc": "0,0,0,3"}, "block 3: dp_types_enc is 3: use 0 or 1"),
         ({"use_sp": "0,2,0,0"}, "block 1: use_sp is 2: use 0 or 1"),
@@ -75,7 +75,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ({"tp_sizes_enc": "2,2,0,2"}, "block 2: tp 0 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         ({"tp_sizes_enc": "2,2,8,2"}, "block 2: tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
         ({"vtp": 8}, r"embed and head \(vtp\): tp 8 does not divide the 4 ranks of a stage: use 1, 2 or 4"),
-        # the whole
+        # the plan as a whole
         ({"pp_deg": 3}, "pp_deg 3 does not divide 8 ranks: use 1, 2 or 4"),
         (
             {"pp_deg": 8, "tp_sizes_enc": "1,1,1,1", "vtp": 1},
@@ -91,7 +91,7 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ({"global_bsz": 15}, "a batch of 15 images does not divide into the 2 data-parallel parts of .*: use 14 or 16"),
     ],
 )
-def test_import_refuses(changes: dict[str, Any], message: str) -> None:
+def test_import_refuses_invalid_files(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StrategyError, match=f"^{message}$"):
         from_galvatron(SMALL | changes, 8)
 
@@ -99,12 +99,12 @@ def test_import_refuses(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "key", ["pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "global_bsz", "chunks"]
 )
-def test_import_needs(key: str) -> None:
+def test_import_requires_every_key(key: str) -> None:
     with pytest.raises(StrategyError, match=f"^the Galvatron plan has no key '{key}': add it, the value is "):
         from_galvatron({name: value for name, value in HUGE.items() if name != key}, 4)
 
 
-def test_import_refuses_what_only_shows_elsewhere() -> None:
+def test_import_refuses_contradictions_with_the_model() -> None:
     with pytest.raises(StrategyError, match=r"^chunks is -1, whose rule depends on the .* older file: give a number$"):
         from_galvatron(OLD | {"chunks": -1}, 16)
     with pytest.raises(StrategyError, match=r"^tp_sizes_enc has 4 blocks but the model 12: use a file made for it$"):
@@ -195,7 +195,7 @@ CANNOT = "which Galvatron's file cannot say"
         ),
     ],
 )
-def test_export_refuses(text: str, fields: dict[str, Any], message: str) -> None:
+def test_export_refuses_plans_galvatron_cannot_express(text: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         to_galvatron(replace(parse(text), **{"microbatches": 2} | fields), 4, 16)
     assert str(caught.value) == message
@@ -210,7 +210,7 @@ def test_export_refuses(text: str, fields: dict[str, Any], message: str) -> None
         (None, "cannot read the plan {path}: No such file or directory"),
     ],
 )
-def test_file_that_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_refused_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "plan.json"
     if content is not None:
         path.write_text(content)

@@ -1,4 +1,4 @@
-"""The strategy language: what is read, its canonical form, and where a refusal points."""
+"""Strategy grammar: accepted texts, their canonical form, and the position in error messages."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from vitpar.strategy import ROLES, Axis, Plan, Strategy, parse
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """Well-formed strategies in any spelling: degrees of 1, leading zeros, mixed case, blanks around."""
+    """Draw well-formed strategies in any spelling: degrees of 1, leading zeros, mixed case, surrounding blanks."""
     roles = draw(st.permutations(ROLES))[: draw(st.integers(1, 4))]
     open_index = draw(st.integers(-1, 3))
     degree = st.integers(1, 16).flatmap(lambda n: st.sampled_from([f"{n}", f"0{n}"]))
@@ -31,7 +31,7 @@ def test_canonical_form_parses_back_to_the_same_plan(text: str) -> None:
 
 @st.composite
 def layered_texts(draw: st.DrawFn) -> str:
-    """Well-formed layerwise plans of 12 ranks a stage, with blanks around their signs."""
+    """Draw well-formed layerwise plans of 12 ranks per stage, with blanks around their signs."""
     choices = ["dp12", "fsdp12+ckpt", "tp4xdp3+sp", "TP4xfsdp3+2d", "dp2xfsdp3xtp2", "tp8+3D", "fsdp", "dp3xtp+zero2"]
     strategy = st.sampled_from([c for c in choices if "tp8" not in c])
     bounds = sorted(draw(st.sets(st.integers(0, 30), max_size=5)))
@@ -59,6 +59,7 @@ def test_layerwise_plans_have_a_canonical_form(text: str) -> None:
     )
 )
 def test_any_text_is_a_plan_or_a_refusal_in_one_line(text: str) -> None:
+    """Random text must never cause another exception, and accepted text must have a canonical form that parses back."""
     try:
         plan = parse(text)
     except StrategyError as error:
@@ -67,7 +68,7 @@ def test_any_text_is_a_plan_or_a_refusal_in_one_line(text: str) -> None:
         assert parse(str(plan)) == plan
 
 
-def test_fields() -> None:
+def test_parsed_fields() -> None:
     assert parse("tp2xpp4xdp+ckpt") == Plan(
         layers=(("*", Strategy((Axis("tp", 2), Axis("dp", None)), checkpoint="full")),), pp=4, pp_index=1
     )
@@ -169,7 +170,7 @@ ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
         ("dp2xzero1", "'zero1' at position 5 of 'dp2xzero1' is a flag, not an axis: write +zero1 at the end"),
     ],
 )
-def test_refusals_point_at_the_place(text: str, message: str) -> None:
+def test_refusals_point_at_the_position(text: str, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text)
     assert str(caught.value) == message
@@ -203,7 +204,7 @@ ALIKE = "give all layers strategies of as many ranks"
         ("pp0: *=dp2", "the degree of 'pp' at position 1 of 'pp0: *=dp2' is 0: use 1 to 65,536"),
     ],
 )
-def test_layerwise_refusals(text: str, message: str) -> None:
+def test_invalid_layerwise_plans_are_refused(text: str, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text)
     assert str(caught.value) == message
@@ -228,10 +229,10 @@ def test_layerwise_refusals(text: str, message: str) -> None:
         ),
     ],
 )
-def test_flags_that_clash_with_the_axes(text: str, message: str) -> None:
+def test_flags_that_clash_with_the_axes_are_refused(text: str, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text)
     assert str(caught.value) == message
     open_degree = text.replace("tp4", "tp").replace("tp6", "tp").replace("tp16", "tp").replace("tp2", "tp")
     if open_degree != text and "+sp" not in text:
-        parse(open_degree)  # is refused when the degree is known
+        parse(open_degree)  # accepted while the degree is open; refused once it is known

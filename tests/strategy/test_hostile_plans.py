@@ -1,4 +1,4 @@
-"""Strategies and plans of strangers: whatever they claim is refused at once, in a sentence that stays short."""
+"""Strategies and plans from untrusted sources: absurd values are refused quickly, with a short error."""
 
 import os
 import re
@@ -63,12 +63,12 @@ def refused(make: Callable[[], Any], message: str) -> str:
         ("dp2x" * 250_000, "has 1,000,000 characters: write at most 65,536"),
     ],
 )
-def test_strings_that_claim_too_much(text: str, message: str) -> None:
+def test_oversized_strategy_strings_are_refused(text: str, message: str) -> None:
     refused(lambda: parse(text), message)
 
 
 @pytest.mark.parametrize("before", [0, 3, 99, 100, 101, 5_000])
-def test_a_long_strategy_is_quoted_around_the_place(before: int) -> None:
+def test_long_strategy_is_quoted_around_the_mistake(before: int) -> None:
     groups = "".join(f"{index}=dp2," for index in range(before % 1024))
     said = refused(lambda: parse(f"pp1: {groups}head=dp2xwrong4,{'*=dp2,' * 5_000}"), "unknown role 'wrong'")
     place = len(f"pp1: {groups}head=dp2x")
@@ -78,7 +78,7 @@ def test_a_long_strategy_is_quoted_around_the_place(before: int) -> None:
     assert quote.startswith("…") == (place > 99) and quote.endswith("…")
 
 
-def test_fields_that_claim_too_much() -> None:
+def test_oversized_plan_fields_are_refused() -> None:
     for number in (65_537, 10**9, HUGE):
         refused(lambda number=number: Axis("dp", number), "the degree of 'dp' is .*: use 1 to 65,536")
         refused(lambda number=number: Plan(pp=number), "the degree of 'pp' is .*: use 1 to 65,536")
@@ -92,7 +92,7 @@ def test_fields_that_claim_too_much() -> None:
     refused(lambda: Strategy((Axis("tp", 8),), "2.5d", HUGE), "needs tp to be 10+… times a square, not 8")
 
 
-def test_many_strategies_of_many_ranks_are_refused_before_any_layout_is_made() -> None:
+def test_too_many_large_strategies_are_refused_before_layouts_exist() -> None:
     kinds = [f"dp{2**a}xfsdp{2**b}xtp{2 ** (16 - a - b)}" for a in range(1, 8) for b in range(1, 8)]
     layers = tuple((str(index), parse(kind).strategy) for index, kind in enumerate(kinds))
     token_layout.cache_clear()
@@ -100,10 +100,10 @@ def test_many_strategies_of_many_ranks_are_refused_before_any_layout_is_made() -
     some = Plan(layers[: MAX_LAYOUT_PARTS // 65_536])
     assert row_parts(some.kinds[0]) == 4
     batch_arithmetic(some, 65_536)
-    assert token_layout.cache_info().misses == 0  # a batch is divided by arithmetic
+    assert token_layout.cache_info().misses == 0  # batch arithmetic needs no layouts
 
 
-def test_the_largest_numbers_are_quick() -> None:
+def test_largest_allowed_numbers_are_fast() -> None:
     assert divisors(1 << 24) == [1 << n for n in range(25)]
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and divisors(1) == [1]
     assert dict(parse("tp32768+2.5d").strategy.tensor_shape) == {"d": 2, "i": 128, "j": 128}
@@ -130,7 +130,7 @@ LAYER = PLAN["layers"][0]
 
 
 @pytest.mark.parametrize("read", [read_plan, lambda path: read_galvatron(path, 8)], ids=["plan", "galvatron"])
-def test_files_that_are_no_plans(read: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_files_that_are_not_plans_are_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
     twice = "{" + ",".join(f'"k{index}":1' for index in range(300_000)) + ',"k299999":2}'
     for content, message in (
         (twice, "key 'k299999' stands twice: give it once"),
@@ -173,7 +173,7 @@ def test_files_that_are_no_plans(read: Callable[[Path], Any], tmp_path: Path) ->
         ({"layers": [LAYER | {"depth": HUGE}]}, r"depth 10+… is given beside \+1d"),
     ],
 )
-def test_plans_that_claim_too_much(change: dict[str, Any], message: str) -> None:
+def test_oversized_plan_files_are_refused(change: dict[str, Any], message: str) -> None:
     refused(lambda: plan_from_json(PLAN | change), message)
 
 
@@ -199,11 +199,11 @@ GALVATRON = BLOCKS | {"pp_deg": 1, "global_bsz": 16, "chunks": 1}
         ({"pipeline_type": "x" * 10**6}, "'pipeline_type' in .* is \"x+…: give"),
     ],
 )
-def test_galvatrons_plans_that_claim_too_much(change: dict[str, Any], message: str) -> None:
+def test_oversized_galvatron_plans_are_refused(change: dict[str, Any], message: str) -> None:
     refused(lambda: from_galvatron(GALVATRON | change, 8), message)
 
 
-def test_a_world_that_is_claimed_for_galvatrons_plan() -> None:
+def test_oversized_world_for_a_galvatron_plan_is_refused() -> None:
     refused(lambda: from_galvatron(GALVATRON, 10**18), "the world takes 1,000,000,000,000,000,000 ranks: use at most")
 
 
@@ -236,7 +236,7 @@ def test_a_world_that_is_claimed_for_galvatrons_plan() -> None:
         ("scaling --cluster 8xH100 --ranks ²", "--ranks ² is no number"),
     ],
 )
-def test_options_that_claim_too_much(
+def test_oversized_command_line_options_are_refused(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = pack_small(tmp_path) if "{data}" in words else None

@@ -1,4 +1,4 @@
-"""Layouts and the redistributions between them: by arithmetic, and on real ranks forward and backward."""
+"""Token layouts and redistributions between them, by arithmetic and on real ranks in forward and backward."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def part_of(whole: torch.Tensor, at: Layout, rank: int) -> torch.Tensor:
 
 
 @given(st.sampled_from([1, 2, 4, 6, 8, 12]).flatmap(lambda n: st.tuples(strategies_of(n), strategies_of(n))))
-def test_moves_give_every_rank_all_it_lacks_and_nothing_else(pair: tuple[Strategy, Strategy]) -> None:
+def test_moves_send_each_rank_exactly_what_it_lacks(pair: tuple[Strategy, Strategy]) -> None:
     source, target = token_layout(pair[0]), token_layout(pair[1])
     found = moves(source, target, BATCH, WIDTH)
     for rank in range(len(target)):
@@ -50,7 +50,7 @@ def test_moves_give_every_rank_all_it_lacks_and_nothing_else(pair: tuple[Strateg
 
 
 @given(strategies_of(8))
-def test_where_layouts_agree_nothing_moves(strategy: Strategy) -> None:
+def test_equal_layouts_move_nothing(strategy: Strategy) -> None:
     at = token_layout(strategy)
     assert received_share(at, at) == 0
     assert all(move.sender == move.receiver for move in moves(at, at, BATCH, WIDTH))
@@ -61,24 +61,24 @@ def test_where_layouts_agree_nothing_moves(strategy: Strategy) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "share"),
     [
-        ("dp4", "tp4", 3 / 4),  # all want the three parts they lack
-        ("tp4", "dp4", 0),  # all hold everything: each cuts its own
-        ("dp4", "dp2xtp2", 1 / 4),  # the neighbour's quarter makes the half
-        ("dp4", "tp2xdp2", 1 / 2),  # rank 1 has a quarter of the other half
+        ("dp4", "tp4", 3 / 4),  # each rank lacks three of the four parts
+        ("tp4", "dp4", 0),  # every rank holds everything and keeps its slice
+        ("dp4", "dp2xtp2", 1 / 4),  # half of the rows: the rank's quarter and its neighbour's
+        ("dp4", "tp2xdp2", 1 / 2),  # rank 1 holds a quarter that is not in its half
         ("dp2xtp2", "tp2xdp2", 1 / 2),
         ("fsdp4", "dp4", 0),
         ("fsdp2xdp2", "dp4", 0),  # rows follow the rank order, not the roles
         ("dp6", "tp3xdp2", 1 / 2),
-        ("dp4", "tp4+2d", 1 / 8),  # half of the rows, half of the features, of which a half is there
+        ("dp4", "tp4+2d", 1 / 8),  # needs half of the rows and features, and has half of that
         ("tp4+2d", "tp4", 3 / 4),
         ("dp4", "tp4+sp", 0),
     ],
 )
-def test_what_has_to_be_received(source: str, target: str, share: float) -> None:
+def test_received_share_between_layouts(source: str, target: str, share: float) -> None:
     assert received_share(layout(source), layout(target)) == pytest.approx(share)
 
 
-def test_ends_of_a_model() -> None:
+def test_image_and_logit_layouts() -> None:
     sequence, cube = parse("dp2xtp2+sp").strategy, parse("tp8+3d").strategy
     assert [part.row for part in image_layout(sequence)] == [0, 1, 2, 3]
     assert [part.row for part in logit_layout(sequence)] == [0, 0, 1, 1]
@@ -94,7 +94,7 @@ MESHES = {
 
 
 def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
-    """Return the errors in the exchange between any two of `meshes`; runs on every rank."""
+    """Return the errors in the redistributions between any two of `meshes`; runs on every rank."""
     from vitpar.parallel.redistribute import Redistribute
 
     rank, wrong = dist.get_rank(), []
@@ -112,5 +112,5 @@ def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", MESHES)
-def test_every_exchange_on_real_ranks(size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_every_redistribution_is_exact_on_real_ranks(size: int, ranks: Callable[[int], RankPool]) -> None:
     assert [problem for here in ranks(size).run(exchanged, MESHES[size]) for problem in here] == []

@@ -80,13 +80,13 @@ def test_open_degree_takes_the_rest(text: str, world_size: int, resolved: str) -
         ),
     ],
 )
-def test_degrees_that_do_not_fit_the_world(text: str, world_size: int, message: str) -> None:
+def test_degrees_that_do_not_match_the_world_are_refused(text: str, world_size: int, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text).resolve(world_size)
     assert str(caught.value) == message
 
 
-def test_open_degree_has_no_size() -> None:
+def test_open_degree_has_no_world_size() -> None:
     with pytest.raises(StrategyError, match=r"^the degree of 'dp' is open: give it a number"):
         _ = parse("tp2xdp").world_size
 
@@ -139,7 +139,7 @@ def test_open_degree_has_no_size() -> None:
         ),
     ],
 )
-def test_a_field_that_is_wrong_by_itself_is_refused(build, message: str) -> None:
+def test_invalid_field_is_refused_on_construction(build, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         build()
     assert str(caught.value) == message
@@ -155,7 +155,7 @@ def test_leftmost_axis_varies_slowest() -> None:
 
 
 @pytest.mark.parametrize("text", ["dp2xpp3xtp2", "pp2xdp2", "tp2xdp3xpp2", "fsdp4", "pp2: 0=dp4, *=tp2xdp2"])
-def test_places_and_ranks(text: str) -> None:
+def test_place_of_rank_and_rank_of_place_are_inverse(text: str) -> None:
     plan = parse(text)
     places = [place_of_rank(plan, rank) for rank in range(plan.world_size)]
     assert sorted(places) == [(pp, number) for pp in range(plan.pp or 1) for number in range(plan.stage_size)]
@@ -171,12 +171,13 @@ NAMES = ("embed", *(f"blocks.{i}" for i in range(6)), "head")
     ("text", "expected"),
     [
         ("pp1: embed=tp2, 0-2=dp2, *=fsdp2", ["tp2", *["dp2"] * 3, *["fsdp2"] * 4]),
-        ("pp1: 0-2=dp2, 3-5=fsdp2", [*["dp2"] * 4, *["fsdp2"] * 4]),  # embed and head as the blocks beside them
+        # Embed and head take the strategy of the neighbouring block.
+        ("pp1: 0-2=dp2, 3-5=fsdp2", [*["dp2"] * 4, *["fsdp2"] * 4]),
         ("pp1: 0-2=dp2, 3-5=fsdp2, head=tp2", [*["dp2"] * 4, *["fsdp2"] * 3, "tp2"]),
         ("dp2+ckpt", ["dp2+ckpt"] * 8),
     ],
 )
-def test_strategies_of_the_layers(text: str, expected: list[str]) -> None:
+def test_groups_assign_a_strategy_to_every_layer(text: str, expected: list[str]) -> None:
     found = parse(text).strategies(NAMES)
     assert tuple(found) == NAMES
     assert [str(strategy) for strategy in found.values()] == expected
@@ -192,7 +193,7 @@ def test_strategies_of_the_layers(text: str, expected: list[str]) -> None:
         ),
     ],
 )
-def test_layers_that_the_model_lacks(text: str, message: str) -> None:
+def test_missing_or_unknown_layers_are_refused(text: str, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text).strategies(NAMES)
     assert str(caught.value) == message
@@ -205,5 +206,6 @@ def test_num_stages_counts_virtual_ones() -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
+    """Importing torch takes seconds, which errors in a strategy string should not cost."""
     code = "import sys, vitpar.strategy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -1,4 +1,4 @@
-"""Plans as JSON: the layout, the round trip, and refusals that name the key."""
+"""Plans as JSON: the file format, the round trip, and errors that name the key."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_json_round_trip(plan: Plan) -> None:
     assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
 
 
-def test_file_is_readable_and_reads_back(tmp_path: Path) -> None:
+def test_plan_file_is_human_readable_and_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an older plan")
     write_plan(path, PLAN)
@@ -81,11 +81,11 @@ def test_file_is_readable_and_reads_back(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_keys_left_out_take_the_defaults() -> None:
+def test_missing_keys_take_the_defaults() -> None:
     assert plan_from_json({"vitpar_plan": 1, "layers": [{"layers": "*", "axes": []}]}) == Plan()
 
 
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an older plan")
 
@@ -99,7 +99,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_write_into_what_is_no_folder(tmp_path: Path) -> None:
+def test_write_without_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("absent", "file"):
         with pytest.raises(StrategyError, match=r"^cannot write the plan .*: (No such file or|Not a) directory$"):
@@ -187,7 +187,7 @@ def test_refusals_name_the_layer(change: dict[str, Any], message: str) -> None:
         ('{"pp": 1, "pp": 2}', "key 'pp' stands twice: give it once"),
     ],
 )
-def test_file_that_is_not_a_plan(tmp_path: Path, text: str, message: str) -> None:
+def test_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(StrategyError) as caught:
@@ -196,7 +196,7 @@ def test_file_that_is_not_a_plan(tmp_path: Path, text: str, message: str) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b'{"pp": ', b"\xff\xfe", b"[" * 100_000])
-def test_file_that_is_not_json(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
     with pytest.raises(StrategyError) as caught:
@@ -204,6 +204,6 @@ def test_file_that_is_not_json(tmp_path: Path, content: bytes) -> None:
     assert str(caught.value).startswith(f"{path} is not JSON: ")
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r"^cannot read the plan .*plan\.json: No such file or directory$"):
         read_plan(tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""Dealing blocks to stages and stages to ranks."""
+"""Assignment of blocks to stages, and of stages to ranks."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -16,7 +16,7 @@ def sizes(stages: tuple[range, ...]) -> list[int]:
 
 
 def stage_costs(cuts: list[int], costs: list[float]) -> list[float]:
-    """Cost of each stage when it begins and ends at neighbouring `cuts`; costs are embed, blocks, head."""
+    """Return the cost of each stage between neighbouring `cuts`; `costs` are those of embed, blocks and head."""
     blocks = [sum(costs[1 + start : 1 + end]) for start, end in pairwise(cuts)]
     blocks[0] += costs[0]
     blocks[-1] += costs[-1]
@@ -27,7 +27,7 @@ def stage_costs(cuts: list[int], costs: list[float]) -> list[float]:
     ("num_blocks", "num_stages", "expected"),
     [(12, 4, [3, 3, 3, 3]), (10, 4, [3, 3, 2, 2]), (5, 5, [1, 1, 1, 1, 1]), (7, 1, [7])],
 )
-def test_even(num_blocks: int, num_stages: int, expected: list[int]) -> None:
+def test_even_split_has_larger_stages_first(num_blocks: int, num_stages: int, expected: list[int]) -> None:
     assert sizes(split_blocks(num_blocks, num_stages, "even")) == expected
 
 
@@ -37,8 +37,11 @@ def test_stages_are_contiguous() -> None:
 
 
 @given(st.data())
-def test_balanced_is_the_best_of_all_splits(data: st.DataObject) -> None:
-    """First the costliest stage as cheap as can be, then the smallest sum of squares. Whole costs make this exact."""
+def test_balanced_split_is_optimal(data: st.DataObject) -> None:
+    """The costliest stage is as cheap as possible, then the sum of squares is smallest.
+
+    Integer costs make this exact.
+    """
     num_blocks = data.draw(st.integers(1, 9))
     num_stages = data.draw(st.integers(1, num_blocks))
     costs = data.draw(st.lists(st.integers(0, 9), min_size=num_blocks + 2, max_size=num_blocks + 2))
@@ -54,13 +57,13 @@ def test_balanced_is_the_best_of_all_splits(data: st.DataObject) -> None:
     assert score(cuts) == min(map(score, every_split))
 
 
-def test_balanced_weighs_stem_and_head() -> None:
+def test_balanced_split_counts_stem_and_head() -> None:
     assert sizes(split_blocks(8, 2, "balanced", [0, *[1] * 8, 0])) == [4, 4]
     assert sizes(split_blocks(8, 2, "balanced", [4, *[1] * 8, 0])) == [2, 6]
     assert sizes(split_blocks(8, 2, "balanced", [0, *[1] * 8, 100])) == [7, 1]
 
 
-def test_balanced_is_even_where_costs_are_equal_or_zero() -> None:
+def test_balanced_split_is_even_for_equal_or_zero_costs() -> None:
     assert sorted(sizes(split_blocks(10, 4, "balanced", [0, *[0.1] * 10, 0]))) == [2, 2, 3, 3]
     assert sum(sizes(split_blocks(4, 2, "balanced", [0.0] * 6))) == 4
     assert sizes(split_blocks(4, 2, "balanced", [1e200] * 6)) == [2, 2]
@@ -107,19 +110,19 @@ def test_balanced_is_even_where_costs_are_equal_or_zero() -> None:
         (1, 1, "balanced", [1, -1, 1], "split 'balanced' got a cost of -1: costs are finite and not negative"),
     ],
 )
-def test_refusals(num_blocks: int, num_stages: int, how, costs, message: str) -> None:
+def test_invalid_splits_are_refused(num_blocks: int, num_stages: int, how, costs, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         split_blocks(num_blocks, num_stages, how, costs)
     assert str(caught.value) == message
 
 
-def test_stages_loop_over_the_ranks() -> None:
+def test_interleaved_stages_loop_over_the_ranks() -> None:
     plan = replace(parse("dp2xpp3"), schedule="interleaved1f1b", virtual_stages=2)
     assert [stages_of_rank(rank, plan) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     assert stages_of_rank(0, parse("dp4")) == (0,)
 
 
-def test_v_shaped_stages_go_down_the_ranks_and_up_again() -> None:
+def test_v_shaped_stages_run_down_and_up_the_ranks() -> None:
     plan = replace(parse("dp2xpp3"), schedule="zbvzerobubble", virtual_stages=2)
     assert [stages_of_rank(rank, plan) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [rank_of_stage(stage, plan) for stage in range(6)] == [0, 1, 2, 2, 1, 0]

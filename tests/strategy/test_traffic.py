@@ -1,4 +1,4 @@
-"""The table of a block's communication, which planning prices, against what a block really sends."""
+"""The traffic table of a layer, which planning prices, compared with what a layer sends."""
 
 import math
 from collections import Counter
@@ -22,8 +22,7 @@ CONFIG = model_config(
 
 
 def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) -> tuple[Counter, Counter]:
-    """Return the layer's communication in forward and in backward along tensor axes, by axis and ranks; runs on every
-    rank."""
+    """Return the layer's collectives along tensor axes in forward and in backward; runs on every rank."""
     config = replace(CONFIG, **options)
     plan = validate(parse(mesh), config, ROWS)
     model = parallelize(config, plan, Execution(ROWS), device)
@@ -51,13 +50,13 @@ HEADS: tuple[dict, ...] = ({}, {"pool": "avg", "representation_size": 12}, {"dis
 @pytest.mark.parametrize(
     "mesh", [*MESHES, *(f"{mesh}{flag}" for mesh in MESHES for flag in ("+ckpt", "+ckpt.selective"))]
 )
-def test_a_block_sends_what_the_table_says(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_collectives_of_a_block_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     assert_sent(mesh, "blocks.1", {}, block_traffic(CONFIG, parse(mesh).strategy, ROWS), ranks)
 
 
 @pytest.mark.parametrize("options", HEADS, ids=["token", "mean", "two tokens"])
 @pytest.mark.parametrize("mesh", [*MESHES, "tp4+ckpt", "tp4+sp+ckpt", "tp8+3d+ckpt", "tp8+2.5d+ckpt.selective"])
-def test_a_head_sends_what_the_table_says(mesh: str, options: dict, ranks: Callable[[int], RankPool]) -> None:
+def test_collectives_of_a_head_match_the_table(mesh: str, options: dict, ranks: Callable[[int], RankPool]) -> None:
     config = replace(CONFIG, **options)
     assert_sent(mesh, "head", options, head_traffic(config, parse(mesh).strategy, ROWS), ranks)
 
@@ -88,8 +87,8 @@ def received(traffic: Traffic) -> float:
         ("tp8+3d", 1024, 1024, 829),
     ],
 )
-def test_volumes_follow_the_published_algorithms(mesh: str, batch: int, width: int, millions: int) -> None:
-    """With gathered activations kept for backward, and weights gathered once: what the modes' papers count."""
+def test_volumes_match_the_published_algorithms(mesh: str, batch: int, width: int, millions: int) -> None:
+    """Count as the papers do: gathered activations are kept for backward, and weights are gathered once."""
     model = model_config("vit_custom", patch_size=16, embed_dim=width, depth=1, num_heads=64)
     strategy = parse(mesh).strategy
     forward, backward = block_traffic(model, strategy, batch)
@@ -97,17 +96,17 @@ def test_volumes_follow_the_published_algorithms(mesh: str, batch: int, width: i
     kept = received(forward) + received(backward) - received(again)
     sizes = dict(mesh_axes(strategy))
     copies = sizes.get("d", 1)
-    share = 12 * width**2 * copies / math.prod(sizes.values())  # a rank's part of the four matrices
+    share = 12 * width**2 * copies / math.prod(sizes.values())  # a rank's shard of the four matrices
     weights = 2 * (sizes.get("i", 1) - 1) * share + 2 * (1 - 1 / copies) * share
-    assert (kept + weights) / 1e6 == pytest.approx(millions, rel=5e-3)  # ours has statistics of norms too
+    assert (kept + weights) / 1e6 == pytest.approx(millions, rel=5e-3)  # vitpar also sends the statistics of norms
 
 
-def test_known_volumes() -> None:
-    """Width 4096, 8 ranks, batch 512: 1d receives 2892 million elements a block, as a ring's formula says."""
+def test_volume_of_1d_matches_the_ring_formula() -> None:
+    """At width 4096 on 8 ranks with a batch of 512, a rank receives 2892 million elements per block."""
     wide = model_config("vit_custom", patch_size=16, embed_dim=4096, depth=2, num_heads=64)
     forward, backward = block_traffic(wide, parse("tp8").strategy, 512)
     assert received(forward) == received(backward)
     assert round((received(forward) + received(backward)) / 1e6) == 2892
     sp = sum(received(part) for part in block_traffic(wide, parse("tp8+sp").strategy, 512))
-    assert sp == 1.25 * 2 * received(forward)  # what is not kept is gathered once more
+    assert sp == 1.25 * 2 * received(forward)  # activations that are not kept are gathered once more in backward
     assert block_traffic(wide, parse("dp8").strategy, 512) == (Counter(), Counter())

@@ -1,4 +1,4 @@
-"""Plans against a model and a batch: what is filled in, what is refused, and the rules of torch's schedules."""
+"""Validation of plans for a model and a batch: defaults, refusals, and the rules of torch's schedules."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
         (parse("dp2xfsdp4"), 32, BatchArithmetic(32, 8, 4, 1, 4)),
         (plan_of("dp2", microbatches=4), 32, BatchArithmetic(32, 2, 16, 4, 4)),
         (plan_of("dp2", microbatch_size=8), 32, BatchArithmetic(32, 2, 16, 2, 8)),
-        # with pp the nearest working number to twice the pipeline degree
+        # with pp, the default is the valid number nearest to twice the pipeline degree
         (parse("pp2xtp2xdp2"), 32, BatchArithmetic(32, 2, 16, 4, 4)),
         (parse("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
         (parse("pp4"), 12, BatchArithmetic(12, 1, 12, 6, 2)),
@@ -56,7 +56,7 @@ def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
         (plan_of("pp4", schedule="gpipe"), 2, BatchArithmetic(2, 1, 2, 2, 1)),
         (interleaved("pp4"), 64, BatchArithmetic(64, 1, 64, 8, 8)),
         (interleaved("pp2"), 7, BatchArithmetic(7, 1, 7, 1, 7)),
-        # layers that cut their batch further, or differently
+        # layers that split their batch further, or differently
         (parse("tp4xdp2+2d"), 32, BatchArithmetic(32, 4, 8, 1, 8)),
         (parse("tp8+2.5d"), 32, BatchArithmetic(32, 4, 8, 1, 8)),
         (parse("tp8+3d"), 32, BatchArithmetic(32, 2, 16, 1, 16)),
@@ -78,7 +78,7 @@ def test_batch_arithmetic(plan: Plan, batch_size: int, expected: BatchArithmetic
     st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2)]),
     st.integers(1, 200),
 )
-def test_default_always_works_or_is_refused(text: str, schedule: tuple[str, int], batch_size: int) -> None:
+def test_default_microbatches_are_valid_or_refused(text: str, schedule: tuple[str, int], batch_size: int) -> None:
     plan = plan_of(text, schedule=schedule[0], virtual_stages=schedule[1])
     try:
         parts = batch_arithmetic(plan, batch_size)
@@ -90,7 +90,7 @@ def test_default_always_works_or_is_refused(text: str, schedule: tuple[str, int]
         assert schedule_objection(plan, parts.microbatches) is None
 
 
-def test_without_a_batch_what_depends_on_it_stays_open() -> None:
+def test_fields_that_depend_on_the_batch_stay_open_without_one() -> None:
     assert validate(parse("dp2"), Shape(), None).microbatches == 1
     assert validate(parse("pp2"), Shape(), None).microbatches is None
     assert validate(plan_of("pp2", microbatches=6), Shape(), None).microbatches == 6
@@ -99,7 +99,7 @@ def test_without_a_batch_what_depends_on_it_stays_open() -> None:
 
 
 @pytest.mark.parametrize("split", ["even", "balanced", (2, 6)])
-def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
+def test_valid_splits_are_kept(split: str | tuple[int, ...]) -> None:
     assert validate(plan_of("pp2", split=split), Shape(), 8).split == split
 
 
@@ -189,7 +189,9 @@ def test_splits_that_fit(split: str | tuple[int, ...]) -> None:
     ],
 )
 @pytest.mark.parametrize("batch_size", [None, 36])
-def test_plans_that_do_not_fit(plan: Plan, shape: Shape, message: str, batch_size: int | None) -> None:
+def test_plans_that_do_not_fit_the_model_are_refused(
+    plan: Plan, shape: Shape, message: str, batch_size: int | None
+) -> None:
     with pytest.raises(StrategyError) as caught:
         validate(plan, shape, batch_size)
     assert str(caught.value) == message
@@ -261,7 +263,7 @@ def test_plans_that_do_not_fit(plan: Plan, shape: Shape, message: str, batch_siz
         ),
     ],
 )
-def test_batches_that_do_not_fit(plan: Plan, batch_size: int, message: str) -> None:
+def test_batches_that_do_not_fit_the_plan_are_refused(plan: Plan, batch_size: int, message: str) -> None:
     for check in (lambda: batch_arithmetic(plan, batch_size), lambda: validate(plan, Shape(), batch_size)):
         with pytest.raises(StrategyError) as caught:
             check()
@@ -281,14 +283,14 @@ def test_batches_that_do_not_fit(plan: Plan, batch_size: int, message: str) -> N
         ),
     ],
 )
-def test_microbatches_that_no_batch_would_mend(plan: Plan, message: str) -> None:
+def test_microbatches_invalid_for_any_batch_are_refused(plan: Plan, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
         validate(plan, Shape(), None)
     assert str(caught.value) == message
 
 
-def test_schedule_rules_are_those_of_torch() -> None:
-    """torch's own constructors accept exactly the numbers of micro-batches that we accept."""
+def test_schedule_rules_match_torch() -> None:
+    """torch's schedule constructors accept exactly the numbers of micro-batches that vitpar accepts."""
     import torch
     from torch.distributed import pipelining
 

@@ -1,4 +1,4 @@
-"""Augmented and mixed images are the same under any plan: equal losses and gradient norms."""
+"""Augmentation, mixup and cutmix under a mesh: equal losses and gradient norms for every plan."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,8 @@ from helpers.small_data import pack_small
 from helpers.trained import recipe_of, train
 
 
-def test_augmented_and_mixed_images_are_the_same_on_any_mesh(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    """Two images a rank, so that partners are on other ranks, and runs of samples that batches cut."""
+def test_augmented_and_mixed_images_do_not_depend_on_the_mesh(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """With two images per rank, mixup partners lie on other ranks, and batches cut the runs of repeated samples."""
     data = pack_small(tmp_path)
     settings = {
         **{"augment.policy": "rand-m9-n2-mstd0.5-inc1", "augment.color_jitter": 0.4, "augment.random_erasing": 0.5},

@@ -1,4 +1,4 @@
-"""Evaluation: exact under every plan with a tail that divides by nothing, and without a trace in the training."""
+"""Evaluation: exact under every plan with an incomplete last batch, and without side effects on training."""
 
 import hashlib
 from collections.abc import Callable
@@ -24,7 +24,8 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import OptimizerSection
 
-BATCH = 8  # 17 images: two whole batches and one image, so that the second of two ranks sees padding alone
+# 17 images make two full batches and one image, so the second of two ranks sees only padding.
+BATCH = 8
 INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("dp1", {}),
@@ -38,7 +39,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 SEED = 1
-"""Initial parameters that are right about some image of each split, with every version of torch."""
+"""Seed whose initial parameters classify at least one image of each split correctly, with every torch version."""
 
 
 def config_of() -> ViTConfig:
@@ -57,13 +58,16 @@ def built(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], b
 def evaluated(
     device: torch.device, data: Path, split: str, mesh: str, fields: dict[str, Any], bad_sample: str = "fail"
 ) -> Evaluation:
-    """The evaluation of the initial parameters; runs on every rank."""
+    """Return the evaluation of the initial parameters; runs on every rank."""
     model, source = built(device, data, mesh, fields, bad_sample)
     return evaluate(model, source, ShardSet.open(data, split))
 
 
 def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation:
-    """One image after another through the plain model; without: samples to leave out, by name."""
+    """Evaluate one image after another with the plain model.
+
+    without: names of samples to leave out
+    """
     config = config_of()
     model = ViT(config).eval()
     initialise(model, SEED, config)
@@ -84,7 +88,7 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation
 
 
 def same(result: Evaluation, expected: Evaluation) -> bool:
-    """Counts exactly, the loss up to the order of its sums."""
+    """Return whether counts are equal and the loss agrees up to summation order."""
     counts = [replace(r, loss=0, skipped=Skipped(r.skipped.times)) for r in (result, expected)]
     return counts[0] == counts[1] and result.loss == pytest.approx(expected.loss, rel=1e-5)
 
@@ -96,9 +100,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("mesh", "fields"), PLANS, ids=str)
 @pytest.mark.parametrize("split", ["val", "train"])
-def test_evaluation_equals_one_by_hand(
+def test_evaluation_matches_a_plain_loop(
     split: str, mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """Every image counts exactly once although batches are padded, and all ranks get the same result."""
     expected = by_hand(data, split)
     assert expected.samples == (VAL if split == "val" else TRAIN * CLASSES)
     assert 0 < expected.top1 < expected.top5 < 1
@@ -109,13 +114,13 @@ def test_evaluation_equals_one_by_hand(
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
-    """Data with two bad validation images, one of them the tail, and their names."""
+    """Return data with two bad validation images, one of them in the last batch, and the names of both."""
     folder = pack_small(tmp_path_factory.mktemp("damaged"))
     return folder, (damage(folder, "val", 3), damage(folder, "val", VAL - 1))
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "tp2", "pp2", "pp2xdp2"])
-def test_bad_images_are_left_out_everywhere(
+def test_skipped_bad_images_count_on_no_rank(
     mesh: str, damaged: tuple[Path, tuple[str, ...]], ranks: Callable[[int], RankPool]
 ) -> None:
     folder, names = damaged
@@ -126,7 +131,7 @@ def test_bad_images_are_left_out_everywhere(
         assert result.warning is not None and all(name in result.warning for name in names)
 
 
-def test_nothing_but_bad_images(tmp_path: Path, alone: None) -> None:
+def test_split_with_only_bad_images_is_an_error(tmp_path: Path, alone: None) -> None:
     folder = pack_small(tmp_path)
     for sample in range(VAL):
         damage(folder, "val", sample)
@@ -135,8 +140,10 @@ def test_nothing_but_bad_images(tmp_path: Path, alone: None) -> None:
 
 
 def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], between: bool) -> list[str]:
-    """Losses, gradients and parameters of three steps, `between` with evaluations after the first two, as fingerprints;
-    runs on every rank."""
+    """Return digests of losses, gradients and parameters over three steps; runs on every rank.
+
+    between: evaluate after the first two steps
+    """
     model, source = built(device, data, mesh, fields, "fail")
     shards, val = ShardSet.open(data, "train"), ShardSet.open(data, "val")
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(lr=0.01))
@@ -153,9 +160,10 @@ def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any],
 
 
 @pytest.mark.parametrize(("mesh", "fields"), [p for p in PLANS if p != ("dp1", {})], ids=str)
-def test_evaluation_leaves_no_trace(
+def test_evaluation_does_not_change_training(
     mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """Losses, gradients and parameters are bitwise equal with and without evaluations between the steps."""
     pool = ranks(parse(mesh).world_size)
     with_evaluation, without = (pool.run(trained, data, mesh, fields, between) for between in (True, False))
     assert with_evaluation == without

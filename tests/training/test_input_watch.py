@@ -1,4 +1,4 @@
-"""The word about input that is too slow, and the picture of what training sees."""
+"""Warning about slow input, and the preview image of the training samples."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def rows(first: int, count: int, data: float) -> list[dict]:
     return [{"step": step, "data_ms": data, "step_ms": 100.0} for step in range(first, first + count)]
 
 
-def test_slow_input_is_said_once_with_a_remedy() -> None:
+def test_slow_input_is_reported_once_with_a_remedy() -> None:
     watch = InputWatch(workers=2, cores=8)
     assert watch.look([{"step": 1, "data_ms": 9000.0, "step_ms": 9000.0}, *rows(2, WATCHED_STEPS - 1, 40)]) is None
     words = watch.look(rows(WATCHED_STEPS + 1, 5, 40))
@@ -30,7 +30,7 @@ def test_slow_input_is_said_once_with_a_remedy() -> None:
     assert words is not None and "8 decoding threads on 8 cores" in words and "--short-side" in words
 
 
-def test_fast_input_is_not() -> None:
+def test_fast_input_is_not_reported() -> None:
     assert InputWatch(2, 8).look(rows(1, 500, 10)) is None
 
 
@@ -38,7 +38,7 @@ def test_fast_input_is_not() -> None:
     ("device", "cores", "ranks", "threads"),
     [("cuda", 16, 1, 15), ("cuda", 192, 8, 16), ("cuda", 2, 2, 1), ("cpu", 16, 1, 2), ("cpu", 2, 8, 1)],
 )
-def test_decoding_threads_follow_the_cores_of_a_rank(
+def test_decoding_threads_follow_the_cores_per_rank(
     device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitpar.launch.resources.cpu_cores", lambda: cores)
@@ -50,7 +50,7 @@ def test_decoding_threads_follow_the_cores_of_a_rank(
     assert decoding_threads(named, device) == 0
 
 
-def test_the_preview_shows_samples_and_what_becomes_of_them(tmp_path: Path) -> None:
+def test_preview_shows_samples_and_their_augmentations(tmp_path: Path) -> None:
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed")
     recipe = ["--set", "model.image_size=8", "--set", "model.patch_size=4"]

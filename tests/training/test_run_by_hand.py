@@ -1,4 +1,4 @@
-"""A whole run against a plain loop: rates, clipping, averages, evaluation and the weights that are left."""
+"""A complete run compared with a plain loop: learning rates, clipping, averages, evaluation and saved weights."""
 
 import math
 from pathlib import Path
@@ -21,14 +21,14 @@ from vitpar.training.recipe import Recipe
 SETTINGS: dict[str, Any] = {
     **{"train.steps": 6, "train.batch_size": 12, "train.clip_grad_norm": 0.5, "train.label_smoothing": 0.1},
     **{"train.ema_decay": 0.7, "train.seed": 3, "train.log_every": 1, "lr_schedule.warmup_steps": 2},
-    # eps: gradients of key biases are nothing but rounding, which a small one would turn into whole steps
+    # A large eps: gradients of key biases are pure rounding noise, which Adam with a small eps scales to full steps.
     **{"optimizer.lr": 0.01, "optimizer.weight_decay": 0.2, "optimizer.eps": 1e-3, "model.drop_path": 0.2},
 }
 RATES = [0.005, 0.01, *(0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4))]
 
 
 def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Tensor]]:
-    """Return loss, norm and rate of every step, the evaluation at the end, and the averaged parameters."""
+    """Return loss, gradient norm and rate of each step, the final evaluation, and the averaged parameters."""
     config = recipe.config(7)
     model = ViT(config)
     initialise(model, 3, config)
@@ -66,7 +66,8 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
     return steps, {"loss": F.cross_entropy(logits, batch.labels).item(), "top1": top1}, averages
 
 
-def test_a_run_equals_a_loop_by_hand(tmp_path: Path, alone: None) -> None:
+def test_run_matches_a_plain_loop(tmp_path: Path, alone: None) -> None:
+    """The plain loop is written independently, so it detects mistakes that all plans share."""
     data = pack_small(tmp_path)
     recipe = recipe_of(data, "dp1", **SETTINGS)
     train(CPU, recipe, tmp_path / "run")

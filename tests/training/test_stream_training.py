@@ -1,4 +1,4 @@
-"""Training on a stream: recipes, what every rank gets, evaluation that is exact, and the commands."""
+"""Training on streamed shards: recipes, labels on every rank, exact evaluation, and shell commands in URLs."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -57,8 +57,10 @@ log_every = 1
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a recipe that streams the shards beside it from a web server; by its brightness an image shows its
-    class."""
+    """Yield a folder with a recipe that streams its shards from a web server.
+
+    An image's brightness encodes its class.
+    """
     folder = tmp_path_factory.mktemp("place")
     assert (write_shards(folder, "train", TRAIN, CLASSES), write_shards(folder, "val", VAL, CLASSES)) == (32, 17)
     with served(folder) as address:
@@ -72,7 +74,7 @@ GIVEN = {"stream.train": "a-{0..3}.tar", "stream.val": "b.tar", "stream.samples"
 GIVEN |= {"stream.classes": 2, "train.steps": 1}
 
 
-def test_a_streaming_recipe_is_whole_in_its_file(tmp_path: Path) -> None:
+def test_streaming_recipe_survives_writing_and_reading(tmp_path: Path) -> None:
     recipe = read_recipe(None, GIVEN | {"stream.train": ("a.tar", "c-{0..1}.tar"), "stream.label": "json:y"})
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     assert read_recipe(tmp_path / "recipe.toml") == recipe and recipe.data_name == "a.tar, c-{0..1}.tar"
@@ -95,13 +97,13 @@ def test_a_streaming_recipe_is_whole_in_its_file(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_stream_cannot_do_is_refused(change: dict[str, Any], message: str) -> None:
+def test_settings_unsupported_by_streams_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         read_recipe(None, GIVEN | change)
     assert str(caught.value).startswith(message)
 
 
-def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) -> None:
+def test_data_path_replaces_a_stream_but_not_within_one_file(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(read_recipe(None, GIVEN).to_toml())
     packed = read_recipe(file, {"data.path": "x"})
@@ -114,7 +116,7 @@ def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) ->
         read_recipe(file)
 
 
-# what every rank gets
+# input on every rank
 
 
 def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
@@ -125,7 +127,7 @@ def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
 
 
 def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list[int], list[int]]]:
-    """Labels and keys of six steps; checks that this rank's images belong to the labels."""
+    """Return labels and keys of six steps; check that this rank's images match the labels. Runs on every rank."""
     model, source = built(device, recipe, mesh)
     found = []
     with torch.no_grad():
@@ -144,9 +146,7 @@ def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2", "tp2", "pp2", "fsdp4", "tp2xdp2", "pp2xtp2", "tp4+2d", "dp4"])
-def test_all_ranks_agree_on_labels_that_belong_to_the_images(
-    mesh: str, place: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_ranks_agree_on_labels_that_match_the_images(mesh: str, place: Path, ranks: Callable[[int], RankPool]) -> None:
     recipe = read_recipe(place / "recipe.toml")
     first, *others = ranks(parse(mesh).world_size).run(steps_of, recipe, mesh)
     assert all(other == first for other in others)
@@ -163,7 +163,7 @@ def few(device: torch.device, recipe: Recipe, mesh: str) -> str:
 
 
 @pytest.mark.parametrize(("mesh", "parts"), [("dp2", 2), ("tp2", 2), ("pp2xdp2", 2), ("tp2xdp2", 4)])
-def test_fewer_shards_than_ranks_that_decode_are_refused_on_every_rank(
+def test_fewer_shards_than_decoding_ranks_are_refused_on_every_rank(
     mesh: str, parts: int, place: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     recipe = read_recipe(place / "recipe.toml", {"stream.train": f"{place}/train-{{1..{parts - 1}}}.tar"})
@@ -177,8 +177,10 @@ def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "tp2", "pp2", "tp2xdp2", "dp4"])
-def test_evaluation_is_that_of_the_indexed_shards(mesh: str, place: Path, ranks: Callable[[int], RankPool]) -> None:
-    """Also with four ranks that decode and two shards."""
+def test_streamed_evaluation_equals_that_of_indexed_shards(
+    mesh: str, place: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """This includes the case of four decoding ranks and only two shards."""
     if not (place / "dataset.json").exists():
         index(place)
     streaming = read_recipe(place / "recipe.toml")
@@ -189,7 +191,7 @@ def test_evaluation_is_that_of_the_indexed_shards(mesh: str, place: Path, ranks:
     assert results[0].loss == pytest.approx(expected.loss, rel=1e-5) and results[0].top1 == expected.top1
 
 
-def test_a_wrong_count_and_lost_shards_are_told(place: Path, alone: None) -> None:
+def test_wrong_sample_count_and_missing_shards_are_reported(place: Path, alone: None) -> None:
     lost = {"stream.val": f"{place}/val-{{0..2}}.tar"}
     recipe = read_recipe(place / "recipe.toml", lost)
     skipping = read_recipe(place / "recipe.toml", lost, ["data.bad_sample=skip"])
@@ -207,7 +209,7 @@ def test_a_wrong_count_and_lost_shards_are_told(place: Path, alone: None) -> Non
 
 @pytest.fixture(scope="module")
 def run(place: Path, vitpar: Command) -> Path:
-    """The folder of a run over two ranks that streams from the web server."""
+    """Train on two ranks from the web server and return the run's folder."""
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "streamed")
     assert done.returncode == 0, done.stderr
     assert "train-{0..3}.tar: 32 to train on, 17 to validate with" in " ".join(done.stdout.split())
@@ -215,20 +217,24 @@ def run(place: Path, vitpar: Command) -> Path:
     return place / "streamed"
 
 
-def test_training_from_http_learns(run: Path) -> None:
+def test_training_from_http_reduces_the_loss(run: Path) -> None:
     losses = losses_of(run)
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
     assert [(row["samples"], row["top1"] > 0.5) for row in rows_of(run, "eval")][-1] == (17, True)
     assert rows_of(run, "train")[-1]["epoch"] == 24 * 8 / 32
 
 
-def test_eval_repeats_the_last_evaluation_but_runs_no_command_that_came_with_the_weights(
+def test_eval_runs_no_command_from_the_weights_folder(
     place: Path,
     run: Path,
     vitpar: Command,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Neither eval nor resume runs a shell command that stands in a checkpoint's recipe unless the user allows it.
+
+    Otherwise downloaded weights could run code. Once allowed, eval repeats the last evaluation of the run.
+    """
     checkpoint = run / "weights"
     recipe = checkpoint / "recipe.toml"
     text = recipe.read_text()
@@ -251,7 +257,7 @@ def test_eval_repeats_the_last_evaluation_but_runs_no_command_that_came_with_the
     assert f"17 images of 'val': top-1 {row['top1']:.2%}" in done.stdout and (place / "pwned").exists()
 
 
-def test_a_command_is_refused_before_anything_starts(
+def test_command_in_a_url_is_refused_before_launch(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)

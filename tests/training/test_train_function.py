@@ -1,4 +1,4 @@
-"""`vitpar.train`: training from Python, alone and in a process group that exists already."""
+"""`vitpar.train`: training from Python, in one process and in an existing process group."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +17,19 @@ from vitpar.errors import RecipeError, StrategyError
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> dict[str, Any]:
-    """Train in the process group of this rank and check that it is left as it is."""
+    """Train in this rank's process group, and check that the group still exists afterwards."""
     group = dist.group.WORLD
     summary = vitpar.train(recipe, device="cpu", run_dir=run_dir)
     assert dist.group.WORLD is group
     return summary
 
 
-def test_a_group_that_exists_gives_the_losses_of_one_process(
+def test_existing_group_gives_the_losses_of_one_process(
     data: Path, tmp_path: Path, ranks: Callable[[int], RankPool], environment: None
 ) -> None:
     alone = vitpar.train(recipe_of(data, "dp1"), device="cpu", run_dir=tmp_path / "alone")
@@ -42,7 +42,7 @@ def test_a_group_that_exists_gives_the_losses_of_one_process(
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-4)
 
 
-def test_a_run_resumes(data: Path, tmp_path: Path, environment: None) -> None:
+def test_run_resumes_from_python(data: Path, tmp_path: Path, environment: None) -> None:
     run = tmp_path / "run"
     vitpar.train(recipe_of(data, "dp1", **{"train.steps": STEPS}), run_dir=run, device="cpu")
     with pytest.raises(vitpar.UserError, match="steps"):
@@ -50,7 +50,7 @@ def test_a_run_resumes(data: Path, tmp_path: Path, environment: None) -> None:
     assert vitpar.train(recipe_of(data, "dp1", **{"train.steps": STEPS}), run_dir=run, resume="auto", device="cpu")
 
 
-def test_settings_replace_those_of_a_recipe(data: Path, tmp_path: Path) -> None:
+def test_settings_override_a_recipe_and_are_checked(data: Path, tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="needs 4 ranks but the world has 1"):
         vitpar.train("digits", {"data.path": str(data), "parallel.mesh": "dp4"}, device="cpu", run_dir=tmp_path / "run")
     with pytest.raises(RecipeError, match=r"unknown recipe key 'train\.epoch'"):

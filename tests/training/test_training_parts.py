@@ -1,4 +1,4 @@
-"""The parts of a training step: learning rate, weight decay, optimizers, gradient norm, moving average, weights."""
+"""Parts of a training step: learning rate, weight decay, optimizers, gradient norm, moving average, weights."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def backward(model: ParallelModel) -> None:
 
 
 def one_process(seed: int = 0, **options: Any) -> ViT:
-    """The plain model with the gradients of the same batch."""
+    """Return the plain model with the gradients of the same batch."""
     config = config_of(**options)
     model = ViT(config)
     initialise(model, seed, config)
@@ -63,18 +63,18 @@ def whole(tensor: Tensor) -> Tensor:
 # learning rate
 
 
-def test_cosine_with_warm_up() -> None:
+def test_cosine_with_warmup() -> None:
     rate = CosineWithWarmup(peak=1.0, total_steps=14, warmup_steps=4, min_lr=0.2)
     assert [rate(step) for step in range(1, 5)] == [0.25, 0.5, 0.75, 1.0]
     assert rate(5) == 1.0  # the cosine starts at the peak
-    assert rate(10) == pytest.approx(0.6)  # half way down
+    assert rate(10) == pytest.approx(0.6)  # halfway down
     assert rate(14) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.9)) / 2)
     assert rate(15) == rate(1000) == pytest.approx(0.2)
     falling = [rate(step) for step in range(5, 15)]
     assert falling == sorted(falling, reverse=True)
 
 
-def test_cosine_without_warm_up_and_shorter_than_it() -> None:
+def test_cosine_without_warmup_or_shorter_than_it() -> None:
     assert CosineWithWarmup(2.0, 1)(1) == 2.0
     assert [CosineWithWarmup(1.0, 2, warmup_steps=4)(step) for step in (1, 2)] == [0.25, 0.5]
 
@@ -103,7 +103,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s.name}-{s.momentum}-{s.implementation}")
-def test_optimizer_equals_torchs(settings: OptimizerSection) -> None:
+def test_optimizer_matches_torch(settings: OptimizerSection) -> None:
     ours, theirs = (nn.ModuleDict({"fc": nn.Linear(5, 3), "norm": nn.LayerNorm(3)}) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     groups = [
@@ -129,7 +129,7 @@ def test_optimizer_equals_torchs(settings: OptimizerSection) -> None:
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
 
 
-def test_parameters_without_gradient_are_left_alone() -> None:
+def test_parameters_without_gradient_do_not_change() -> None:
     layer = nn.Linear(2, 2)
     before = layer.bias.detach().clone()
     optimizer = ShardedOptimizer(layer.named_parameters(), OptimizerSection())
@@ -143,7 +143,7 @@ def test_parameters_without_gradient_are_left_alone() -> None:
 
 
 def norms(device: torch.device, mesh: str) -> tuple[float, float, float, dict[str, Tensor]]:
-    """The norm, the norm after clipping to half of it and to twice of it, and the clipped gradients; on every rank."""
+    """Return the norm, the norms after clipping to twice and half of it, and the clipped gradients; collective."""
     model = built(device, mesh, qk_norm=True)
     backward(model)
     gradients = ShardedOptimizer(model.named_parameters(), OptimizerSection()).gradients()
@@ -156,7 +156,7 @@ def norms(device: torch.device, mesh: str) -> tuple[float, float, float, dict[st
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "tp2", "fsdp2", "tp2xfsdp2", "pp2xtp2"])
-def test_norm_and_clipping_equal_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_norm_and_clipping_match_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     gradients = {name: p.grad for name, p in one_process(qk_norm=True).named_parameters() if p.grad is not None}
     expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
     for norm, unclipped, clipped, values in ranks(parse(mesh).world_size).run(norms, mesh):
@@ -169,7 +169,7 @@ def test_norm_and_clipping_equal_one_process(mesh: str, ranks: Callable[[int], R
 
 
 def averages(device: torch.device, mesh: str) -> dict[str, float]:
-    """Errors of the averages against a loop by hand, and of what `averaged` leaves behind; on every rank."""
+    """Return errors of the averages against a plain loop, and of the model after `averaged` ends; collective."""
     model = built(device, mesh)
     ema = EMA(model, 0.9)
     by_hand = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
@@ -202,7 +202,7 @@ def averages(device: torch.device, mesh: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "pp2xtp2"])
-def test_moving_average_equals_a_loop_by_hand(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_moving_average_matches_a_plain_loop(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     for errors in ranks(parse(mesh).world_size).run(averages, mesh):
         assert {name: error for name, error in errors.items() if error > 1e-6} == {}
 
@@ -216,7 +216,7 @@ def write(device: torch.device, mesh: str, folder: Path) -> None:
 
 
 def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int], list[list[float]]] | None:
-    """Rows and logits of a model of seed 4 that loads `folder`; runs on every rank."""
+    """Load `folder` into a model of seed 4 and return its rows and logits; runs on every rank."""
     model = built(device, mesh, seed=4, **EVERYTHING)
     load_weights(model, folder)
     logits = model.predict(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, BATCH)
@@ -227,7 +227,10 @@ def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int],
 @pytest.mark.parametrize(
     ("writes", "reads"), [("tp2xfsdp2", "pp2"), ("pp2", "dp1"), ("dp1", "tp2xfsdp2"), ("pp2xtp2", "fsdp2")]
 )
-def test_weights_move_between_plans(writes: str, reads: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_weights_load_under_another_plan(
+    writes: str, reads: str, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """One plan saves, another loads, and the logits equal those of the unsharded model."""
     folder = tmp_path / "step_1"
     ranks(parse(writes).world_size).run(write, writes, folder)
     answers = ranks(parse(reads).world_size).run(logits_of, reads, folder)
@@ -247,14 +250,14 @@ def test_weights_move_between_plans(writes: str, reads: str, tmp_path: Path, ran
 
 @pytest.fixture
 def saved(tmp_path: Path, alone: None) -> tuple[ParallelModel, Path]:
-    """A model of one process and the folder of its weights."""
+    """Return a model in one process and the folder of its weights."""
     folder = tmp_path / "step_1"
     model = built(torch.device("cpu"), "dp1")
     save_weights(model, folder, recipe().to_toml())
     return model, folder
 
 
-def test_saving_replaces_what_was_there(saved: tuple[ParallelModel, Path]) -> None:
+def test_saving_replaces_the_old_folder(saved: tuple[ParallelModel, Path]) -> None:
     model, folder = saved
     (folder / "old").touch()
     (folder.with_name("step_1.partial")).mkdir()
@@ -262,7 +265,7 @@ def test_saving_replaces_what_was_there(saved: tuple[ParallelModel, Path]) -> No
     assert not (folder / "old").exists() and not folder.with_name("step_1.partial").exists()
 
 
-def test_damaged_weights_get_a_sentence(saved: tuple[ParallelModel, Path]) -> None:
+def test_damaged_weights_are_refused_in_one_line(saved: tuple[ParallelModel, Path]) -> None:
     model, folder = saved
     part = folder / "model-00001-of-00001.safetensors"
 
@@ -301,7 +304,7 @@ def test_weights_of_another_model_are_refused(saved: tuple[ParallelModel, Path])
         load_weights(built(cpu, "dp1", depth=3), folder)
 
 
-def test_shape_of_saved_weights(saved: tuple[ParallelModel, Path], tmp_path: Path) -> None:
+def test_invalid_saved_config_is_refused(saved: tuple[ParallelModel, Path], tmp_path: Path) -> None:
     _, folder = saved
     with pytest.raises(DataError, match=r"holds no weights \(config.json is missing\)"):
         read_config(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Imported weights in vitpar's ViT against the libraries they come from: logits and every parameter's gradient."""
+"""Imported weights compared with the libraries they come from: logits and every parameter's gradient."""
 
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,14 @@ TIMM: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def gradients_of(model: nn.Module, folder: Path, config: dict[str, Any] | None) -> dict[str, Tensor]:
-    """The gradients that `model` has, by vitpar's names: saved as if they were weights, and imported, in float32."""
+    """Return the gradients of `model` under vitpar's names, in float32, by importing them as if they were weights."""
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     import_weights(saved(folder, {name: g.float() for name, g in found.items()}, config), folder / "imported")
     return dict(model_of(folder / "imported").named_parameters())
 
 
 def assert_equal(model: nn.Module, folder: Path, config: dict[str, Any] | None) -> ImportedWeights:
-    """Import the weights of `model`; both models have equal logits and gradients in float64."""
+    """Import the weights of `model`, and check that both models have equal logits and gradients in float64."""
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     imported = import_weights(saved(folder / "weights", weights, config), folder / "imported")
     ours, theirs = model_of(folder / "imported").double(), model.double()
@@ -56,29 +56,29 @@ def assert_equal(model: nn.Module, folder: Path, config: dict[str, Any] | None) 
     for name, parameter in ours.named_parameters():
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if name == "embed.pos_embed" and getattr(theirs, "pos_embed", found).shape != found.shape:
-            found[:, : -theirs.pos_embed.shape[1]] = 0  # tokens before the patches have positions here, none in timm
+            found[:, : -theirs.pos_embed.shape[1]] = 0  # vitpar gives prefix tokens a position, timm does not
         error = (found.float() - gradients[name]).abs().max().item()
-        assert error <= 1e-6 * max(1e-3, found.abs().max().item()), name  # those that were saved are rounded
+        assert error <= 1e-6 * max(1e-3, found.abs().max().item()), name  # the saved ones are rounded to float32
     assert sum(parameter.grad is not None for parameter in ours.parameters()) > 20
     return imported
 
 
 @pytest.mark.parametrize("case", TIMM)
-def test_timm(case: str, tmp_path: Path) -> None:
+def test_timm_weights_give_equal_gradients(case: str, tmp_path: Path) -> None:
     options, pool = TIMM[case]
     config = TIMM_CONFIG | {"global_pool": {"cls": "token"}.get(pool, pool)}
-    # The shapes of qk_norm tell the number of heads, which else only a configuration does.
+    # The shapes of qk_norm imply the number of heads; otherwise only the configuration has it.
     imported = assert_equal(timm_model(timm_state(**options), pool), tmp_path, None if "qk_norm" in options else config)
     assert imported.format == "timm" and (imported.config.num_heads, imported.config.pool) == (HEADS, pool)
 
 
 @pytest.mark.parametrize(("kind", "teacher"), [("vit", False), ("deit", False), ("deit", True)])
 @pytest.mark.parametrize("eps", [1e-12, 1e-6])
-def test_transformers(eps: float, kind: str, teacher: bool, tmp_path: Path) -> None:
+def test_transformers_weights_give_equal_gradients(eps: float, kind: str, teacher: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers_model(kind, teacher, layer_norm_eps=eps)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms are constant at first, and hide mistakes
+        for parameter in model.parameters():  # initial biases and norms are constants, which would hide mistakes
             parameter.normal_(std=0.3)
     imported = assert_equal(model, tmp_path, transformers_config(kind, layer_norm_eps=eps))
     assert imported.format == "transformers" and imported.config.distillation is teacher
@@ -86,7 +86,7 @@ def test_transformers(eps: float, kind: str, teacher: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["vit", "deit"])
-def test_transformers_norms_where_nothing_tells_their_eps(kind: str, tmp_path: Path) -> None:
+def test_missing_layer_norm_eps_takes_transformers_default(kind: str, tmp_path: Path) -> None:
     config = transformers_config(kind)
     del config["layer_norm_eps"]
     default = transformers.AutoConfig.for_model(kind).layer_norm_eps

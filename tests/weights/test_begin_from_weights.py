@@ -1,4 +1,4 @@
-"""Runs that begin from imported weights, and the import from the command line."""
+"""Runs that start from imported weights, and `vitpar import`."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from vitpar_cli.checkpoint import app
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed data, and imported weights."""
+    """Return a folder with packed data and imported weights."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     saved(folder / "there", timm_state(), TIMM_CONFIG)
@@ -48,14 +48,14 @@ def test_import_and_eval_from_the_command_line(place: Path) -> None:
 def recipe_from(place: Path, mesh: str, **changed: Any) -> Recipe:
     values = {"data.path": str(place / "data"), "data.workers": 0, "train.batch_size": 12, "train.ema_decay": 0.9}
     values |= {"parallel.mesh": mesh, "train.steps": 1, "model.weights": str(place / "weights")}
-    values["model.init"] = "moco"  # a new classifier that is not zero
+    values["model.init"] = "moco"  # so that a new classifier is not zero
     if mesh.startswith("pp"):
         values["parallel.microbatches"] = 2
     return read_recipe(place / "weights" / RECIPE, {**values, **changed})
 
 
 def begun(device: torch.device, recipe: Recipe, run_dir: Path) -> list[str]:
-    """The parameters and averages on this rank that are not those of the recipe's weights when the run begins."""
+    """Return this rank's parameters and averages that differ from the recipe's weights at the start; then train."""
     trainer = trainer_of(recipe, run_dir)
     weights, wrong = open_weights(Path(recipe.model.weights or "")), []
     for name, tensor in trainer.state.tensors().items():
@@ -75,7 +75,7 @@ def begun(device: torch.device, recipe: Recipe, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "pp2xtp2"])
-def test_a_run_begins_from_weights_under_any_plan(
+def test_run_starts_from_weights_under_any_plan(
     mesh: str, place: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     recipe = recipe_from(place, mesh)
@@ -85,7 +85,7 @@ def test_a_run_begins_from_weights_under_any_plan(
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "tp2"])
-def test_fine_tuning_for_larger_images(
+def test_position_embeddings_are_interpolated_for_larger_images(
     mesh: str, place: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     recipe = recipe_from(place, mesh, **{"model.image_size": 12, "data.mean": [0.1, 0.1, 0.1]})
@@ -95,7 +95,7 @@ def test_fine_tuning_for_larger_images(
     assert "interpolated from 2x2 to 3x3" in log and "normalised with mean (0.1" in log
 
 
-def test_a_classifier_of_another_size_begins_anew(place: Path, tmp_path: Path, alone: None) -> None:
+def test_classifier_of_another_size_is_initialised_anew(place: Path, tmp_path: Path, alone: None) -> None:
     import_weights(place / "there", tmp_path / "five", classes=5)
     recipe = recipe_from(place, "dp1", **{"model.weights": str(tmp_path / "five"), "train.seed": 3})
     trainer = trainer_of(recipe, tmp_path / "run")
@@ -107,14 +107,14 @@ def test_a_classifier_of_another_size_begins_anew(place: Path, tmp_path: Path, a
     assert "classifier of 7 classes begins anew (5 were there)" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_a_checkpoint_is_begun_from_too(place: Path, tmp_path: Path, alone: None) -> None:
+def test_run_starts_from_a_checkpoint(place: Path, tmp_path: Path, alone: None) -> None:
     trainer_of(recipe_from(place, "dp1"), tmp_path / "first").run()
     checkpoint = tmp_path / "first" / "checkpoints" / "step_1"
     recipe = recipe_from(place, "dp1", **{"model.weights": str(checkpoint), "model.image_size": 12})
     assert begun(torch.device("cpu"), recipe, tmp_path / "second") == []
 
 
-def test_a_run_that_goes_on_reads_no_weights_again(place: Path, tmp_path: Path, alone: None) -> None:
+def test_resumed_run_does_not_read_the_initial_weights(place: Path, tmp_path: Path, alone: None) -> None:
     shutil.copytree(place / "weights", tmp_path / "weights")
     recipe = recipe_from(
         place, "dp1", **{"model.weights": str(tmp_path / "weights"), "train.steps": 4, "checkpoint.every_steps": 2}
@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_reads_no_weights_again(place: Path, tmp_path: Path, 
         (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg where they have cls"),
     ],
 )
-def test_weights_of_another_model_are_refused_before_anything_starts(
+def test_weights_of_another_model_are_refused_before_launch(
     words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -148,14 +148,14 @@ def test_weights_of_another_model_are_refused_before_anything_starts(
     )
 
 
-def test_weights_are_no_setting_of_a_plan(
+def test_model_weights_setting_is_refused_for_plan(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "dp1", "--set", "model.weights=weights"]
     assert "--set model.weights changes nothing in a plan" in refusal(words, monkeypatch, capsys)
 
 
-def test_other_weights_are_another_training(place: Path, tmp_path: Path, alone: None) -> None:
+def test_changed_initial_weights_are_refused_on_resume(place: Path, tmp_path: Path, alone: None) -> None:
     trainer_of(recipe_from(place, "dp1"), tmp_path / "run").run()
     other = recipe_from(place, "dp1", **{"model.weights": "elsewhere"})
     with pytest.raises(ValueError, match=r"model\.weights was .* and is elsewhere.*--allow-change model\.weights"):

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: they compute what they computed, what does not fit is refused, and a run begins from them."""
+"""Import of foreign weights: equal logits, refusals of everything that does not fit, and recipes for a run."""
 
 import json
 import re
@@ -31,7 +31,7 @@ from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import ImportedWeights, import_weights, resampled
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
+def test_sharded_safetensors_with_an_index_are_imported(tmp_path: Path) -> None:
     state = as_transformers(timm_state())
     folder, names = tmp_path / "there", sorted(state)
     folder.mkdir()
@@ -47,7 +47,7 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(timm_state(), IMAGES), atol=1e-5, rtol=1e-5)
 
 
-def test_names_of_newer_transformers(tmp_path: Path) -> None:
+def test_newer_transformers_names_are_imported(tmp_path: Path) -> None:
     newer = {}
     for name, tensor in as_transformers(timm_state()).items():
         name = name.replace("encoder.layer.", "layers.").replace("attention.attention.", "attention.")
@@ -59,7 +59,7 @@ def test_names_of_newer_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["zip", "before torch 1.6"])
-def test_the_averages_of_a_pth_file(old: bool, tmp_path: Path) -> None:
+def test_pth_file_prefers_the_moving_average(old: bool, tmp_path: Path) -> None:
     from argparse import Namespace
 
     best, other = timm_state(qk_norm=True), timm_state(qk_norm=True, seed=1)
@@ -75,12 +75,12 @@ def test_the_averages_of_a_pth_file(old: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(tmp_path / "here"), timm_logits(best, IMAGES), atol=1e-5, rtol=1e-5)
 
 
-def test_vitpars_own_weights_come_back(tmp_path: Path) -> None:
+def test_own_weights_are_imported_unchanged(tmp_path: Path) -> None:
     import_weights(saved(tmp_path / "there", timm_state(), TIMM_CONFIG), tmp_path / "here")
     done = import_weights(tmp_path / "here", tmp_path / "again")
     assert done.format == "vitpar" and done.config == open_weights(tmp_path / "here").config
     assert torch.equal(logits_of(tmp_path / "again"), logits_of(tmp_path / "here"))
-    state = model_of(tmp_path / "here").state_dict()  # a plain state dict, without any shape beside it
+    state = model_of(tmp_path / "here").state_dict()  # a plain state dict without a configuration
     torch.save(
         {"state_dict": {k: v for k, v in state.items() if "place" not in k and "rate" not in k}}, tmp_path / "x.pt"
     )
@@ -93,7 +93,7 @@ def imported(tmp_path: Path, **options: Any) -> ImportedWeights:
     return import_weights(source, tmp_path / "here", **options)
 
 
-def test_another_number_of_classes_and_another_image_size(tmp_path: Path) -> None:
+def test_import_changes_classes_and_image_size(tmp_path: Path) -> None:
     done = imported(tmp_path, classes=4, image_size=20)
     assert (done.config.num_classes, done.config.image_size) == (4, 20)
     assert any("classifier of 4 classes begins anew (7 classes were there)" in note for note in done.notes)
@@ -106,7 +106,7 @@ def test_another_number_of_classes_and_another_image_size(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 4), (5, 2), (2, 7)])
-def test_positions_are_interpolated_as_by_timm(old: int, new: int) -> None:
+def test_position_interpolation_matches_timm(old: int, new: int) -> None:
     positions = torch.randn(1, 1 + old * old, 6, generator=torch.Generator().manual_seed(0))
     theirs = timm.layers.resample_abs_pos_embed(positions, [new, new])
     torch.testing.assert_close(resampled(positions, 1, new), theirs)
@@ -155,7 +155,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         (lambda state: None, {"image_size": 9}, "patches of 4 pixels do not tile images of 9"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_weights_that_do_not_fit_are_refused(
     change: Callable[[dict[str, Tensor]], Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     state = timm_state()
@@ -174,7 +174,7 @@ def test_a_text_file_is_no_weights_file(tmp_path: Path) -> None:
         import_weights(tmp_path / "README.md", tmp_path / "here")
 
 
-def test_heads_are_not_guessed(tmp_path: Path) -> None:
+def test_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
     source = saved(tmp_path / "there", timm_state())
     with pytest.raises(DataError, match="do not tell how many heads there are: name the model with --model"):
         import_weights(source, tmp_path / "here")
@@ -189,7 +189,7 @@ def test_heads_are_not_guessed(tmp_path: Path) -> None:
         ({"num_attention_heads": 10**12}, "heads of vit_custom is 1000000000000: it must be from 1 to 131,072"),
     ],
 )
-def test_a_config_of_another_model_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_config_of_an_unsupported_model_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config(**changed))
     with pytest.raises(DataError, match=message):
         import_weights(source, tmp_path / "here")
@@ -204,7 +204,7 @@ def test_a_config_of_another_model_is_refused(changed: dict[str, Any], message: 
         (TIMM_CONFIG | {"pretrained_cfg": {"mean": [0.3, 0.3, 0.3], "crop_pct": 0.9}}, None, 0.3, 0.9),
     ],
 )
-def test_images_are_prepared_as_the_source_says(
+def test_preprocessing_follows_the_source(
     config: dict[str, Any], beside: dict[str, Any] | None, mean: float, crop: float, tmp_path: Path
 ) -> None:
     state = timm_state() if "architecture" in config else as_transformers(timm_state())

@@ -27,6 +27,6 @@ MUTATIONS = (
         old='            one, two = (loss(label.long(), reduction="none") for label in (first, other))\n',
         new="            loss = functools.partial(loss, label_smoothing=0.0)\n"
         '            two, one = (loss(label.long(), reduction="none") for label in (first, other))\n',
-        caught_by=("pytest tests/parallel/test_loss.py::test_mixed_labels_are_timms_soft_targets",),
+        caught_by=("pytest tests/parallel/test_loss.py::test_mixed_label_loss_matches_timms_soft_targets",),
     ),
 )

@@ -9,7 +9,7 @@ MUTATIONS = (
         file="src/vitpar/models/keyed_random.py",
         old="    return x * keep.to(x.dtype) / (1.0 - rate)\n",
         new="    return x * keep.to(x.dtype)\n",
-        caught_by=("pytest tests/models/test_models.py::test_rate_scale_and_independence_of_what_is_dropped",),
+        caught_by=("pytest tests/models/test_models.py::test_dropout_rate_scale_and_independence",),
     ),
     Mutation(
         name="layer-norm-eps",
@@ -17,7 +17,9 @@ MUTATIONS = (
         file="src/vitpar/models/config.py",
         old="norm_eps: float = 1e-6",
         new="norm_eps: float = 1e-5",
-        caught_by=('pytest "tests/weights/test_against_libraries.py::test_timm[class token]"',),
+        caught_by=(
+            'pytest "tests/weights/test_against_libraries.py::test_timm_weights_give_equal_gradients[class token]"',
+        ),
     ),
     Mutation(
         name="xavier-of-three-matrices",
@@ -30,6 +32,6 @@ MUTATIONS = (
         ("*.bias", _constant(0.0)),
         ("*.qkv.weight", _xavier_uniform(parts=3)),
 """,
-        caught_by=("pytest tests/models/test_initial_schemes.py::test_distributions_are_timms",),
+        caught_by=("pytest tests/models/test_initial_schemes.py::test_distributions_match_timm",),
     ),
 )

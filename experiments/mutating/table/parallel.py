@@ -42,7 +42,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/tensor.py",
         old='"row": Split({"j": S1, "k": S0}, {"k": S0}, sums=("j",), ',
         new='"row": Split({"j": S1, "k": S0}, {"k": S0}, ',
-        caught_by=('pytest "tests/parallel/test_parity.py::test_plan_equals_one_process[tp8+3d+ckpt num_classes=7]"',),
+        caught_by=('pytest "tests/parallel/test_parity.py::test_plan_matches_one_process[tp8+3d+ckpt num_classes=7]"',),
     ),
     Mutation(
         name="2d-norm-backward",

@@ -2,9 +2,9 @@
 
 from mutating.mutation import Mutation
 
-EVALUATION = "tests/training/test_evaluate.py::test_evaluation_equals_one_by_hand"
-AVERAGE = "tests/training/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
-RUN = "tests/training/test_run_by_hand.py::test_a_run_equals_a_loop_by_hand"
+EVALUATION = "tests/training/test_evaluate.py::test_evaluation_matches_a_plain_loop"
+AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
+RUN = "tests/training/test_run_by_hand.py::test_run_matches_a_plain_loop"
 UPDATE = "                self.optimizer.step(lr)\n"
 AVERAGING = "                if self.ema:\n                    self.ema.update(number)\n"
 MUTATIONS = (

@@ -2,8 +2,8 @@
 
 from mutating.mutation import Mutation
 
-NORMS = "tests/training/test_training_parts.py::test_norm_and_clipping_equal_one_process"
-AVERAGE = "tests/training/test_training_parts.py::test_moving_average_equals_a_loop_by_hand"
+NORMS = "tests/training/test_training_parts.py::test_norm_and_clipping_match_one_process"
+AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 MUTATIONS = (
     Mutation(
         name="clipping-ignores-replicas",
@@ -43,7 +43,7 @@ MUTATIONS = (
         file="src/vitpar/training/step.py",
         old="            norm = norm / scale if self._scaler else norm\n",
         new="",
-        caught_by=("pytest tests/training/optim/test_fp16.py::test_training_in_fp16_goes_as_in_fp32",),
+        caught_by=("pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",),
     ),
     Mutation(
         name="ema-decay",
@@ -61,7 +61,7 @@ MUTATIONS = (
         '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)\n',
         new='"(three h d) i -> three (h d) i", three=3, h=self.heads)\n'
         '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (three h d) i", h=self.heads)\n',
-        caught_by=("pytest tests/training/optim/test_muon.py::test_queries_keys_and_values_are_matrices_of_their_own",),
+        caught_by=("pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",),
     ),
     Mutation(
         name="cosine-late",
@@ -69,7 +69,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="(step - 1 - self.warmup_steps) /",
         new="max(0, step - 2 - self.warmup_steps) /",
-        caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warm_up",),
+        caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warmup",),
     ),
     Mutation(
         name="decay-on-everything",

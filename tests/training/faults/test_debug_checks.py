@@ -1,4 +1,4 @@
-"""`faults.debug_checks`: they find what is wrong on one rank, name it, and change nothing where all is well."""
+"""`faults.debug_checks`: name the rank, step and tensor of a fault, and change nothing in a healthy run."""
 
 import json
 import re
@@ -25,13 +25,13 @@ CPU = torch.device("cpu")
 WEIGHT = "blocks.1.mlp.fc1.weight"
 ZBV = {"parallel__schedule": "zbvzerobubble", "parallel__virtual_stages": 2, "parallel__microbatches": 4}
 AS = r"step 2: as collective \d+ of ranks 0 and 1, rank 0 called"
-GATHER = "(allgather_|_allgather_base_)"  # the second in torch 2.15
+GATHER = "(allgather_|_allgather_base_)"  # torch 2.15 logs the second name
 FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 
@@ -45,8 +45,10 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
 
 
 def train(device: torch.device, recipe: Recipe, folder: Path, wrong: str = "", rank: int = 0) -> str | None:
-    """The sentence that the run stopped with, if it did, where something is `wrong` on `rank` at step 2. On every
-    rank."""
+    """Train with the fault `wrong` on `rank` at step 2; return the error that stopped the run, or None.
+
+    Runs on every rank.
+    """
     from vitpar.training.events import Reporter
     from vitpar.training.trainer import Trainer
 
@@ -58,7 +60,7 @@ def train(device: torch.device, recipe: Recipe, folder: Path, wrong: str = "", r
     def poke(tensor: Tensor, value: float | None = None) -> None:
         part = local(tensor.detach()).view(-1)
         if value is None:
-            part.view(torch.int32)[3] ^= 1  # one bit, the last of the number
+            part.view(torch.int32)[3] ^= 1  # flip the last bit of the significand
         else:
             part[3] = value
 
@@ -126,9 +128,10 @@ def losses(folder: Path) -> list[tuple[float, float]]:
         pytest.param("dp2xtp2+zero2", {"train__precision": "bf16", "data__bad_sample": "skip"}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_the_losses_stay_what_they_are(
+def test_debug_checks_do_not_change_losses(
     mesh: str, settings: dict[str, Any], data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The checks must be usable on a real run, under every kind of plan and optimizer."""
     for checked in (False, True):
         recipe = recipe_of(data, mesh, **settings, faults__debug_checks=checked)
         size = recipe.requested_plans()[0].world_size
@@ -152,15 +155,16 @@ def test_the_losses_stay_what_they_are(
         ("dp2", "last", 1, rf"{AS} nothing more, but rank 1 called {THREE}"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_on_one_rank_is_named(
+def test_fault_on_one_rank_is_named_on_every_rank(
     mesh: str, wrong: str, rank: int, sentence: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The faults are a flipped bit, a non-finite value, a missing gradient, and a wrong collective on one rank."""
     for error in ranks(parse(mesh).world_size).run(train, recipe_of(data, mesh), tmp_path / "run", wrong, rank):
         assert error is not None and re.fullmatch(sentence, error), error
 
 
 def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
-    """Train with a rank 1 that skips the collectives of step 2. Runs on every rank."""
+    """Train while rank 1 skips the collectives of step 2, with a wait of 1 s; runs on every rank."""
 
     patch = pytest.MonkeyPatch()
     patch.setattr(debug_checks, "WAIT_S", 1.0)
@@ -170,13 +174,13 @@ def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
         patch.undo()
 
 
-def test_a_rank_that_does_not_come_is_named(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_rank_missing_from_a_collective_is_named(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     told, _ = ranks(2).run(late, recipe_of(data, "tp2"), tmp_path / "run")
     assert told is not None and "\n" not in told
     assert re.match(rf"step 2: rank 1 did not come within 1 s to collective \d+ of ranks 0 and 1, {GATHER} of ", told)
 
 
-def test_a_checksum_tells_changes_and_exchanges() -> None:
+def test_checksum_changes_with_values_and_their_order() -> None:
     def of(values: list[float], dtype: torch.dtype = torch.float32) -> int:
         return next(iter(checksums({"x": torch.tensor(values, dtype=dtype)}).values()))
 

@@ -1,4 +1,4 @@
-"""Runs that hang: noticed by every rank that can, ended with one sentence, and what each rank was doing on the disk."""
+"""Hung runs: each responsive rank notices, the run ends with one error line, and each rank dumps its stacks to disk."""
 
 import os
 import re
@@ -49,7 +49,7 @@ hang_minutes = 0.05
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data and a recipe."""
+    """Return a folder with packed data and a recipe."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(
     place: Path, name: str, mesh: str, launcher: tuple[str, ...] = ()
 ) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
-    """A run in its steps, and its ranks."""
+    """Start a run, wait until it trains, and yield its process and the process ids of its ranks."""
     words = ["--recipe", "recipe.toml", "--mesh", mesh, "--run-dir", name, "--set", "train.eval_every=100000"]
     process = started(place, ["train", *words], launcher)
     try:
@@ -72,7 +72,8 @@ def training(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2", "pp2xdp2"])
-def test_a_stopped_rank_ends_the_run_in_one_sentence(mesh: str, place: Path) -> None:
+def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, place: Path) -> None:
+    """A stopped rank cannot answer the watchdog, so the other ranks must notice and name it."""
     name = f"stopped-{mesh}"
     with training(place, name, mesh) as (process, ranks):
         os.kill(
@@ -88,7 +89,7 @@ def test_a_stopped_rank_ends_the_run_in_one_sentence(mesh: str, place: Path) -> 
         wait_for(lambda: not alive(ranks), process, ended=True)
     dumps = {path.name: path.read_text() for path in (place / name / "hang").iterdir()}
     assert dumps.keys() == {f"rank{rank}.txt" for rank in range(len(ranks)) if rank != 1}
-    # The collectives of a step: of gradients or activations, of their norm, of the logged losses.
+    # A rank waits in one of the step's collectives: activations or gradients, their norm, or the logged losses.
     waits = ("forward_backward", "total_norm", "flush")
     for text in dumps.values():
         assert "thread MainThread:" in text and any(name in text for name in waits), text
@@ -96,7 +97,7 @@ def test_a_stopped_rank_ends_the_run_in_one_sentence(mesh: str, place: Path) -> 
 
 
 @pytest.mark.slow
-def test_under_torchrun_one_rank_tells(place: Path) -> None:
+def test_under_torchrun_one_rank_reports_the_hang(place: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with training(place, "torchrun", "dp2", launcher) as (process, ranks):
         os.kill(max(ranks), signal.SIGSTOP)
@@ -122,8 +123,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_that_does_not_come_is_named(place: Path) -> None:
-    """It sleeps, so it can answer; its stack says where."""
+def test_sleeping_rank_is_named_and_its_stack_is_saved(place: Path) -> None:
+    """A rank that sleeps in Python can still answer the watchdog, so its dump shows the line that blocks."""
     (place / "held.py").write_text(HELD)
     words = ["--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "held", "--set", "train.eval_every=1000"]
     spawn = "from vitpar.launch import spawn; sys.exit(spawn(2, ['held.py', *sys.argv[3:]], device='cpu'))"
@@ -137,7 +138,7 @@ def test_a_rank_that_does_not_come_is_named(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_alone_is_ended_too(place: Path) -> None:
+def test_single_process_hang_ends_the_run(place: Path) -> None:
     (place / "held.py").write_text(HELD.replace("self.rank == 1", "True"))
     words = ["--recipe", "recipe.toml", "--run-dir", "alone", "--set", "train.eval_every=1000"]
     done = run(place, ["train", *words], ("-c", "import sys; sys.argv[1:3] = []; exec(open('held.py').read())"))
@@ -159,8 +160,11 @@ with Watchdog(0.005) as watchdog:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_stacks_are_not_written_through_links(known: bool, tmp_path: Path) -> None:
-    """Nor to a name that somebody else could have taken before."""
+def test_stacks_are_not_written_through_symlinks(known: bool, tmp_path: Path) -> None:
+    """A planted symlink is not followed.
+
+    The fallback folder in /tmp has a random name, so nobody can create it first.
+    """
     folder, victim = tmp_path / ("hang" if known else "vitpar-hang"), tmp_path / "victim"
     folder.mkdir()
     victim.write_text("mine")
@@ -179,8 +183,8 @@ def test_stacks_are_not_written_through_links(known: bool, tmp_path: Path) -> No
         assert dump.parent.name.startswith("vitpar-hang-") and dump.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_slow_steps_are_no_hang_and_0_is_for_ever() -> None:
-    """Beats keep it quiet, whatever time passes in all; the first step has more; without minutes there is no thread."""
+def test_hang_minutes_0_starts_no_watchdog_and_beats_are_cheap() -> None:
+    """With 0 minutes no thread starts, and a beat costs less than 5 us, so steps pay nothing for it."""
     with Watchdog(0) as off:
         assert not hasattr(off, "_world")
     begun = time.perf_counter()
@@ -189,7 +193,7 @@ def test_slow_steps_are_no_hang_and_0_is_for_ever() -> None:
     assert (time.perf_counter() - begun) / 100_000 < 5e-6
 
 
-# what is made of the answers
+# analysis of the ranks' answers
 
 
 def answer(
@@ -198,17 +202,17 @@ def answer(
     return Answer(rank, phase, step, {"0": (number, list(group))}, folder="run/hang")
 
 
-def test_who_is_behind() -> None:
+def test_behind_finds_the_rank_that_blocks_the_others() -> None:
     assert behind([answer(0, 5), answer(1, 4), answer(2, 5), answer(3, 5)]) == ([1], [0, 2, 3])
     assert behind([answer(0, 5), answer(1, 5)]) == ([], [])
-    # 3 waits for 2 in one group, 2 for 0 in another: 0 is who holds up all.
+    # Rank 3 waits for 2 in one group and 2 for 0 in another, so rank 0 blocks all.
     two = Answer(2, COMPUTING, 7, {"a": (3, [2, 3]), "b": (9, [0, 2])})
     three = Answer(3, COMPUTING, 7, {"a": (4, [2, 3])})
     none = Answer(0, COMPUTING, 7, {"b": (8, [0, 2])})
     assert behind([none, two, three]) == ([0], [2, 3])
 
 
-def test_the_sentence() -> None:
+def test_hang_message_lists_ranks_phases_and_stack_folders() -> None:
     answers = {rank: answer(rank, 5) for rank in range(4)}
     said = sentence(answers, 4, 10)
     assert "10 minutes; ranks 0-3 were computing step 7, which one holds up the others cannot be told; " in said
@@ -229,7 +233,8 @@ def test_the_sentence() -> None:
     assert Answer.read(answers[1].text()).place == "computing step 7"
 
 
-def test_patience_does_not_change_the_training(place: Path) -> None:
+def test_hang_minutes_may_change_on_resume(place: Path) -> None:
+    """Fault handling settings do not change the result, so a resumed run may change them without --allow-change."""
     before = read_recipe(place / "recipe.toml")
     assert not changes(
         before, read_recipe(place / "recipe.toml", {"faults.hang_minutes": 3, "faults.non_finite": "skip"})

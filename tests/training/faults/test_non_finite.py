@@ -1,4 +1,4 @@
-"""Losses, gradients and updates that are not finite: where a run stops, what it names, and what it skips."""
+"""Non-finite losses, gradients and updates: where the run stops, what the error names, and which steps are skipped."""
 
 import json
 import math
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 
@@ -39,10 +39,13 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
 def spoilt(
     device: torch.device, recipe: Recipe, folder: Path, name: str, rank: int, steps: tuple[int, ...], value: float
 ) -> tuple[str | None, dict[str, Any]]:
-    """The sentence that the run stopped with, if it did, and sums of the parameters after each step, by name.
+    """Train with a fault on `rank` in `steps`.
 
-    value: written into a gradient of the parameter `name` on `rank` in `steps`, reduced already; "loss": what the loss
-    is multiplied by; "update": written into a parameter after the update. Runs on every rank.
+    Return the error that stopped the run, and parameter sums after each step.
+    Runs on every rank.
+
+    name: parameter whose reduced gradient gets `value`; "loss" multiplies the loss by it; "update" writes it into a
+    parameter after the update
     """
     from vitpar.training import trainer as trainer_file
     from vitpar.training.events import Reporter
@@ -71,7 +74,7 @@ def spoilt(
 
     trainer.model.forward_backward, trainer.step = spoil, watched  # type: ignore[method-assign]
     patch = pytest.MonkeyPatch()
-    patch.setattr(trainer_file, "LOOK_S", 1e9)  # ranks read losses when the log interval says so
+    patch.setattr(trainer_file, "LOOK_S", 1e9)  # ranks read losses only at the log interval
     try:
         trainer.run()
     except RecipeError as error:
@@ -97,10 +100,10 @@ WEIGHT = "blocks.1.mlp.fc1.weight"
         ("fsdp2", "loss", 1, "the loss on rank 1)"),
     ],
 )
-def test_stop_names_step_rank_and_parameter(
+def test_divergence_error_names_step_rank_and_parameter(
     mesh: str, name: str, rank: int, where: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """At the checkpoint's own step, before others were logged: the one that is due is not written."""
+    """The run diverges at a checkpoint's own step, before later steps are logged; that checkpoint is not written."""
     folder = tmp_path / "run"
     answers = ranks(parse(mesh).world_size).run(spoilt, recipe_of(data, mesh), folder, name, rank, (4,), math.nan)
     sentences = {error for error, _ in answers}
@@ -113,10 +116,10 @@ def test_stop_names_step_rank_and_parameter(
     assert sentence in (folder / "log.txt").read_text()
 
 
-def test_a_step_that_diverged_between_two_checkpoints_is_found_before_the_next(
+def test_divergence_between_checkpoints_is_found_before_the_next_one(
     data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """The parameters are NaN when step 5 is due to be saved, and so are the gradients of step 4: the first is named."""
+    """When step 5 is due to be saved, the gradients of step 4 are NaN too; the error names step 3, the first one."""
     folder = tmp_path / "run"
     arguments = (
         recipe_of(data, "dp2", train__log_every=100, checkpoint__every_steps=5),
@@ -132,10 +135,10 @@ def test_a_step_that_diverged_between_two_checkpoints_is_found_before_the_next(
     assert not list((folder / "checkpoints").glob("*"))
 
 
-def test_an_update_that_is_not_finite_is_not_saved(
+def test_non_finite_update_is_neither_evaluated_nor_saved(
     data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """Loss and gradients of step 4 are finite, but not what became of them: no evaluation, no checkpoint."""
+    """Loss and gradients of step 4 are finite but its update is not: the run stops before evaluation and checkpoint."""
     folder = tmp_path / "run"
     arguments = (recipe_of(data, "fsdp2", train__eval_every=4), folder, "update", 1, (4,), math.inf)
     for error, _ in ranks(2).run(spoilt, *arguments):
@@ -146,9 +149,10 @@ def test_an_update_that_is_not_finite_is_not_saved(
 
 
 @pytest.mark.parametrize("name", [WEIGHT, "loss"])
-def test_skipping_leaves_everything_as_it_was(
+def test_skipped_step_changes_no_parameter(
     name: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The checkpoints and the log must also show which steps were skipped and why."""
     folder = tmp_path / "run"
     recipe = recipe_of(data, "tp2", faults__non_finite="skip", faults__max_skipped=3, train__ema_decay=0.9)
     for error, sums in ranks(2).run(spoilt, recipe, folder, name, 1, (2, 3, 5), math.nan):
@@ -164,7 +168,9 @@ def test_skipping_leaves_everything_as_it_was(
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_4", "step_6"}
 
 
-def test_too_many_skipped_in_a_row_stop(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_too_many_skipped_steps_in_a_row_stop_the_run(
+    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
     folder = tmp_path / "run"
     recipe = recipe_of(data, "dp2", faults__non_finite="skip", faults__max_skipped=2)
     answers = ranks(2).run(spoilt, recipe, folder, WEIGHT, 1, (2, 4, 5), math.nan)
@@ -175,9 +181,7 @@ def test_too_many_skipped_in_a_row_stop(data: Path, tmp_path: Path, ranks: Calla
     assert [row["skipped"] for row in rows_of(folder)] == [False, True, False, True, True]
 
 
-def test_skipping_changes_nothing_where_all_is_finite(
-    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_skip_mode_does_not_change_a_finite_run(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     losses = []
     for way in ("stop", "skip"):
         recipe = recipe_of(data, "fsdp2", faults__non_finite=way)
@@ -187,8 +191,8 @@ def test_skipping_changes_nothing_where_all_is_finite(
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_ends_in_one_sentence(data: Path, tmp_path: Path) -> None:
-    """A learning rate without bounds, on the command line."""
+def test_diverging_run_ends_with_one_error_line(data: Path, tmp_path: Path) -> None:
+    """A learning rate of 1e30 on the command line diverges; the program prints one line and leaves no checkpoint."""
     (tmp_path / "recipe.toml").write_text(recipe_of(data, "dp2", optimizer__name="sgd", optimizer__lr=1e30).to_toml())
     done = run(tmp_path, ["train", "--recipe", "recipe.toml", "--run-dir", "run"])
     assert done.returncode == 2
@@ -209,6 +213,6 @@ def test_a_run_that_diverges_ends_in_one_sentence(data: Path, tmp_path: Path) ->
         ({"faults__hang_minutes": -1}, "recipe key 'faults.hang_minutes' is -1"),
     ],
 )
-def test_settings_that_do_nothing_are_refused(settings: dict[str, Any], message: str, data: Path) -> None:
+def test_fault_settings_without_effect_are_refused(settings: dict[str, Any], message: str, data: Path) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe_of(data, "dp1", **settings)

@@ -1,4 +1,4 @@
-"""The warm-up of the parameters' moving average: against timm's own code, and through a recipe's steps."""
+"""EMA of the parameters: its warm-up matches timm's, and the training step applies it."""
 
 import pytest
 import torch
@@ -21,8 +21,11 @@ def config_of() -> ViTConfig:
 
 
 @pytest.mark.parametrize(("decay", "warmup"), [(0.9, False), (0.9, True), (0.3, True)])
-def test_moving_average_is_timms(decay: float, warmup: bool, alone: None) -> None:
-    """Without a warm-up timm's trainer, unlike vitpar, begins with the parameters after the first step."""
+def test_ema_matches_timm(decay: float, warmup: bool, alone: None) -> None:
+    """The average equals timm's ModelEmaV3 after every update, with and without the decay warm-up.
+
+    Without a warm-up timm's trainer, unlike vitpar, starts from the parameters after the first step.
+    """
     config = config_of()
     plan = validate(parse("dp1"), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH, precision="fp64"), CPU)
@@ -40,8 +43,8 @@ def test_moving_average_is_timms(decay: float, warmup: bool, alone: None) -> Non
 
 
 @pytest.mark.parametrize(("warmup", "decay"), [(True, 0.75), (False, 0.9)])
-def test_a_recipes_steps_warm_the_average_up(warmup: bool, decay: float, alone: None) -> None:
-    """After update 8 the decay is 1 - 8^(-2/3)."""
+def test_ema_warmup_setting_reaches_the_training_step(warmup: bool, decay: float, alone: None) -> None:
+    """A training step uses the warmed-up decay, which after update 8 is 1 - 8^(-2/3) = 0.75."""
     recipe = read_recipe(None, {**VALUES, "train.ema_decay": 0.9, "train.ema_warmup": warmup})
     config = config_of()
     parts = build(recipe, config, validate(parse("dp1"), config, BATCH), CPU)
@@ -53,6 +56,6 @@ def test_a_recipes_steps_warm_the_average_up(warmup: bool, decay: float, alone: 
         torch.testing.assert_close(parts.ema.average[name], expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_warm_up_of_no_average_is_refused() -> None:
+def test_ema_warmup_without_ema_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"ema_warmup is true, which does nothing without train\.ema_decay"):
         read_recipe(None, {**VALUES, "train.ema_warmup": True})

@@ -1,4 +1,4 @@
-"""Training in fp16: steps that overflow somewhere, what it computes, and what its gradients are summed in."""
+"""fp16 training: skipped steps after an overflow, agreement with fp32, and the dtype in which gradients are reduced."""
 
 import json
 import math
@@ -21,14 +21,14 @@ from vitpar.training.recipe import Recipe, read_recipe
 
 CPU = torch.device("cpu")
 FP16_LOSS = 2e-3
-"""Relative difference of losses after some steps in fp16, which has 11 bits (5e-4); seen: 4e-4 to 1.1e-3, by CPU."""
+"""Relative tolerance of losses after a few fp16 steps. fp16 has 11 significant bits (5e-4); seen: 4e-4 to 1.1e-3."""
 
 # training
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 
@@ -42,9 +42,9 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
 
 
 class Watch:
-    """A trainer, and what each of its steps did to all that this rank keeps.
+    """A trainer that records, for each step, which of this rank's tensors changed.
 
-    spoil: the value to write into one gradient of rank `rank`, reduced already, in `steps`.
+    spoil: value written into one gradient element after the reduction, on rank `rank`, in the steps `steps`
     """
 
     def __init__(self, recipe: Recipe, folder: Path, spoil: float | None, rank: int, steps: tuple[int, ...]) -> None:
@@ -73,7 +73,7 @@ class Watch:
         result = self._real(number, batch)
         after = self._kept()
         equal = [torch.equal(old, new) for old, new in zip(before, after, strict=False)]
-        same = len(before) == len(after) and all(equal)  # the first update makes the optimizer's numbers
+        same = len(before) == len(after) and all(equal)  # the first update creates the optimizer state
         finite = all(bool(value.isfinite().all()) for value in after)
         dropped = all(p.grad is None for _, p in self.trainer.model.named_parameters() if local(p).numel())
         self.seen.append(
@@ -82,7 +82,7 @@ class Watch:
         return result
 
     def _kept(self) -> list[Tensor]:
-        """Copies of the parameters that have elements here, their averages and the optimizer's numbers."""
+        """Return copies of this rank's non-empty parameters, their moving averages and the optimizer state."""
         trainer = self.trainer
         kept = [local(p.detach()) for _, p in trainer.model.named_parameters()]
         kept += list(trainer.ema.average.values()) if trainer.ema else []
@@ -99,7 +99,7 @@ def watched(
     rank: int = 0,
     steps: tuple[int, ...] = (),
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return what each step did on this rank, and the error that stopped the run, if any; runs on every rank."""
+    """Return the record of each step on this rank, and the error that stopped the run, if any; runs on every rank."""
     watch = Watch(recipe, folder, spoil, rank, steps)
     try:
         watch.trainer.run()
@@ -117,9 +117,13 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ("mesh", "rank", "value"),
     [("dp2", 1, math.inf), ("tp2xfsdp2", 3, math.nan), ("pp2xdp2", 2, -math.inf), ("pp2xdp2", 1, math.nan)],
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
     mesh: str, rank: int, value: float, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """A skipped step changes no parameter, average or optimizer state on any rank.
+
+    The learning rate schedule counts it.
+    """
     recipe = recipe_of(
         data,
         mesh,
@@ -145,8 +149,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert "skipped step 2: overflow under loss scale 1,024\n" in log and "skipped step 4" not in log
 
 
-def test_training_in_fp16_goes_as_in_fp32(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    # SGD, and clipping at the norms that are seen: a wrong scale moves the parameters by another length.
+def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    """A run with a slightly smaller learning rate must differ, which shows that the comparison is sensitive."""
+    # SGD and clipping near the observed norms: with Adam, a wrong loss scale would cancel out of the updates.
     runs = {}
     for name, precision, lr in (("single", "fp32", 0.2), ("half", "fp16", 0.2), ("other", "fp32", 0.19)):
         settings = {"optimizer__name": "sgd", "optimizer__lr": lr, "train__clip_grad_norm": 1.9}
@@ -162,7 +167,7 @@ def test_training_in_fp16_goes_as_in_fp32(data: Path, tmp_path: Path, ranks: Cal
     assert [row["loss_scale"] for row in runs["half"]] == [65536.0] * 12
 
 
-def test_a_scale_that_is_too_large_falls_until_it_fits(
+def test_too_large_initial_scale_falls_until_steps_succeed(
     data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     settings = {"initial_scale": 2.0**40, "max_scale": 2.0**40, "backoff_factor": 2.0**-12, "hysteresis": 1}
@@ -188,7 +193,7 @@ def test_a_scale_that_is_too_large_falls_until_it_fits(
     ],
     ids=["smallest", "constant"],
 )
-def test_a_run_that_overflows_under_the_smallest_scale_stops(
+def test_overflow_at_the_smallest_scale_stops_the_run(
     settings: dict[str, Any],
     spoil: float | None,
     last: int,
@@ -197,6 +202,7 @@ def test_a_run_that_overflows_under_the_smallest_scale_stops(
     tmp_path: Path,
     ranks: Callable[[int], RankPool],
 ) -> None:
+    """A scale that cannot fall further ends the run with one error line on every rank, not with endless skipping."""
     given = {f"loss_scale__{name}": value for name, value in settings.items()}
     recipe = recipe_of(data, "dp2", **given, train__log_every=100)
     steps = (2, 3, 4, 5, 6)
@@ -208,11 +214,11 @@ def test_a_run_that_overflows_under_the_smallest_scale_stops(
     assert "error: float16 overflows still" in (tmp_path / "run" / "log.txt").read_text()
 
 
-# against one process
+# comparison with one process
 
 
 def checked(device: torch.device, mesh: str, microbatches: int | None, **settings: Any) -> CheckResult:
-    """Check a plan; runs on every rank."""
+    """Return the result of `check` for a plan; runs on every rank."""
     from dataclasses import replace
 
     config = model_config("vit_nano_patch4_16", num_classes=10)
@@ -231,7 +237,9 @@ def checked(device: torch.device, mesh: str, microbatches: int | None, **setting
     ],
     ids=str,
 )
-def test_plan_equals_one_process(mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+def test_low_precision_plan_matches_one_process(
+    mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
+) -> None:
     results = ranks(parse(mesh).world_size).run(checked, mesh, 2, **settings)
     assert all(result.passed for result in results), results[0].worst
     if not settings:
@@ -240,7 +248,7 @@ def test_plan_equals_one_process(mesh: str, settings: dict[str, Any], ranks: Cal
 
 
 def reduced_in(device: torch.device, mesh: str, name: str, reduce_dtype: str | None) -> set[str]:
-    """The number types in which gradients are summed; runs on every rank."""
+    """Return the dtypes of the gradient reductions of FSDP in one step; runs on every rank."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     seen: set[str] = set()
@@ -268,7 +276,7 @@ def reduced_in(device: torch.device, mesh: str, name: str, reduce_dtype: str | N
     ("name", "reduce_dtype", "expected"),
     [("fp16", None, "float32"), ("fp16", "fp16", "float16"), ("bf16", "bf16", "bfloat16"), ("bf16", "fp32", "float32")],
 )
-def test_gradients_are_summed_in_what_was_asked(
+def test_gradients_are_reduced_in_the_requested_dtype(
     name: str, reduce_dtype: str | None, expected: str, ranks: Callable[[int], RankPool]
 ) -> None:
     assert ranks(2).run(reduced_in, "dp2", name, reduce_dtype) == [{f"torch.{expected}"}] * 2

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: over the steps, what it asks of the gradients, and how recipes and lines show it."""
+"""Dynamic loss scale of fp16: its growth and backoff, unscaling and clipping, its settings, and its display."""
 
 import io
 import json
@@ -21,13 +21,13 @@ from vitpar.training.recipe import Recipe, read_recipe
 
 
 def scaler(**settings: Any) -> LossScaler:
-    """Starts at 64; small settings, each another number."""
+    """Return a scaler that starts at 64. Every setting has a different small value, so that a mix-up shows."""
     base = {"initial_scale": 64.0, "growth_interval": 3, "hysteresis": 2}
     return LossScaler(LossScaleSection(**{**base, **settings}))
 
 
 def scales(subject: LossScaler, steps: str) -> list[float]:
-    """The scale after each of `steps`: "." for a good one, "x" for an overflow."""
+    """Return the scale after each of `steps`: "." is a finite step, "x" an overflow."""
     found = []
     for step in steps:
         subject.update(step == "x")
@@ -42,18 +42,19 @@ def scales(subject: LossScaler, steps: str) -> list[float]:
         ({"growth_interval": 2}, "....", [64, 128, 128, 256]),
         ({"growth_factor": 8.0}, "...", [64, 64, 512]),
         ({"max_scale": 200.0}, ".........", [64, 64, 128, 128, 128, 200, 200, 200, 200]),
-        ({}, "xxx", [64, 32, 16]),  # once hysteresis is used up, every overflow counts
+        ({}, "xxx", [64, 32, 16]),  # once the hysteresis is used up, every overflow lowers the scale
         ({"hysteresis": 1}, "xx", [32, 16]),
         ({"hysteresis": 3}, "xxxx", [64, 64, 32, 16]),
         ({"backoff_factor": 0.25}, "xxx", [64, 16, 4]),
         ({"min_scale": 24.0}, "xxxx", [64, 32, 24, 24]),
-        ({}, "x.x", [64, 64, 32]),  # good steps too few to grow fill nothing up again
-        ({}, "x...xx", [64, 64, 64, 128, 128, 64]),  # growing does
-        ({}, "..x...", [64, 64, 64, 64, 64, 128]),  # an overflow starts the interval again
+        ({}, "x.x", [64, 64, 32]),  # fewer finite steps than growth_interval do not refill the hysteresis
+        ({}, "x...xx", [64, 64, 64, 128, 128, 64]),  # growth refills it
+        ({}, "..x...", [64, 64, 64, 64, 64, 128]),  # an overflow restarts the growth interval
         ({"dynamic": False}, "...xxxx...", [64] * 10),
     ],
 )
-def test_scale_over_the_steps(settings: dict[str, Any], steps: str, expected: list[float]) -> None:
+def test_scale_grows_and_backs_off_as_configured(settings: dict[str, Any], steps: str, expected: list[float]) -> None:
+    """Each row gives settings that differ from the default, a sequence of steps, and the scale after each of them."""
     subject = scaler(**settings)
     assert subject.scale == 64
     assert scales(subject, steps) == expected
@@ -64,11 +65,15 @@ def test_scale_over_the_steps(settings: dict[str, Any], steps: str, expected: li
     [
         ({"min_scale": 16.0}, "xxxxx", [False, False, False, True, True]),
         ({"min_scale": 64.0}, "xx.x", [False, True, False, True]),
-        ({"min_scale": 64.0}, "x...xx", [False, False, False, False, False, False]),  # it has grown to 128 and falls
+        # The scale grew to 128, so it can fall.
+        ({"min_scale": 64.0}, "x...xx", [False, False, False, False, False, False]),
         ({"dynamic": False}, "x..xx...x", [False, False, False, True, True, False, False, False, False]),
     ],
 )
-def test_exhausted_where_it_should_fall_and_cannot(settings: dict[str, Any], steps: str, expected: list[bool]) -> None:
+def test_exhausted_is_set_when_the_scale_cannot_fall(
+    settings: dict[str, Any], steps: str, expected: list[bool]
+) -> None:
+    """An exhausted scale ends the run: more skipped steps would not help."""
     subject, found = scaler(**settings), []
     for step in steps:
         subject.update(step == "x")
@@ -76,12 +81,13 @@ def test_exhausted_where_it_should_fall_and_cannot(settings: dict[str, Any], ste
     assert found == expected
 
 
-def test_floor_names_the_setting() -> None:
+def test_floor_names_the_limiting_setting() -> None:
     assert scaler(min_scale=2.0).floor == "loss_scale.min_scale 2"
     assert scaler(dynamic=False).floor == "loss_scale.initial_scale 64"
 
 
-def test_a_scaler_goes_on_from_its_state() -> None:
+def test_restored_scaler_continues_the_same_scales() -> None:
+    """Growth interval and hysteresis are part of the state, so a resumed run has the scales of an unstopped one."""
     steps = "..x...x.xx....."
     whole = scales(scaler(), steps)
     for cut in range(len(steps)):
@@ -91,7 +97,7 @@ def test_a_scaler_goes_on_from_its_state() -> None:
         assert before + scales(second, steps[cut:]) == whole
 
 
-def test_a_state_is_kept_within_other_settings() -> None:
+def test_restored_state_is_clamped_to_new_settings() -> None:
     state = {"scale": 64.0, "good_steps": 2, "hysteresis_left": 2}
     constant = scaler(dynamic=False, initial_scale=8.0)
     constant.load_state(state)
@@ -101,18 +107,23 @@ def test_a_state_is_kept_within_other_settings() -> None:
     assert scales(stricter, ".x") == [100, 50]
 
 
-# what is finite
+# finite gradients and clipping
 
 
 def judged(gradients: dict[str, Tensor], loss: float = 1.0, name: str = "fp16") -> float:
+    """Return the global norm of `gradients`, which is finite only if every gradient and the loss are."""
     model: Any = SimpleNamespace(device=torch.device("cpu"), precision=PRECISIONS[name], replicas=lambda tensor: 1)
     return global_norm(gradients, model, torch.tensor(loss)).item()
 
 
 @pytest.mark.usefixtures("alone")
-def test_norm_is_finite_exactly_if_everything_is() -> None:
+def test_norm_is_finite_only_if_loss_and_gradients_are() -> None:
+    """A step is skipped by this norm alone.
+
+    Squares of large scaled gradients must not overflow, or good steps are skipped.
+    """
     huge = {"a": torch.tensor([3e30, 0.0]), "b": torch.tensor([[4e30]])}
-    assert judged(huge) == pytest.approx(5e30)  # the squares are beyond float32
+    assert judged(huge) == pytest.approx(5e30)  # the squares overflow float32
     assert judged(huge, name="fp32") == math.inf
     for bad in (math.inf, -math.inf, math.nan):
         assert not math.isfinite(judged({**huge, "c": torch.tensor([0.0, bad])}))
@@ -135,7 +146,7 @@ def test_gradients_are_unscaled_and_clipped_at_once() -> None:
 # recipes
 
 
-def test_precision_refuses_other_reductions() -> None:
+def test_unsupported_reduce_dtypes_are_refused() -> None:
     assert (
         resolve_precision("fp16").reduce is torch.float32 and resolve_precision("bf16", "bf16").reduce is torch.bfloat16
     )
@@ -170,7 +181,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("assignments", "message"), REFUSED, ids=str)
-def test_wrong_settings_get_a_sentence(assignments: list[str], message: str) -> None:
+def test_invalid_loss_scale_settings_are_refused(assignments: list[str], message: str) -> None:
     base = {**BASE, "train.precision": "fp32" if "does nothing" in message else "fp16"}
     with pytest.raises(RecipeError, match=message) as caught:
         read_recipe(None, base, assignments)
@@ -194,13 +205,14 @@ def written(folder: Path, recipe: Recipe) -> Path:
     ],
     ids=str,
 )
-def test_a_written_recipe_is_read_again(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_written_recipe_reads_back_equal(settings: dict[str, Any], tmp_path: Path) -> None:
     recipe = read_recipe(None, {**BASE, **settings})
     assert read_recipe(written(tmp_path, recipe)) == recipe
     assert ("loss_scale" in recipe.to_toml()) == (recipe.train.precision == "fp16")
 
 
-def test_another_precision_drops_what_only_the_files_uses(tmp_path: Path) -> None:
+def test_changing_precision_drops_settings_that_only_the_old_one_uses(tmp_path: Path) -> None:
+    """The fp16 settings of a file must not block `--precision fp32`. Contradictory options are still refused."""
     settings = {"train.precision": "fp16", "train.reduce_dtype": "fp16", "loss_scale.hysteresis": 5}
     file = written(tmp_path, read_recipe(None, {**BASE, **settings}))
     plain = read_recipe(file, {"train.precision": "fp32"})
@@ -211,7 +223,7 @@ def test_another_precision_drops_what_only_the_files_uses(tmp_path: Path) -> Non
         read_recipe(file, {"train.reduce_dtype": "fp16", "train.precision": "fp32"})
 
 
-# what is shown
+# display
 
 
 def test_progress_and_log_show_the_scale() -> None:

@@ -1,4 +1,4 @@
-"""Muon on whole matrices: against torch's, and what its iteration makes of them."""
+"""Muon on unsharded matrices: agreement with torch.optim.Muon, orthogonalisation, separate steps for Q, K and V."""
 
 from typing import Any
 
@@ -15,10 +15,12 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 @pytest.mark.parametrize(("exact", "tolerance"), [(True, 1e-13), (False, 0.03)])
 @pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9)])
 @pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}, {"ns_steps": 3}], ids=str)
-def test_muon_equals_torchs(
+def test_muon_matches_torch(
     options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if exact:  # torch's iterates in bfloat16 everywhere; it casts by `to` in 2.15
+    # torch runs the iteration in bfloat16 on every device (and casts with `to` since 2.15). Without the cast both
+    # agree to the last digits.
+    if exact:
         real = torch.Tensor.to
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
         monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))
@@ -45,21 +47,21 @@ def test_muon_equals_torchs(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(8, 8), (30, 10), (10, 30), (3, 10, 30)])
-def test_singular_values_become_about_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_orthogonalise_moves_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     result = orthogonalise(1e-4 * matrices, 5)
     assert (result.shape, result.dtype) == (matrices.shape, dtype)
     for matrix, whitened in zip(matrices.view(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
         u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-        values = u.mT @ whitened.double() @ v.mT  # diagonal, if the singular vectors are the same
+        values = u.mT @ whitened.double() @ v.mT  # diagonal if the singular vectors are unchanged
         off = values - values.diagonal().diag()
         assert values.diagonal().min() > 0.5 and values.diagonal().max() < 1.3
         assert off.abs().max() < (0.1 if dtype is torch.bfloat16 else 1e-3)
     assert not orthogonalise(torch.zeros(shape, dtype=dtype), 5).any()
 
 
-def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
-    """A large gradient of the keys leaves the step of queries and values as it is."""
+def test_query_key_and_value_are_orthogonalised_separately() -> None:
+    """A large key gradient does not change the update of queries and values, although one parameter holds all three."""
     name, rows = "blocks.0.attn.qkv.weight", rows_of_maps("blocks.0.attn.qkv.weight")
     moved = []
     for factor in (1.0, 1e6):

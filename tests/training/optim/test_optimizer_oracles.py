@@ -1,4 +1,4 @@
-"""LAMB, LARS, weight decay and the learning rate's schedule, compared with timm's own code."""
+"""LAMB, LARS, weight decay and the learning rate schedule, compared with timm's implementations."""
 
 from typing import Any
 
@@ -23,8 +23,12 @@ def parameters() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("decay", [0.3, 0.0])
 @pytest.mark.parametrize("settings", [LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}], ids=shown)
-def test_layerwise_optimizers_are_timms(settings: dict[str, Any], decay: float) -> None:
-    """Without weight decay timm adapts nothing by default; vitpar, as the papers do, adapts matrices all the same."""
+def test_lamb_and_lars_match_timm(settings: dict[str, Any], decay: float) -> None:
+    """With `always_adapt` for matrices, timm's updates equal vitpar's.
+
+    By default timm skips the trust ratio without weight decay; vitpar follows the papers and always applies it to
+    matrices.
+    """
     mine, theirs = parameters(), parameters()
     chosen = section({**settings, "weight_decay": decay})
     ours = ShardedOptimizer(zip(NAMES, mine, strict=True), chosen)
@@ -54,7 +58,7 @@ def test_layerwise_optimizers_are_timms(settings: dict[str, Any], decay: float) 
 
 
 def timms_rates(peak: float, total: int, warmup: int, min_lr: float) -> list[float]:
-    """The rates of every update and one more, with the warm-up before the cosine."""
+    """Return timm's learning rate for each of `total` updates plus one, with the warm-up before the cosine."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = timm.scheduler.CosineLRScheduler(
         optimizer, t_initial=total - warmup, lr_min=min_lr, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False
@@ -69,8 +73,8 @@ def timms_rates(peak: float, total: int, warmup: int, min_lr: float) -> list[flo
 @pytest.mark.parametrize(
     ("total", "warmup", "min_lr"), [(100, 0, 0.0), (100, 10, 1e-5), (37, 5, 1e-3), (1000, 999, 0.0), (12, 1, 0.0)]
 )
-def test_schedule_is_timms_but_for_the_warm_up(total: int, warmup: int, min_lr: float) -> None:
-    """timm's first update has rate 0, and the first after the warm-up the peak; vitpar is one step ahead until then."""
+def test_schedule_matches_timm_with_a_warmup_one_step_ahead(total: int, warmup: int, min_lr: float) -> None:
+    """timm starts its warm-up at rate 0 and reaches the peak after it; vitpar's warm-up is one step ahead."""
     peak = 3e-3
     rate = CosineWithWarmup(peak, total, warmup, min_lr)
     theirs = timms_rates(peak, total, warmup, min_lr)
@@ -80,8 +84,8 @@ def test_schedule_is_timms_but_for_the_warm_up(total: int, warmup: int, min_lr: 
     assert not warmup or (theirs[0] == 0 and found[warmup - 1] == pytest.approx(peak))
 
 
-def test_weight_decay_leaves_out_what_timm_leaves_out() -> None:
-    """Uses a ViT with every kind of parameter. The two libraries name them differently, so they are matched by size."""
+def test_weight_decay_covers_the_same_parameters_as_in_timm() -> None:
+    """Compare by size, because the libraries name parameters differently. The ViT has every kind of parameter."""
     options = {"image_size": 8, "patch_size": 4, "depth": 1, "num_classes": 5, "qk_norm": True, "layer_scale": 0.1}
     ours = ViT(model_config("vit_custom", embed_dim=12, num_heads=2, num_reg_tokens=3, **options))
     theirs: Any = timm.models.vision_transformer.VisionTransformer(

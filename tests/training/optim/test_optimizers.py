@@ -1,4 +1,4 @@
-"""LAMB, LARS and Muon: sharded parameters end as whole ones do in a plain loop over one process."""
+"""LAMB, LARS and Muon on sharded parameters equal a plain loop over unsharded ones in one process."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimiz
 
 
 def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The whole parameters that this rank holds a part of, after a step for each of RATES; runs on every rank."""
+    """Return the complete parameters that this rank holds a shard of, after one step per rate in RATES; collective."""
     root = built(layout)
     for name, p in root.named_parameters():
         assert torch.equal(whole(p), drawn("value", name)), name
@@ -57,7 +57,10 @@ CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (L
 @pytest.mark.parametrize(
     ("layout", "settings"), [*CASES, *(("tp2xfsdp2", settings) for settings in VARIANTS)], ids=shown
 )
-def test_sharded_equals_one_process(layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+def test_sharded_optimizer_matches_one_process(
+    layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
+) -> None:
+    """LAMB and LARS need norms of complete parameters, and Muon complete matrices, under every sharding."""
     expected = reference(settings)
     seen = set()
     for found in ranks(ranks_of(layout)).run(trained, layout, settings):
@@ -68,7 +71,7 @@ def test_sharded_equals_one_process(layout: str, settings: dict[str, Any], ranks
 
 
 def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
-    """Norms of all whole parameters and of 3 times their gradients, by name; runs on every rank."""
+    """Return the norms of each complete parameter and of 3 times its gradient, by name; runs on every rank."""
     root = built(layout)
     give_gradients(root, 1)
     named = dict(root.named_parameters())
@@ -79,7 +82,10 @@ def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("layout", [*MESHES, *LAYOUTS])
 def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], RankPool]) -> None:
-    """The ratios of LAMB and LARS would hide a factor that both of their norms have."""
+    """Norms of sharded and replicated parameters equal those of the complete tensors.
+
+    LAMB and LARS use the ratio of two norms, which hides a factor that both norms share.
+    """
     for found in ranks(ranks_of(layout)).run(norms, layout):
         for name, pair in found.items():
             expected = drawn("value", name).norm().item(), 3 * drawn("1", name).norm().item()
@@ -87,7 +93,7 @@ def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], Rank
 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS, MUON, *VARIANTS], ids=shown)
-def test_whole_parameters_follow_the_papers(settings: dict[str, Any]) -> None:
+def test_unsharded_optimizer_matches_the_reference_loop(settings: dict[str, Any]) -> None:
     root = modules(LAYERS)
     optimizer = optimizer_of(root, settings)
     for step, rate in enumerate(RATES, start=1):
@@ -99,11 +105,11 @@ def test_whole_parameters_follow_the_papers(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(root.get_parameter(name).detach(), value, atol=1e-11, rtol=1e-11, msg=name)
 
 
-# layouts that vitpar itself makes
+# layouts made by vitpar's `parallelize`
 
 
 def vit(mesh: str | None, device: torch.device) -> Any:
-    """A tiny ViT in float64: this rank's part under `mesh`, or all of it."""
+    """Return a tiny float64 ViT: this rank's shard under `mesh`, or the complete model if `mesh` is None."""
     from vitpar import Execution, model_config, parallelize, parse, validate
     from vitpar.models.initial import initialise
     from vitpar.models.vit import ViT
@@ -119,7 +125,7 @@ def vit(mesh: str | None, device: torch.device) -> Any:
 
 
 def vit_trained(device: torch.device, mesh: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The ViT's whole parameters after steps with random gradients; runs on every rank."""
+    """Return the ViT's complete parameters after steps with random gradients; runs on every rank."""
     model = vit(mesh, device)
     optimizer = ShardedOptimizer(model.named_parameters(), section(settings), heads=2)
     for step, rate in enumerate(RATES):
@@ -132,7 +138,7 @@ def vit_trained(device: torch.device, mesh: str | None, settings: dict[str, Any]
 
 @pytest.mark.parametrize("settings", [LAMB, LARS, MUON], ids=shown)
 @pytest.mark.parametrize("mesh", ["tp2xfsdp2", "pp2xtp2", "dp2"])
-def test_a_parallel_vit_equals_a_whole_one(
+def test_parallel_vit_matches_the_unsharded_vit(
     mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
     expected = vit_trained(torch.device("cpu"), None, settings)
@@ -146,9 +152,11 @@ def test_a_parallel_vit_equals_a_whole_one(
 
 
 def through_backward(device: torch.device | None, settings: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Rows of the first matrix held here, and the whole parameters after steps with gradients that autograd makes.
+    """Train two matrices with gradients from autograd.
 
-    device: None for plain modules.
+    Return this rank's row count of each, and the complete parameters.
+
+    device: None for plain modules without FSDP
     """
     layers = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Tanh(), nn.Linear(2, 4, bias=False)).double()
     names = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
@@ -173,7 +181,10 @@ def rows_of(p: DTensor) -> int:
 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS, MUON], ids=shown)
-def test_ranks_with_an_empty_shard_take_part(settings: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+def test_rank_with_an_empty_shard_joins_the_collectives(
+    settings: dict[str, Any], ranks: Callable[[int], RankPool]
+) -> None:
+    """A matrix of two rows leaves the third FSDP rank without elements; its step must neither hang nor differ."""
     _, expected = through_backward(None, settings)
     found = ranks(3).run(through_backward, settings)
     assert [rows[0] for rows, _ in found] == [1, 1, 0]
@@ -183,11 +194,11 @@ def test_ranks_with_an_empty_shard_take_part(settings: dict[str, Any], ranks: Ca
             torch.testing.assert_close(*pair, atol=1e-11, rtol=1e-11)
 
 
-# what is sent
+# communication
 
 
 def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[dict[str, int], int]:
-    """Return what a step of the optimizer sends, and the number of block matrices on this rank; runs on every rank."""
+    """Return the collectives of one optimizer step and this rank's number of block matrices; runs on every rank."""
     root = built(layout)
     optimizer = optimizer_of(root, settings)
     give_gradients(root, 1)
@@ -201,23 +212,25 @@ def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[d
     [("fsdp2", 1), ("pp2xfsdp2", 1), ("dp2xfsdp2", 1), ("tp2", 1), ("tp2xfsdp2", 2), ("two tensor axes", 2)],
 )
 @pytest.mark.parametrize("settings", [LAMB, LARS], ids=shown)
-def test_norms_are_one_message_for_each_group_of_ranks(
+def test_norms_take_one_all_reduce_per_process_group(
     layout: str, messages: int, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
+    """One message per parameter would cost latency in every step."""
     for counts, _ in ranks(ranks_of(layout)).run(sent, layout, settings):
         assert counts == {"all_reduce": messages}
 
 
-def test_muon_gathers_every_matrix_once(ranks: Callable[[int], RankPool]) -> None:
+def test_muon_all_gathers_each_matrix_once(ranks: Callable[[int], RankPool]) -> None:
+    """Eight matrices lie in blocks; the classifier and vectors use AdamW and are not gathered."""
     for counts, matrices in ranks(2).run(sent, "fsdp2", MUON):
         assert counts == {"all_gather": matrices} and matrices == 8
 
 
-# each optimizer on whole parameters
+# unsharded parameters
 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS, MUON], ids=shown)
-def test_parameters_without_gradient_are_left_alone(settings: dict[str, Any]) -> None:
+def test_parameters_without_gradient_do_not_change(settings: dict[str, Any]) -> None:
     root = modules(LAYERS)
     optimizer = optimizer_of(root, settings)
     idle = {"blocks.0.attn.proj.weight", "blocks.1.norm1.weight"}
@@ -233,7 +246,8 @@ def test_parameters_without_gradient_are_left_alone(settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("settings", [LAMB, LARS], ids=shown)
-def test_where_a_norm_is_zero_the_step_is_not_scaled(settings: dict[str, Any]) -> None:
+def test_zero_norm_disables_the_trust_ratio(settings: dict[str, Any]) -> None:
+    """A ratio with a zero norm would freeze the parameter or divide by zero."""
     p = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
     optimizer = ShardedOptimizer([("head.fc.weight", p)], section(settings))
     p.grad = torch.ones_like(p)
@@ -256,7 +270,9 @@ def test_where_a_norm_is_zero_the_step_is_not_scaled(settings: dict[str, Any]) -
     ],
     ids=lambda value: shown(value) if isinstance(value, dict) else "",
 )
-def test_state_is_flat_and_by_parameter(settings: dict[str, Any], matrix: set[str], other: set[str]) -> None:
+def test_optimizer_state_has_the_shape_of_the_local_shard(
+    settings: dict[str, Any], matrix: set[str], other: set[str]
+) -> None:
     pairs = [("blocks.0.mlp.fc1.weight", nn.Parameter(torch.ones(3, 2))), ("head.fc.weight", nn.Linear(2, 2).weight)]
     optimizer = ShardedOptimizer(pairs, section(settings))
     for _, p in pairs:

@@ -1,4 +1,4 @@
-"""Automatic precision: what it becomes on which device, and the settings it is checked with."""
+"""`train.precision = "auto"`: the precision chosen for each device, and the checks on settings that depend on it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def recipe(**train: Any) -> Recipe:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The compute capabilities of this machine's devices, to be filled."""
+    """Return a list of compute capabilities that stands for this machine's devices; the test fills it."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: found[index])
@@ -30,7 +30,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ("capabilities", "name"),
     [([(8, 0)], "bf16"), ([(9, 0)] * 8, "bf16"), ([(12, 0)], "bf16"), ([(7, 5)], "fp32"), ([(8, 0), (7, 0)], "fp32")],
 )
-def test_gpus_that_compute_in_bf16_do_so(
+def test_auto_precision_is_bf16_only_on_gpus_that_compute_in_it(
     gpus: list[tuple[int, int]], capabilities: list[tuple[int, int]], name: str
 ) -> None:
     gpus += capabilities
@@ -41,7 +41,7 @@ def test_gpus_that_compute_in_bf16_do_so(
     assert resolve_precision(recipe(), "cpu").train.precision == "fp32"
 
 
-def test_settings_that_do_nothing_are_refused_before_and_after(gpus: list[tuple[int, int]]) -> None:
+def test_settings_without_effect_are_refused_before_and_after_resolution(gpus: list[tuple[int, int]]) -> None:
     gpus.append((8, 0))
     reduced = recipe(reduce_dtype="bf16")
     assert resolve_precision(reduced, "cuda").train.reduce_dtype == "bf16"
@@ -56,11 +56,11 @@ def test_settings_that_do_nothing_are_refused_before_and_after(gpus: list[tuple[
     ("profiled", "device", "name"),
     [(None, "cuda", "fp32"), ("bf16", "cuda", "bf16"), ("fp32", "cuda", "fp32"), ("bf16", "cpu", "fp32")],
 )
-def test_planning_takes_what_was_profiled(profiled: str | None, device: str, name: str) -> None:
+def test_planning_uses_the_profiled_precision(profiled: str | None, device: str, name: str) -> None:
     assert automatic_precision(profiled, device) == name
 
 
-def test_machines_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_resolve_auto_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitpar.launch import world_group
 
     names = ["bf16", "fp32"]
@@ -82,5 +82,5 @@ def _built(device: torch.device) -> tuple[str, torch.dtype]:
     return trained.recipe.train.precision, trained.model.precision.compute
 
 
-def test_the_library_resolves_it_too(ranks: Callable[[int], RankPool]) -> None:
+def test_build_resolves_auto_precision(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(1).run(_built) == [("fp32", torch.float32)]

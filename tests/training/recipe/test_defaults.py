@@ -1,4 +1,4 @@
-"""The table of default settings: the settings of each row, what wins over them, and the page that shows them."""
+"""Table of default settings: the settings of each row, what overrides them, and the page that shows them."""
 
 import math
 import re
@@ -28,7 +28,7 @@ STREAM = {
 SIZES = (60, 1_437, 50_000, 126_689, 1_281_167, 13_000_000, 300_000_000)
 
 
-def test_the_documentation_has_the_table() -> None:
+def test_docs_page_has_the_table() -> None:
     assert (ROOT / "docs/defaults.md").read_text() == markdown(), "write it with `make docs`"
 
 
@@ -44,7 +44,7 @@ def test_rows_are_in_order_and_have_sources() -> None:
 @pytest.mark.parametrize("samples", SIZES)
 @pytest.mark.parametrize("model", ["vit_tiny_patch4_32", "vit_large_patch16_224"])
 @pytest.mark.parametrize("source", [HERE, STREAM], ids=["data", "stream"])
-def test_every_row_is_a_whole_recipe(samples: int, model: str, source: dict[str, Any], tmp_path: Path) -> None:
+def test_every_row_gives_a_complete_recipe(samples: int, model: str, source: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_for(samples, {**source, "model.name": model})
     transforms(recipe, recipe.config(10).image_size)
     assert recipe.augment.policy is None or parse_policy(recipe.augment.policy)
@@ -54,7 +54,7 @@ def test_every_row_is_a_whole_recipe(samples: int, model: str, source: dict[str,
     assert read_recipe(tmp_path / "recipe.toml") == recipe
 
 
-def test_a_row_has_its_published_values() -> None:
+def test_rows_have_their_published_values() -> None:
     recipe = recipe_for(1_281_167, {**HERE, "train.batch_size": 1024})
     augment, train = recipe.augment, recipe.train
     assert (augment.policy, augment.repeats, augment.random_erasing) == ("rand-m9-mstd0.5-inc1", 3, 0.25)
@@ -79,17 +79,17 @@ def test_a_row_has_its_published_values() -> None:
         (256, {"optimizer.name": "muon"}, 5e-4),
         (2048, {"optimizer.name": "lamb"}, 3e-3),
         (512, {"optimizer.name": "lamb"}, 1.5e-3),
-        (256, {"optimizer.name": "sgd"}, 1e-3),  # the fixed default
+        (256, {"optimizer.name": "sgd"}, 1e-3),  # sgd and lars keep a fixed default
         (256, {"optimizer.name": "lars"}, 1e-3),
         (256, {"optimizer.lr": 0.7}, 0.7),
     ],
 )
-def test_the_learning_rate_follows_the_batch(batch: int, options: dict[str, Any], lr: float) -> None:
+def test_learning_rate_scales_with_the_batch(batch: int, options: dict[str, Any], lr: float) -> None:
     recipe = recipe_for(1_000_000, {**HERE, "train.batch_size": batch, **options})
     assert recipe.optimizer.lr == pytest.approx(lr, rel=1e-3)
 
 
-def test_the_warm_up_is_a_part_of_the_run() -> None:
+def test_warmup_is_a_fraction_of_the_run() -> None:
     schedule = recipe_for(50_000, HERE).lr_schedule
     assert schedule.warmup_epochs == 10
     assert recipe_for(50_000, {**HERE, "train.epochs": 20}).lr_schedule.warmup_epochs == 2
@@ -105,7 +105,7 @@ def test_the_warm_up_is_a_part_of_the_run() -> None:
     }
 
 
-def test_what_is_given_wins_setting_by_setting() -> None:
+def test_given_settings_override_the_defaults_one_by_one() -> None:
     given = [
         *("augment.mixup=0.0", "model.drop_path=0.0", "train.label_smoothing=0.0", "augment.repeats=1"),
         *("data.crop_scale=[0.5, 1.0]", "optimizer.weight_decay=0.3", "train.clip_grad_norm=0"),
@@ -116,7 +116,7 @@ def test_what_is_given_wins_setting_by_setting() -> None:
     assert (recipe.data.crop_scale, recipe.data.crop_pct, recipe.optimizer.weight_decay) == ((0.5, 1.0), 1.0, 0.3)
 
 
-def test_small_images_are_cropped_little() -> None:
+def test_small_images_get_a_mild_crop() -> None:
     small, large = (
         recipe_for(50_000, {**HERE, "model.name": name}).data for name in ("vit_tiny_patch4_32", "vit_tiny_patch16_224")
     )
@@ -124,7 +124,7 @@ def test_small_images_are_cropped_little() -> None:
     assert (large.crop_scale, large.crop_pct) == ((0.08, 1.0), 0.875)
 
 
-def test_streams_go_without_what_they_cannot_do() -> None:
+def test_stream_defaults_leave_out_unsupported_augmentation() -> None:
     recipe, packed = recipe_for(50_000, STREAM), recipe_for(50_000, HERE)
     assert (packed.augment.mixup, packed.augment.cutmix, packed.augment.repeats) == (1, 1, 3)
     assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0, 0, 1)
@@ -145,6 +145,6 @@ def test_defaults_are_filled_in_once() -> None:
     assert with_defaults(recipe, 1_000_000) == recipe
 
 
-def test_the_table_needs_no_torch() -> None:
+def test_defaults_import_no_torch() -> None:
     program = "import sys, vitpar.training.recipe.defaults; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=clean_environment(), check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The tables of what settings change: their keys are those of recipes, and defaults are never refused."""
+"""Table of settings without effect: its keys exist in recipes, and default values are never refused."""
 
 import pytest
 
@@ -12,7 +12,7 @@ KEYS = {
 }
 
 
-def test_tables_name_settings_that_there_are() -> None:
+def test_tables_name_only_existing_settings() -> None:
     for effect in (*EFFECTS, *COMMUNICATION):
         assert set(effect.keys) <= KEYS
     every = {f"{key.partition('.')[0]}.…" for key in KEYS}
@@ -22,7 +22,7 @@ def test_tables_name_settings_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("key", [key for effect in EFFECTS for key in effect.keys if not key.startswith("optimizer.")])
-def test_a_default_that_changes_nothing_is_accepted(key: str) -> None:
+def test_default_value_without_effect_is_accepted(key: str) -> None:
     section, _, name = key.partition(".")
     default = type(getattr(read_recipe(None, BASE), section)).model_fields[name].default
     assert read_recipe(None, {**BASE, key: default}) == read_recipe(None, BASE)
@@ -31,7 +31,7 @@ def test_a_default_that_changes_nothing_is_accepted(key: str) -> None:
 BASE = {"data.path": "x", "train.steps": 1}
 
 
-def test_the_first_setting_without_effect_is_named() -> None:
+def test_first_setting_without_effect_is_named() -> None:
     with pytest.raises(RecipeError, match=r"^faults\.max_skipped is 3, but faults\.non_finite 'stop' skips nothing"):
         read_recipe(None, BASE, ["faults.max_skipped=3"])
     assert read_recipe(None, BASE, ["faults.max_skipped=3", "faults.non_finite=skip"]).faults.max_skipped == 3

@@ -1,4 +1,4 @@
-"""Recipes of strangers: whatever they claim is refused at once, in a sentence that stays short."""
+"""Recipes from untrusted sources: oversized or malformed input is refused quickly, with a short error."""
 
 import os
 from pathlib import Path
@@ -51,13 +51,13 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
         ("model = 3", "recipe key 'model' is 3"),
     ],
 )
-def test_files_that_claim_too_much(text: str, message: str, tmp_path: Path) -> None:
+def test_oversized_or_deeply_nested_toml_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     refused(path, message)
 
 
-def test_files_that_are_no_files(tmp_path: Path) -> None:
+def test_recipe_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     refused(Path("/dev/zero"), "cannot be read: it is not a regular file")
     refused(tmp_path, "cannot be read: it is a folder")
@@ -66,7 +66,7 @@ def test_files_that_are_no_files(tmp_path: Path) -> None:
     refused(path, "cannot be read: it is not a regular file")
 
 
-def test_dots_outside_of_keys() -> None:
+def test_dots_in_values_and_comments_are_not_counted() -> None:
     url = "https://" + "a." * 1_000 + "org"
     texts = {"basic": f'"{url}"', "literal": f"'{url}'", "long": f'"""\n{url}"""', "raw": f"'''{url}'''"}
     for text in texts.values():
@@ -87,18 +87,18 @@ def test_dots_outside_of_keys() -> None:
         ("x" * 100_000 + "=1", "'x{198}…' names no setting"),
     ],
 )
-def test_assignments_that_claim_too_much(assignment: str, message: str) -> None:
+def test_oversized_assignments_are_refused(assignment: str, message: str) -> None:
     refused(None, message, assignment)
 
 
 @pytest.mark.parametrize("assignment", ['augment.policy="\ud800"', "data.path=b\udcff", 'stream.train=["a\udcff.tar"]'])
-def test_bytes_that_are_no_text_are_refused(assignment: str) -> None:
+def test_non_utf8_assignments_are_refused(assignment: str) -> None:
     with pytest.raises(RecipeError, match=r"which is not UTF-8: write it in UTF-8") as refused:
         read_recipe(None, {"train.steps": 1}, [assignment])
     assert str(refused.value).encode()
 
 
-def test_a_section_that_is_no_table(tmp_path: Path) -> None:
+def test_section_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("data = 3")
     with pytest.raises(RecipeError, match="recipe key 'data' is 3: write a table"):
@@ -121,7 +121,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("key", [f"{section}.{name}" for section, names in SETTINGS.items() for name in names])
-def test_numbers_that_no_setting_has(key: str) -> None:
+def test_numbers_out_of_range_are_refused(key: str) -> None:
     with pytest.raises(RecipeError, match=rf"recipe key '{key}' is (9+…|inf): input should be") as caught:
         read_recipe(None, {"train.steps": None if key == "train.epochs" else 1}, [f"{key}={ABSURD}"])
     assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 100
@@ -144,11 +144,11 @@ def test_numbers_that_no_setting_has(key: str) -> None:
         ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
     ],
 )
-def test_settings_that_would_take_all_there_is(assignment: str, message: str) -> None:
+def test_settings_that_would_exhaust_resources_are_refused(assignment: str, message: str) -> None:
     refused(None, message, assignment)
 
 
-def test_long_runs_are_fine() -> None:
+def test_very_long_runs_are_accepted() -> None:
     assert read_recipe(None, {"data.path": "here"}, [f"train.steps={10**15}"]).total_steps(10) == 10**15
 
 
@@ -164,13 +164,13 @@ def test_long_runs_are_fine() -> None:
         ("parallel.schedule=" + "x" * 100_000, "unknown schedule 'x{198}…'"),
     ],
 )
-def test_plans_that_claim_too_much(assignment: str, message: str) -> None:
+def test_oversized_plans_are_refused(assignment: str, message: str) -> None:
     with pytest.raises(StrategyError, match=message) as caught:
         read(None, assignment).requested_plans()
     assert len(str(caught.value)) < 3 * MAX_QUOTED_CHARS
 
 
-def test_strategies_that_do_not_fit_are_told_briefly() -> None:
+def test_error_about_many_unfitting_plans_stays_short() -> None:
     layers = ",".join(f"{index}=dp2{'+ckpt' * (index % 2)}" for index in range(500))
     fallbacks = [f"pp1: {layers},*=dp2"] * MAX_ALTERNATIVES
     recipe = read(None, f"parallel.mesh=pp1: {layers},*=dp2", f"parallel.fallback_meshes={fallbacks}")
@@ -200,17 +200,17 @@ def test_strategies_that_do_not_fit_are_told_briefly() -> None:
         ("rand" + "-m1" * 10**5, "it has 'm1'"),
     ],
 )
-def test_policies_that_claim_too_much(policy: str, message: str) -> None:
+def test_oversized_augmentation_policies_are_refused(policy: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         parse_policy(policy)
     assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 400
 
 
-def test_the_longest_policy_is_read() -> None:
+def test_longest_allowed_policy_is_accepted() -> None:
     assert parse_policy("rand-m9-n64-mstd101-p1-inc1")
 
 
-def test_images_are_not_enlarged_without_end() -> None:
+def test_resize_is_limited_for_tiny_crop_pct_and_long_images() -> None:
     with pytest.raises(RecipeError, match="crop_pct 1e-05 makes images of 224 pixels larger than 16,384"):
         transforms(read(None, "data.crop_pct=0.00001"), 224)
     stripe = np.zeros((1, 65_535, 3), np.uint8)
@@ -218,7 +218,7 @@ def test_images_are_not_enlarged_without_end() -> None:
     assert EvalTransform(224)(np.zeros((100, 4_000, 3), np.uint8)).shape == (3, 224, 224)
 
 
-def test_a_recipe_of_a_stranger_on_the_command_line(
+def test_hostile_recipe_on_the_command_line_gets_a_short_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recipe.toml"

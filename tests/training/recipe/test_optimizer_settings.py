@@ -16,7 +16,7 @@ def read(*assignments: str) -> Recipe:
     return read_recipe(None, {"data.path": "x", "train.steps": 1}, assignments)
 
 
-def test_defaults_are_those_of_the_optimizer() -> None:
+def test_defaults_depend_on_the_optimizer() -> None:
     muon, lars, lamb, sgd = (read(f"optimizer.name={name}").optimizer for name in ("muon", "lars", "lamb", "sgd"))
     assert (muon.momentum, muon.nesterov, muon.ns_steps, muon.adjust_lr_fn) == (0.95, True, 5, "match_rms_adamw")
     assert (lars.momentum, lars.nesterov, lars.trust_coefficient) == (0.9, False, 0.001)
@@ -27,7 +27,7 @@ def test_defaults_are_those_of_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lars", "muon"])
-def test_a_written_recipe_holds_what_the_optimizer_uses(name: str, tmp_path: Path) -> None:
+def test_written_recipe_has_only_settings_the_optimizer_uses(name: str, tmp_path: Path) -> None:
     recipe, file = read(f"optimizer.name={name}"), tmp_path / "recipe.toml"
     file.write_text(recipe.to_toml())
     assert read_recipe(file) == recipe
@@ -61,11 +61,11 @@ def test_settings_without_effect_are_refused(assignments: list[str], sentence: s
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "muon"])
-def test_foreach_is_what_there_is(name: str) -> None:
+def test_foreach_implementation_is_accepted(name: str) -> None:
     assert read(f"optimizer.name={name}", "optimizer.implementation=foreach").optimizer.implementation == "foreach"
 
 
-def test_nesterov_is_sgds_too() -> None:
+def test_nesterov_sgd_matches_torch() -> None:
     mine, theirs = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     settings = OptimizerSection(name="sgd", weight_decay=0.3, momentum=0.9, nesterov=True)
     ours = ShardedOptimizer([("head.fc.weight", mine)], settings)
@@ -88,7 +88,7 @@ def test_nesterov_is_sgds_too() -> None:
         (["name=muon"], 4, "parameters, gradients, muon state (at most) in float32"),
     ],
 )
-def test_state_that_is_kept(assignments: list[str], numbers: int, words: str) -> None:
+def test_state_bytes_and_description_per_optimizer(assignments: list[str], numbers: int, words: str) -> None:
     recipe = read("train.precision=fp32", *(f"optimizer.{assignment}" for assignment in assignments))
     assert state_bytes(recipe) == 4 * numbers
     assert state_words(recipe) == words

@@ -1,4 +1,4 @@
-"""`parallel.fallback_meshes`: the plan that a recipe runs under where its own does not fit."""
+"""`parallel.fallback_meshes`: the plan a recipe uses when its own mesh does not fit the world."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def chosen(made: Recipe, ranks: int) -> Chosen:
         ("dp4", ["dp2", "dp1"], 1, "dp1", "'dp2' needs 2 ranks but the world has 1"),
     ],
 )
-def test_the_first_that_fits_is_used_and_says_why(
+def test_first_fitting_plan_is_used_with_a_reason(
     mesh: str, fallbacks: list[str], ranks: int, plan: str | None, because: str | None
 ) -> None:
     made = recipe(mesh, fallbacks)
@@ -59,12 +59,12 @@ def test_the_first_that_fits_is_used_and_says_why(
         assert because in found.because
 
 
-def test_one_plan_alone_is_refused_with_its_own_sentence() -> None:
+def test_single_unfitting_plan_keeps_its_own_error() -> None:
     with pytest.raises(StrategyError, match=r"^the degrees given in 'pp2xdp' multiply to 2"):
         chosen(recipe("pp2xdp", []), 3)
 
 
-def test_what_is_for_pipelines_is_for_those_that_are_one() -> None:
+def test_pipeline_settings_apply_only_to_pipeline_plans() -> None:
     made = recipe("pp4xdp", ["pp2xdp", "dp"], schedule="interleaved1f1b", virtual_stages=2, microbatches=4)
     pipeline, alone = chosen(made, 2).plan, chosen(made, 1).plan
     assert (str(pipeline), pipeline.schedule, pipeline.virtual_stages) == ("pp2", "interleaved1f1b", 2)
@@ -72,12 +72,12 @@ def test_what_is_for_pipelines_is_for_those_that_are_one() -> None:
     assert pipeline.microbatches == alone.microbatches == 4
 
 
-def test_micro_batches_that_no_longer_divide_are_a_reason() -> None:
+def test_indivisible_microbatches_select_the_next_plan() -> None:
     found = chosen(recipe("dp", ["tp2xdp"], microbatches=4), 4)
     assert str(found.plan) == "tp2xdp2" and found.because is not None and "micro-batches" in found.because
 
 
-def test_communication_settings_are_for_the_plans_that_use_them() -> None:
+def test_communication_settings_apply_only_to_plans_that_use_them() -> None:
     made = recipe("fsdp4", ["dp"])
     made = made.model_copy(update={"communication": made.communication.model_copy(update={"prefetch": 2})})
     assert made.communication_under(chosen(made, 4).plan).prefetch == 2
@@ -87,7 +87,7 @@ def test_communication_settings_are_for_the_plans_that_use_them() -> None:
         first.plan(first.config(10))
 
 
-def test_a_plan_of_a_file_may_stand_before_others(tmp_path: Path) -> None:
+def test_plan_file_can_have_fallbacks(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", parse("tp2xdp2"))
     made = recipe(str(tmp_path / "plan.json"), ["dp"])
     (tmp_path / "recipe.toml").write_text(made.to_toml())
@@ -97,23 +97,24 @@ def test_a_plan_of_a_file_may_stand_before_others(tmp_path: Path) -> None:
         recipe(str(tmp_path / "plan.json"), ["dp"], microbatches=2).requested_plans()
 
 
-def test_a_wrong_alternative_is_refused_before_it_is_needed(
+def test_invalid_fallback_is_refused_even_if_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A typo must show when the run starts, not after a lost host when the fallback is needed."""
     words = ["plan", "dp2", "--world-size", "2", "--batch-size", "8", "--set"]
     assert "unknown role 'zp'" in refusal([*words, 'parallel.fallback_meshes=["zp"]'], monkeypatch, capsys)
     assert "fallback_meshes' is 'dp1'" in refusal([*words, "parallel.fallback_meshes=dp1"], monkeypatch, capsys)
 
 
-def test_the_ranks_of_a_world_that_the_program_started_choose_as_it_did(
+def test_spawned_ranks_choose_the_same_plan_as_the_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It started as many as the chosen plan has, for which another might fit."""
+    """The launcher starts as many ranks as its chosen plan has; in that smaller world another plan could fit first."""
     import torch
 
     from vitpar_cli.world import resolve
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a world that another test is in
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # another test may have joined a world
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     made = recipe("pp3xdp", ["pp2xdp1", "pp3"])

@@ -1,4 +1,4 @@
-"""Recipes: where a value comes from, what replaces what, and the sentence for everything that is wrong."""
+"""Recipes: precedence of their sources, settings that replace each other, and an error for each kind of mistake."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ seed = 5
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A small recipe."""
+    """Write a small recipe and return its path."""
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
@@ -43,7 +43,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_later_sources_win(file: Path) -> None:
+def test_later_sources_override_earlier_ones(file: Path) -> None:
     assert read_recipe(file).train.seed == 5
     assert read_recipe(file, {"train.seed": 6}).train.seed == 6
     assert read_recipe(file, {"train.seed": 6}, ["train.seed=7"]).train.seed == 7
@@ -53,7 +53,7 @@ def test_later_sources_win(file: Path) -> None:
     assert (kept.optimizer.name, kept.train.precision, kept.parallel.mesh) == ("adamw", "auto", "dp1")  # defaults
 
 
-def test_a_recipe_needs_no_file() -> None:
+def test_recipe_file_is_optional() -> None:
     recipe = read_recipe(None, {"data.path": "here", "train.steps": 3})
     assert recipe.model.name == "vit_small_patch16_224"
     assert recipe.total_steps(1000) == 3
@@ -73,7 +73,7 @@ def test_a_recipe_needs_no_file() -> None:
         ("data.path=a=b", "data", "path", "a=b"),
     ],
 )
-def test_assignments_are_toml_or_text(file: Path, assignment: str, section: str, name: str, value: Any) -> None:
+def test_assignments_parse_as_toml_or_text(file: Path, assignment: str, section: str, name: str, value: Any) -> None:
     assert getattr(getattr(read_recipe(file, {}, [assignment]), section), name) == value
 
 
@@ -86,7 +86,7 @@ ALTERNATIVES = [
 
 @pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_later_alternative_replaces_the_earlier(section: str, one: dict, other: dict, turned: bool) -> None:
+def test_later_alternative_replaces_the_earlier_one(section: str, one: dict, other: dict, turned: bool) -> None:
     first, second = (other, one) if turned else (one, other)
     ((old, before),), ((new, after),) = first.items(), second.items()
     base = {"data.path": "x"} | ({} if section == "train" else {"train.steps": 1})
@@ -103,7 +103,7 @@ def test_both_alternatives_in_one_file_are_refused(section: str, one: dict, othe
         read_recipe(written(tmp_path, f'[data]\npath = "x"\n[{section}]\n{lines}'))
 
 
-def test_a_model_named_later_brings_its_own_sizes(file: Path) -> None:
+def test_later_model_name_replaces_the_sizes_in_the_file(file: Path) -> None:
     recipe = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}, ["model.drop_path=0.2"])
     config = recipe.config(10)
     assert (config.embed_dim, config.depth, config.image_size, config.drop_path) == (192, 12, 32, 0.2)
@@ -113,7 +113,7 @@ def test_a_model_named_later_brings_its_own_sizes(file: Path) -> None:
     assert read_recipe(file, {}, ["model.depth=6"]).config(10).depth == 6  # sizes alone change the file's model
 
 
-def test_what_the_name_of_a_model_does_not_decide_stays(tmp_path: Path) -> None:
+def test_later_model_name_keeps_settings_that_it_does_not_define(tmp_path: Path) -> None:
     text = '[model]\nname = "vit_tiny_patch4_32"\nembed_dim = 96\npool = "avg"\ndrop_path = 0.1\n[data]\npath = "x"\n'
     file = written(tmp_path, text + "[train]\nsteps = 1\n")
     config = read_recipe(file, {"model.name": "vit_base_patch16_224"}).config(10)
@@ -131,7 +131,7 @@ def test_both_alternatives_as_options_are_refused(section: str, one: dict, other
         read_recipe(None, {"data.path": "x"}, [f"{key}={value}" for key, value in given.items()])
 
 
-def test_settings_beside_a_whole_plan_are_refused_even_at_their_defaults(tmp_path: Path) -> None:
+def test_settings_next_to_a_plan_file_are_refused_even_at_defaults(tmp_path: Path) -> None:
     base = {"data.path": "x", "train.steps": 1, "parallel.mesh": "plan.json"}
     recipe = read_recipe(None, base)
     again = read_recipe(written(tmp_path, recipe.to_toml()))
@@ -166,28 +166,28 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("assignments", "message"), REFUSED, ids=str)
-def test_wrong_settings_get_a_sentence(file: Path, assignments: list[str], message: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(file: Path, assignments: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         read_recipe(file, {}, assignments)
     assert "\n" not in str(caught.value)
 
 
-def test_a_section_that_is_no_section(tmp_path: Path) -> None:
+def test_section_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="recipe key 'train' is 3"):
         read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'))
     with pytest.raises(RecipeError, match=r"recipe key 'train' is 3: write a table"):
         read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'), {"train.seed": 1})
 
 
-def test_a_shipped_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_recipe_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "digits").mkdir()  # such as a folder of images
+    (tmp_path / "digits").mkdir()  # a folder of the same name, for example of images, must not hide the recipe
     assert read_recipe(Path("digits")) == read_recipe(ROOT / "experiments" / "digits.toml")
     with pytest.raises(RecipeError, match="no recipe 'digit': name a TOML file, or a shipped recipe: cifar10, digits"):
         read_recipe(Path("digit"))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_recipe_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"there is no recipe '.*gone\.toml'"):
         read_recipe(tmp_path / "gone.toml")
     with pytest.raises(RecipeError, match="cannot be read"):
@@ -200,17 +200,17 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_recipe(binary)
 
 
-def test_what_a_recipe_must_say() -> None:
+def test_missing_required_settings_are_named() -> None:
     with pytest.raises(RecipeError, match=r"says neither train\.epochs nor train\.steps: give --epochs N or --steps N"):
         read_recipe(None, {"data.path": "x"})
     with pytest.raises(RecipeError, match=r"lacks 'data\.path': name a folder made by .* with --data DIR"):
         read_recipe(None, {"train.steps": 1})
 
 
-def test_steps_and_warm_up() -> None:
+def test_epochs_and_warmup_convert_to_steps() -> None:
     base = {"data.path": "x", "train.batch_size": 64}
     by_epochs = read_recipe(None, {**base, "train.epochs": 2.5, "lr_schedule.warmup_epochs": 0.5})
-    assert by_epochs.total_steps(1000) == 40  # 39.06 rounded up: the epochs are covered
+    assert by_epochs.total_steps(1000) == 40  # 39.06 steps, rounded up to cover the epochs
     assert by_epochs.warmup_steps(1000) == 8
     assert read_recipe(None, {**base, "train.steps": 7, "lr_schedule.warmup_steps": 3}).warmup_steps(1000) == 3
     assert read_recipe(None, {**base, "train.steps": 7}).warmup_steps(1000) == 0
@@ -220,12 +220,12 @@ def test_toml_round_trip(file: Path, tmp_path: Path) -> None:
     sections = {"parallel.split": (1, 3), "optimizer.betas": (0.5, 0.75), "train.ema_decay": 0.5, "model.qk_norm": True}
     recipe = read_recipe(file, sections)
     assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
-    never_clipping = read_recipe(file, {"train.clip_grad_norm": 0})  # TOML knows no null, so 0 stands for none
+    never_clipping = read_recipe(file, {"train.clip_grad_norm": 0})  # TOML has no null, so 0 means no clipping
     assert read_recipe(written(tmp_path, never_clipping.to_toml())) == never_clipping
 
 
 @pytest.mark.parametrize("path", [DEFAULT_RECIPE, *EXPERIMENTS], ids=lambda path: path.name)
-def test_shipped_recipes_can_be_used(path: Path, tmp_path: Path) -> None:
+def test_shipped_recipes_are_valid(path: Path, tmp_path: Path) -> None:
     recipe = read_recipe(path)
     config = recipe.config(10)
     assert recipe.plan(config).world_size >= 1
@@ -234,13 +234,13 @@ def test_shipped_recipes_can_be_used(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits.toml", "cifar10.toml"])
-def test_shipped_recipes_evaluate_small_images_as_they_are(name: str) -> None:
-    """The default would enlarge them and crop their edges."""
+def test_shipped_recipes_evaluate_small_images_uncropped(name: str) -> None:
+    """crop_pct is 1.0; a smaller value would enlarge small images and crop their edges."""
     assert [read_recipe(path).data.crop_pct for path in EXPERIMENTS if path.name == name] == [1.0]
     assert read_recipe(DEFAULT_RECIPE).data.crop_pct == 1.0
 
 
-def test_plan_and_model_of_a_recipe_are_checked(file: Path) -> None:
+def test_invalid_plan_or_model_in_a_recipe_is_refused(file: Path) -> None:
     plan = read_recipe(file, {"parallel.mesh": "pp2xtp2", "parallel.microbatch_size": 4})
     assert plan.plan(plan.config(3)).microbatches == 8
     for key, value, error in (
@@ -253,7 +253,7 @@ def test_plan_and_model_of_a_recipe_are_checked(file: Path) -> None:
             recipe.plan(recipe.config(3))
 
 
-def test_recipes_cannot_be_changed_by_accident(file: Path) -> None:
+def test_recipes_are_frozen(file: Path) -> None:
     recipe: Any = read_recipe(file)
     with pytest.raises(ValueError, match="frozen"):
         recipe.train.seed = 3

@@ -1,4 +1,4 @@
-"""The reference of settings, made from the sections."""
+"""Settings reference, generated from the fields of the recipe sections."""
 
 import json
 
@@ -12,7 +12,7 @@ from vitpar.training.recipe.reference import find, markdown, settings
 from vitpar_cli.main import app
 
 
-def test_every_setting_of_a_recipe_is_described() -> None:
+def test_every_setting_has_a_description() -> None:
     every = {one.key: one for one in settings()}
     values = read_recipe(DEFAULT_RECIPE).model_dump()
     assert set(every) >= {f"{section}.{name}" for section, found in values.items() for name in found}
@@ -21,7 +21,7 @@ def test_every_setting_of_a_recipe_is_described() -> None:
         assert one.effect.endswith(".") and one.kind and one.default, one.key
 
 
-def test_the_page_is_what_make_docs_writes() -> None:
+def test_docs_page_is_up_to_date() -> None:
     assert (ROOT / "docs/settings.md").read_text() == markdown(), "write it with `make docs`"
 
 
@@ -39,12 +39,12 @@ def test_the_page_is_what_make_docs_writes() -> None:
         ("checkpoint.first", "true or false", "false"),
     ],
 )
-def test_types_and_defaults_are_words(key: str, kind: str, default: str) -> None:
+def test_types_and_defaults_are_spelled_out(key: str, kind: str, default: str) -> None:
     (found,) = find(key)
     assert (found.kind, found.default) == (kind, default)
 
 
-def test_sections_and_last_names_are_found_too() -> None:
+def test_find_accepts_sections_and_bare_names() -> None:
     assert [one.key for one in find("microbatches")] == ["parallel.microbatches"]
     assert {one.key.partition(".")[0] for one in find("train")} == {"train"}  # not stream.train
     with pytest.raises(
@@ -53,7 +53,7 @@ def test_sections_and_last_names_are_found_too() -> None:
         find("train.batchsize")
 
 
-def test_the_command_prints_one_section_or_all() -> None:
+def test_settings_command_prints_one_section_or_all() -> None:
     some = CliRunner().invoke(app, ["settings", "lr_schedule"])
     assert some.exit_code == 0 and "lr_schedule.min_lr" in some.stdout and "[lr_schedule]" in some.stdout
     assert "train.batch_size" not in some.stdout

@@ -1,4 +1,4 @@
-"""From plan to plan: any plan reads what any other wrote, and a run goes on as if it had never stopped."""
+"""Checkpoints across plans: each plan loads what another saved; a resumed run is bitwise equal to an unstopped one."""
 
 import shutil
 from collections.abc import Callable
@@ -27,12 +27,12 @@ RANDOM = {"model.dropout": 0.1, "model.drop_path": 0.1, "augment.mixup": 0.8, "a
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed data set."""
+    """Return a packed data set."""
     return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def compared(trainer: Trainer, checkpoint: Path) -> tuple[list[str], list[str]]:
-    """The names of this rank's tensors, and of those that are not this rank's parts of what the files hold."""
+    """Return the names of this rank's tensors, and of those that differ from this rank's part of the checkpoint."""
     files, names, wrong = assembled(checkpoint), [], []
     for name, tensor in trainer.state.tensors().items():
         mine, whole = tensor, files[name]
@@ -45,11 +45,11 @@ def compared(trainer: Trainer, checkpoint: Path) -> tuple[list[str], list[str]]:
     return names, wrong
 
 
-# from plan to plan
+# another plan
 
 
 def written(device: torch.device, recipe: Recipe, run_dir: Path) -> tuple[list[str], list[str]]:
-    """Train and save; what `compared` says of it."""
+    """Train and save under `recipe`; return what `compared` finds."""
     trainer = trainer_of(recipe, run_dir)
     trainer.total_steps = STEPS
     trainer.run()
@@ -57,7 +57,7 @@ def written(device: torch.device, recipe: Recipe, run_dir: Path) -> tuple[list[s
 
 
 def moved(device: torch.device, recipe: Recipe, run_dir: Path, checkpoint: Path) -> tuple[list[str], list[str]]:
-    """Go on from `checkpoint` to the end; what `compared` says before any further step."""
+    """Resume from `checkpoint` and train to the end; return what `compared` finds before the first step."""
     trainer = trainer_of(recipe, run_dir, resume=checkpoint)
     found = compared(trainer, checkpoint)
     trainer.run()
@@ -67,7 +67,7 @@ def moved(device: torch.device, recipe: Recipe, run_dir: Path, checkpoint: Path)
 def check_move(
     writes: str, reads: str, settings: dict[str, Any], data: Path, folder: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """Check that `reads` loads what `writes` saves, bit for bit, and that both continue with the same losses."""
+    """Check that `reads` loads the checkpoint of `writes` bit for bit, and that both continue with the same losses."""
     first, second = (recipe_of(data, mesh, **settings) for mesh in (writes, reads))
     if not (folder / "first").exists():
         found = ranks(parse(writes).world_size).run(written, first, folder / "first")
@@ -95,9 +95,10 @@ CIRCLE = ["dp1", "fsdp3", "pp2xtp2xdp2", "dp4+zero2", LAYERWISE, "tp2xdp2+sp"]
         for number, mesh in enumerate(CIRCLE)
     ],
 )
-def test_each_plan_reads_what_another_wrote(
+def test_each_plan_loads_the_checkpoint_of_another(
     number: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
+    """The tensors are equal bit for bit, and both plans continue with the same losses, for every optimizer."""
     optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
     settings = {f"optimizer.{key}": value for key, value in optimizer.items()} | {"optimizer.lr": 1e-3}
     check_move(CIRCLE[number], CIRCLE[(number + 1) % len(CIRCLE)], settings, data, tmp_path, ranks)
@@ -106,7 +107,7 @@ def test_each_plan_reads_what_another_wrote(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("writes", PLANS)
-def test_every_plan_reads_what_every_plan_wrote(
+def test_every_plan_loads_the_checkpoint_of_every_plan(
     writes: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
     for reads in PLANS:
@@ -117,10 +118,11 @@ def test_every_plan_reads_what_every_plan_wrote(
 
 
 @pytest.mark.parametrize(("mesh", "precision"), [("pp2xtp2", "fp32"), ("fsdp2", "fp16"), ("dp1", "bf16")])
-def test_a_run_that_stopped_goes_on_to_the_last_bit(
+def test_resumed_run_is_bitwise_equal_to_an_unstopped_run(
     mesh: str, precision: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    # a first loss scale that overflows, so that the scaler has something to remember
+    """Dropout, augmentation, mixup and the loss scale must continue exactly where they stopped."""
+    # An initial loss scale that overflows, so that the scaler has state to restore.
     scale = {"loss_scale.initial_scale": 2.0**24, "loss_scale.hysteresis": 1} if precision == "fp16" else {}
     settings = {**RANDOM, **scale, "train.precision": precision, "train.eval_every": STEPS}
     pool, recipe = ranks(parse(mesh).world_size), recipe_of(data, mesh, **settings)

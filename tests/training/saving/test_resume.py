@@ -1,4 +1,4 @@
-"""`vitpar train --resume`: runs that are killed at any step and go on under other plans, and what it refuses."""
+"""`vitpar train --resume`: killed runs resume under other plans, signals save first, and misuse is refused."""
 
 import json
 import os
@@ -20,7 +20,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packed data, a recipe, and the run `through` that never stopped."""
+    """Return a folder with packed data, a recipe, and the uninterrupted run `through`."""
     folder = tmp_path_factory.mktemp("place")
     pack_small(folder).rename(folder / "data")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -30,12 +30,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random, saved: bool = False) -> None:
-    """Start training and kill -9 one of its processes, or all, once metrics.jsonl has `after` lines more; the others
-    end by themselves. saved: wait for a checkpoint too."""
+    """Start training and kill -9 one rank, or all processes, once metrics.jsonl has `after` more lines.
+
+    The other processes must end by themselves.
+
+    whom: "one rank" or "all"
+    saved: also wait for a complete checkpoint before the kill
+    """
     checkpoints = place / "run" / "checkpoints"
     begin = lines(place / "run")
     process = started(place, words)
-    # A resumed run first drops the lines of steps that it does again.
+    # A resumed run first drops the lines of the steps that it repeats.
     wait_for(lambda: lines(place / "run") >= begin + after, process)
     wait_for(lambda: not saved or any(path.suffix != ".partial" for path in checkpoints.glob("step_*")), process)
     there = ranks_of(process.pid)
@@ -50,7 +55,8 @@ def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Ra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) -> None:
+def test_killed_run_resumes_under_other_plans_with_the_same_losses(seed: int, place: Path) -> None:
+    """The kill comes at a random step. Each start uses another mesh and another number of data workers."""
     draw = random.Random(seed)
     whom = ["one rank", "all"]
     (place / "run").rename(place / f"run-{seed}") if (place / "run").exists() else None
@@ -88,7 +94,8 @@ def test_a_run_that_is_killed_goes_on_under_other_plans(seed: int, place: Path) 
         pytest.param("dp1", signal.SIGINT, "launcher", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signals, to: str, place: Path) -> None:
+def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.Signals, to: str, place: Path) -> None:
+    """Schedulers send a signal before preemption. Exit code 75 tells the job script to queue the run again."""
     run_dir = place / f"asked-{mesh}-{number.name}-{to[0]}"
     words = ["train", "--recipe", "recipe.toml", "--mesh", mesh, "--steps", "20000", "--run-dir", run_dir.name]
     process = started(place, [*words, "--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"])
@@ -104,12 +111,13 @@ def test_a_run_that_is_asked_to_end_saves_first(mesh: str, number: signal.Signal
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(place: Path) -> None:
+def test_second_signal_ends_the_run_at_once(place: Path) -> None:
+    """The first signal waits for the end of a step. If no step ends, the user needs a way out."""
     words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--steps", "20000", "--run-dir", "twice"]
     process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every_steps=10000"])
     wait_for(lambda: lines(place / "twice") > 0, process)
     ranks = ranks_of(process.pid)
-    os.kill(ranks[0], signal.SIGSTOP)  # so that no step ends any more
+    os.kill(ranks[0], signal.SIGSTOP)  # no step can finish now
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.3)
@@ -118,7 +126,7 @@ def test_a_second_signal_ends_it_at_once(place: Path) -> None:
     wait_for(lambda: not alive(ranks), process, ended=True)
 
 
-def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:
+def test_resume_auto_starts_and_resumes_with_the_same_command(place: Path) -> None:
     words = ["train", "--recipe", "recipe.toml", "--steps", "12", "--run-dir", "auto", "--resume", "auto"]
     for again in (False, True):
         done = run(place, words)
@@ -128,7 +136,7 @@ def test_resume_auto_begins_and_goes_on_with_one_command(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_like_weights(place: Path) -> None:
+def test_eval_of_a_checkpoint_equals_eval_of_the_weights(place: Path) -> None:
     answers = []
     for folder in ("weights", f"checkpoints/step_{STEPS}"):
         done = run(place, ["eval", "--checkpoint", f"through/{folder}", "--json", "--mesh", "tp2"])
@@ -159,7 +167,7 @@ def test_a_checkpoint_is_evaluated_like_weights(place: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_go_on_is_refused_before_anything_starts(
+def test_unusable_resume_options_are_refused_before_launch(
     words: list[str],
     message: str,
     place: Path,
@@ -174,7 +182,7 @@ def test_what_cannot_go_on_is_refused_before_anything_starts(
     assert message in refusal(["train", *words], monkeypatch, capsys)
 
 
-def test_another_training_is_refused_in_a_sentence(place: Path) -> None:
+def test_changed_training_setting_is_refused_on_resume(place: Path) -> None:
     done = run(place, ["train", "--resume", "through", "--set", "train.seed=3", "--mesh", "dp2"])
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

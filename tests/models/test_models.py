@@ -178,7 +178,7 @@ def test_distillation_logits_are_the_mean_of_two_classifiers() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_two_stages_compute_the_same_as_the_complete_model(cut: int) -> None:
-    """A pipeline cuts the model between any two layers, also after the stem and before the head."""
+    """A pipeline cuts the model between any two layers, also after embed and before the head."""
     config = tiny(**EVERYTHING)
     whole = filled(config).train()
     names = config.layer_names

@@ -44,8 +44,8 @@ MUTATIONS = (
         name="ema-not-evaluated",
         breaks="Evaluation uses the parameters, although the run keeps averages.",
         file="src/vitpar/training/trainer.py",
-        old="        with self.ema.averaged() if self.ema else nullcontext():\n            beat",
-        new="        with nullcontext():\n            beat",
+        old="        with self.ema.averaged() if self.ema else nullcontext():\n            return evaluate",
+        new="        with nullcontext():\n            return evaluate",
         caught_by=(f"pytest {RUN}",),
     ),
     Mutation(

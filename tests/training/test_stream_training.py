@@ -168,7 +168,7 @@ def test_fewer_shards_than_ranks_that_decode_are_refused_on_every_rank(
 ) -> None:
     recipe = read_recipe(place / "recipe.toml", {"stream.train": f"{place}/train-{{1..{parts - 1}}}.tar"})
     for error in ranks(parse(mesh).world_size).run(few, recipe, mesh):
-        assert f"has {parts - 1} shard" in error and f"for the {parts} ranks that decode images, of which each" in error
+        assert f"has {parts - 1} shard" in error and f"for the {parts} ranks that decode images, and each" in error
 
 
 def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
@@ -193,7 +193,7 @@ def test_a_wrong_count_and_lost_shards_are_told(place: Path, alone: None) -> Non
     lost = {"stream.val": f"{place}/val-{{0..2}}.tar"}
     recipe = read_recipe(place / "recipe.toml", lost)
     skipping = read_recipe(place / "recipe.toml", lost, ["data.bad_sample=skip"])
-    with pytest.raises(DataError, match=r"val-2.tar' cannot be opened: No such file or directory; restore it, or skip"):
+    with pytest.raises(DataError, match=r"val-2.tar' cannot be opened: No such file or directory; restore it, or set"):
         evaluated(torch.device("cpu"), recipe, "dp1")
     warning = evaluated(torch.device("cpu"), skipping, "dp1").warning
     assert warning is not None and warning.startswith("1 shard skipped: shard '") and "gave" not in warning
@@ -256,6 +256,6 @@ def test_a_command_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(place)
     words = ["train", "--recipe", "recipe.toml", "--set", "stream.val=pipe:touch pwned-too"]
-    assert "'pipe:touch pwned-too' runs a shell command, which is off: set stream.allow_pipe=true" in refusal(
+    assert "'pipe:touch pwned-too' runs a shell command, which is disabled: set stream.allow_pipe=true" in refusal(
         words, monkeypatch, capsys
     )

@@ -211,7 +211,7 @@ def test_the_longest_policy_is_read() -> None:
 
 
 def test_images_are_not_enlarged_without_end() -> None:
-    with pytest.raises(RecipeError, match="crop_pct 1e-05 makes images of 224 pixels larger than 16,384"):
+    with pytest.raises(RecipeError, match="crop_pct 1e-05 resizes images of 224 pixels to more than 16,384"):
         transforms(read(None, "data.crop_pct=0.00001"), 224)
     stripe = np.zeros((1, 65_535, 3), np.uint8)
     assert EvalTransform(224)(stripe).shape == (3, 224, 224)

@@ -178,7 +178,7 @@ def test_a_file_that_rank_0_does_not_see_is_told(alone: None, tmp_path: Path, mo
     ended(writer)
     (shard,) = (tmp_path / "step_1.partial").iterdir()
     shard.unlink()
-    with pytest.raises(CheckpointError, match="No such file or directory; is the folder one that all machines share"):
+    with pytest.raises(CheckpointError, match="No such file or directory; check that all machines share the folder"):
         writer.finish()
     assert list(tmp_path.iterdir()) == []
 

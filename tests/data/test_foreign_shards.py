@@ -194,7 +194,7 @@ def test_names_tell_splits(tmp_path, name, split):
 
 def test_absurd_labels_are_refused(tmp_path):
     write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"2000000000")])
-    with pytest.raises(DataError, match="label 2000000000 of the shards is above 999999"):
+    with pytest.raises(DataError, match="label 2000000000 in the shards is above 999999"):
         index(tmp_path)
     write_tar(tmp_path / "x.tar", [("a.png", PNG)])
     with pytest.raises(DataError, match=r"image 'x.tar/a.png' is not in a class folder"):

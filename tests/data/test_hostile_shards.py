@@ -142,7 +142,7 @@ def test_extended_attributes_are_passed_over(tmp_path: Path) -> None:
         assert not list(verify(tmp_path))
     path = tmp_path / "train-0.tar"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "something follows" in next(iter(verify(tmp_path))).what
+    assert "data follows" in next(iter(verify(tmp_path))).what
 
 
 @pytest.mark.timeout(30)
@@ -241,7 +241,7 @@ def test_an_index_has_the_rows_that_the_shards_are_said_to_have(tmp_path: Path) 
         manifest = json.loads((tmp_path / "dataset.json").read_text())
         manifest["splits"]["train"]["shards"][1]["samples"] = samples
         (tmp_path / "dataset.json").write_text(json.dumps(manifest))
-        with pytest.raises(DataError, match=r"does not fit dataset.json"):
+        with pytest.raises(DataError, match=r"does not match dataset.json"):
             ShardSet.open(tmp_path, "train")
 
 
@@ -251,8 +251,8 @@ def test_an_index_that_claims_many_rows_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "train.index.npy"
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"(2,)", b"(9999999999999,)").replace(b" " * 12 + b"\n", b"\n"))
-    with pytest.raises(DataError, match=r"does not fit dataset.json"):
+    with pytest.raises(DataError, match=r"does not match dataset.json"):
         ShardSet.open(tmp_path, "train")
     path.write_bytes(whole.replace(b"False", b"f(x)*"))
-    with pytest.raises(DataError, match=r"does not fit dataset.json"):
+    with pytest.raises(DataError, match=r"does not match dataset.json"):
         ShardSet.open(tmp_path, "train")

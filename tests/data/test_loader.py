@@ -225,7 +225,7 @@ def test_a_program_that_never_closes_its_loader_still_ends(packed):
     ("settings", "error", "message"),
     [
         ({"batch_size": 0}, DataError, "the batch size is 0: use 1 or more"),
-        ({"batch_size": 4, "workers": -1}, RecipeError, "-1 decoding workers"),
+        ({"batch_size": 4, "workers": -1}, RecipeError, "workers is -1"),
         ({"batch_size": 4, "bad_sample": "ignore"}, RecipeError, "bad_sample is 'ignore': use fail or skip"),
     ],
 )

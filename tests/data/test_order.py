@@ -92,7 +92,7 @@ def test_far_positions_of_big_data_come_at_once():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(RecipeError, match="0 repeats"):
+    with pytest.raises(RecipeError, match="repeats is 0"):
         SampleOrder(0, 10, repeats=0)
     with pytest.raises(RecipeError, match="window 10 is not a multiple of the shuffle block 3"):
         SampleOrder(0, 10, block=3, window=10)

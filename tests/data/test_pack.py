@@ -407,7 +407,7 @@ def test_large_images_are_made_smaller_on_request(tmp_path, quality):
             image = Image.open(io.BytesIO(shards.read(i)))
             sizes[image.size] = image.format, len(shards.read(i))
     assert set(sizes) == {(85, 64), (12, 10)} and sizes[85, 64][0] == "JPEG"
-    with pytest.raises(DataError, match="--quality 50 is of images that --short-side makes smaller"):
+    with pytest.raises(DataError, match="--quality 50 requires --short-side"):
         words = ["pack", str(tmp_path / "source"), str(tmp_path / "other"), "--quality", "50"]
         CliRunner().invoke(app, words, catch_exceptions=False)
     with pytest.raises(DataError, match="JPEG quality 0 is out of range"):

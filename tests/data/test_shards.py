@@ -133,10 +133,10 @@ def with_value(rows, column, row, value):
         (lambda d: (d / "train.index.npy").unlink(), r"index '.*train.index.npy' cannot be read"),
         (
             lambda d: (d / "train.index.npy").write_bytes(b"\0" * 99),
-            r"index '.*train.index.npy' (cannot be read|does not fit)",
+            r"index '.*train.index.npy' (cannot be read|does not match)",
         ),
-        (lambda d: edit_index(d, lambda rows: rows[:-1]), "does not fit dataset.json"),
-        (lambda d: edit_index(d, lambda rows: rows["label"].copy()), "does not fit dataset.json"),
+        (lambda d: edit_index(d, lambda rows: rows[:-1]), "does not match dataset.json"),
+        (lambda d: edit_index(d, lambda rows: rows["label"].copy()), "does not match dataset.json"),
         (
             lambda d: edit_index(d, lambda rows: with_value(rows, "label", 9, 0), signed=False),
             "is not the one recorded in",

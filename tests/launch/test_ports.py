@@ -132,7 +132,7 @@ def test_a_port_that_is_taken_is_one_sentence(rank: int, monkeypatch: pytest.Mon
     with socket.create_server((LOOPBACK, 0)) as other:
         world = World(rank, 2, rank, 2, "openmpi", LOOPBACK, other.getsockname()[1])
         with pytest.raises(
-            LaunchError, match=rf"rank {rank} of 2 cannot use port \d+ .* set MASTER_PORT to a free one"
+            LaunchError, match=rf"rank {rank} of 2 cannot use port \d+ .* set MASTER_PORT to a free port"
         ):
             meeting.meeting_place(world)
 

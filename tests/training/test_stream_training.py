@@ -85,13 +85,16 @@ def test_a_streaming_recipe_is_whole_in_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stream.val": None}, "the recipe lacks 'stream.val', without which nothing can be streamed"),
+        ({"stream.val": None}, "the recipe lacks 'stream.val', which streaming needs"),
         ({"stream.samples": None}, "the recipe lacks 'stream.samples'"),
         ({"data.path": "x"}, "both data.path and stream.train are given: keep one"),
-        ({"augment.repeats": 2}, "augment.repeats is 2, which a stream cannot do: leave it out, or index the shards"),
-        ({"augment.mixup": 0.8}, "augment.mixup is 0.8, which a stream cannot do"),
-        ({"augment.cutmix": 1.0}, "augment.cutmix is 1.0, which a stream cannot do"),
-        ({"data.shuffle_window": 512}, "data.shuffle_window is 512, which a stream cannot do"),
+        (
+            {"augment.repeats": 2},
+            "augment.repeats is 2, which a stream does not support: leave it out, or index the shards",
+        ),
+        ({"augment.mixup": 0.8}, "augment.mixup is 0.8, which a stream does not support"),
+        ({"augment.cutmix": 1.0}, "augment.cutmix is 1.0, which a stream does not support"),
+        ({"data.shuffle_window": 512}, "data.shuffle_window is 512, which a stream does not support"),
     ],
     ids=str,
 )
@@ -110,7 +113,7 @@ def test_both_kinds_of_data_in_a_file_and_one_after_the_other(tmp_path: Path) ->
     with pytest.raises(RecipeError, match=r"both data\.path and stream\.allow_pipe are given: keep one"):
         read_recipe(file)
     file.write_text("[stream]\nallow_pipe = true\n[train]\nsteps = 1")
-    with pytest.raises(RecipeError, match=r"lacks 'stream\.train', without which nothing can be streamed"):
+    with pytest.raises(RecipeError, match=r"lacks 'stream\.train', which streaming needs"):
         read_recipe(file)
 
 
@@ -199,7 +202,7 @@ def test_a_wrong_count_and_lost_shards_are_told(place: Path, alone: None) -> Non
     assert warning is not None and warning.startswith("1 shard skipped: shard '") and "gave" not in warning
     counted = read_recipe(place / "recipe.toml", {"stream.val_samples": 20})
     result = evaluated(torch.device("cpu"), counted, "dp1")
-    assert result.warning == "the stream gave 17 images, but the recipe says 20"
+    assert result.warning == "the stream had 17 images instead of the 20 in the recipe"
 
 
 # commands

@@ -87,8 +87,8 @@ class Logged(Reporter):
     def started(self, header: RunHeader) -> None:
         self._log(
             f"start  {header.config.name}, {header.parameters:,} parameters, {header.plan} on {header.device}, "
-            f"{header.train_samples:,} images to train on, {header.val_samples:,} to validate with, "
-            f"{header.steps:,} steps of {header.recipe.train.batch_size:,}"
+            f"{header.train_samples:,} training images, {header.val_samples:,} validation images, "
+            f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
         )
         self._shown.started(header)
 

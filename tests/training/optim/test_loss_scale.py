@@ -148,9 +148,9 @@ BASE = {"data.path": "x", "train.steps": 1}
 REFUSED = [
     (["train.reduce_dtype=bf16"], "train.reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"),
     (["train.precision=fp64", "train.reduce_dtype=fp32"], "does nothing with train.precision 'fp64': leave it out"),
-    (["train.precision=bf16", "train.reduce_dtype=fp16"], "'bf16' does not have: use 'fp32' or 'bf16'"),
-    (["train.precision=fp16", "train.reduce_dtype=bf16"], "'fp16' does not have: use 'fp32' or 'fp16'"),
-    (["train.precision=fp8", "train.reduce_dtype=fp16"], "'fp8' does not have: use 'fp32' or 'bf16'"),
+    (["train.precision=bf16", "train.reduce_dtype=fp16"], "'bf16' does not support: use 'fp32' or 'bf16'"),
+    (["train.precision=fp16", "train.reduce_dtype=bf16"], "'fp16' does not support: use 'fp32' or 'fp16'"),
+    (["train.precision=fp8", "train.reduce_dtype=fp16"], "'fp8' does not support: use 'fp32' or 'bf16'"),
     (["loss_scale.initial_scale=2"], "loss_scale.initial_scale is 2.0, which does nothing with train.precision 'fp32'"),
     (["train.precision=bf16", "loss_scale.dynamic=false"], "loss_scale.dynamic is False, which does nothing with"),
     (["loss_scale.initial_scale=0.5"], "loss_scale.initial_scale 0.5 is not within min_scale 1.0 and max_scale"),

@@ -32,7 +32,7 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a." * 100_000 + "a = 1", "not valid TOML: a key has 100,000 dots, and at most 8 are read"),
+        ("a." * 100_000 + "a = 1", "not valid TOML: a key has 100,000 dots, more than 8"),
         ("[" + "a." * 100_000 + "a]", "not valid TOML: a key has 100,000 dots"),
         ("[[" + "a . " * 50_000 + "a]]", "not valid TOML: a key has 50,000 dots"),
         ("a = {" + "b." * 100_000 + "b = 1}", "not valid TOML: a key has 100,000 dots"),
@@ -83,8 +83,8 @@ def test_dots_outside_of_keys() -> None:
         ("train." + "a." * 60_000 + "b=1", "unknown recipe key 'train.a.*…'"),
         ("a." * 60_000 + "b=1", "unknown recipe key 'a'"),
         ("train.seed=1\n" + "a." * 60_000 + "b=1", r"recipe key 'train.seed' is '1"),
-        ("x" * 100_000, "'x{198}…' sets nothing"),
-        ("x" * 100_000 + "=1", "'x{198}…' names no setting"),
+        ("x" * 100_000, "'x{198}…' is not an assignment"),
+        ("x" * 100_000 + "=1", "'x{198}…' is not a setting"),
     ],
 )
 def test_assignments_that_claim_too_much(assignment: str, message: str) -> None:

@@ -135,8 +135,8 @@ def read_index(folder: Path) -> Index:
     for name, size in needed.items():
         if size > (has := index.files[name].bytes):
             raise CheckpointError(
-                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {shown(name)}, which has only {has:,}: do not use "
-                "it"
+                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {shown(name)}, which has only {has:,}: do not "
+                "use it"
             )
     return index
 

@@ -85,9 +85,9 @@ def meeting(world: World) -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise LaunchError(
-            f"rank {world.rank} of {world.size} could not connect to the others at {world.master_addr}:{world.master_port} "
-            f"({str(error).splitlines()[0]}): check that all ranks started and can reach that host, or set another MASTER_ADDR "
-            f"and MASTER_PORT"
+            f"rank {world.rank} of {world.size} could not connect to the others at "
+            f"{world.master_addr}:{world.master_port} ({str(error).splitlines()[0]}): check that all ranks started and "
+            f"can reach that host, or set another MASTER_ADDR and MASTER_PORT"
         ) from error
 
 

@@ -52,7 +52,8 @@ def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
     notes = []
     if config.num_classes != there.num_classes:
         notes.append(
-            f"the classifier of {config.num_classes:,} classes is newly initialised (the weights have {there.num_classes:,})"
+            f"the classifier of {config.num_classes:,} classes is newly initialised "
+            f"(the weights have {there.num_classes:,})"
         )
     if config.image_size != there.image_size:
         notes.append(interpolated(there, config))

@@ -62,7 +62,8 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("train.activation_memory_budget",),
         lambda recipe: bool(recipe.train.compile),
-        "{key} is {value}, which applies only to compiled blocks: set train.compile to true, or use +ckpt in the strategy",
+        "{key} is {value}, which applies only to compiled blocks: set train.compile to true, or use +ckpt in the "
+        "strategy",
     ),
     Effect(
         ("train.reduce_dtype",),

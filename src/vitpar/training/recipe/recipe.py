@@ -78,8 +78,8 @@ class Recipe(Section):
         narrow = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
         if train.reduce_dtype not in (None, "fp32", narrow):
             raise RecipeError(
-                f"train.reduce_dtype is '{train.reduce_dtype}', which train.precision '{train.precision}' does not support: "
-                f"use 'fp32' or '{narrow}'"
+                f"train.reduce_dtype is '{train.reduce_dtype}', which train.precision '{train.precision}' does not "
+                f"support: use 'fp32' or '{narrow}'"
             )
         if data is None and not self.stream:
             raise RecipeError(
@@ -169,8 +169,8 @@ class Recipe(Section):
         mesh, fallbacks = fields.pop("mesh"), fields.pop("fallback_meshes")
         if mesh == AUTO:
             raise StrategyError(
-                f"parallel.mesh is '{AUTO}', which only vitpar train supports: name a strategy, such as one that vitpar "
-                "search finds"
+                f"parallel.mesh is '{AUTO}', which only vitpar train supports: name a strategy, such as one that "
+                "vitpar search finds"
             )
         if not mesh.endswith(".json"):
             return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in fallbacks)]

@@ -115,7 +115,8 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
             )
         if not has_checkpoint(source):
             raise RecipeError(
-                f"--resume '{resume}' has no checkpoint to resume from: to start the run, use --resume auto --run-dir {resume}"
+                f"--resume '{resume}' has no checkpoint to resume from: to start the run, use --resume auto "
+                f"--run-dir {resume}"
             )
         if run_dir is None and run_of(source) is None:
             raise RecipeError(

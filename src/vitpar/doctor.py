@@ -199,9 +199,9 @@ def _wrong_world(report: Mapping[str, Any]) -> Iterator[Problem]:
         if report["versions"]["torch"]:  # otherwise `_wrong_versions` reports it as missing
             yield "error", f"torch is installed but cannot be imported ({report['torch']}): install it again"
     elif not report["distributed"]["gloo"]:
-        yield "error", "this torch has no gloo backend, over which ranks meet: install torch from https://pytorch.org"
+        yield "error", "this torch has no gloo backend, which ranks need: install torch from https://pytorch.org"
     elif not local["ok"]:
-        yield "error", f"two local ranks could not add up a number: {local['error']}"
+        yield "error", f"an all-reduce of two local ranks failed: {local['error']}"
     if world and "error" in world:
         yield "error", world["error"]
 
@@ -213,7 +213,7 @@ def _wrong_devices(report: Mapping[str, Any]) -> Iterator[Problem]:
     if report["gpu_driver"] and not devices:
         cuda = distributed["cuda"]
         why = f"the driver may be too old for its CUDA {cuda}" if cuda else "it is built for CPUs only"
-        fix = "install a torch that fits from https://pytorch.org, or fix CUDA_VISIBLE_DEVICES"
+        fix = "install a matching torch from https://pytorch.org, or fix CUDA_VISIBLE_DEVICES"
         yield "warning", f"an NVIDIA driver is loaded but torch sees no GPU ({why}): {fix}"
     for index, device in enumerate(devices):
         major, minor = device["compute_capability"]
@@ -226,11 +226,11 @@ def _tight_limits(report: Mapping[str, Any]) -> Iterator[Problem]:
     limits, available = report["limits"], report["system"]["memory_available_bytes"]
     files, processes, shared = (limits[key] for key in ("open_files", "user_processes", "shared_memory_bytes"))
     if files is not None and files < ENOUGH_OPEN_FILES:
-        yield "warning", f"only {files} files may be open at once: ulimit -n {ENOUGH_OPEN_FILES}"
+        yield "warning", f"the limit of open files is {files}: raise it with ulimit -n {ENOUGH_OPEN_FILES}"
     if processes is not None and processes < ENOUGH_PROCESSES:
-        yield "warning", f"only {processes} processes may run at once: ulimit -u {ENOUGH_PROCESSES}"
+        yield "warning", f"the limit of processes is {processes}: raise it with ulimit -u {ENOUGH_PROCESSES}"
     if shared is not None and shared < ENOUGH_SHARED_MEMORY:
         fix = "remount it larger (docker run --shm-size=8g)"
-        yield "warning", f"/dev/shm, through which NCCL moves data between ranks, has {shared / GB:.2g} GB: {fix}"
+        yield "warning", f"/dev/shm, which NCCL uses between ranks, has {shared / GB:.2g} GB: {fix}"
     if available is not None and available < ENOUGH_MEMORY:
-        yield "warning", f"only {available / GB:.2g} GB of memory are free: end other programs or start fewer ranks"
+        yield "warning", f"only {available / GB:.2g} GB of memory is free: stop other programs or start fewer ranks"

@@ -45,7 +45,7 @@ def open_regular(path: PathLike) -> BinaryIO:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:
-        raise OSError(errno.EINVAL, "it is no name of a file") from None
+        raise OSError(errno.EINVAL, "it is not a valid file name") from None
     try:
         _refuse_irregular(os.fstat(descriptor), path)
         os.set_blocking(descriptor, True)
@@ -63,7 +63,7 @@ def stat_regular(path: PathLike) -> os.stat_result:
     try:
         found = os.stat(path)
     except ValueError:  # the name has a NUL character or cannot be encoded
-        raise OSError(errno.EINVAL, "it is no name of a file") from None
+        raise OSError(errno.EINVAL, "it is not a valid file name") from None
     _refuse_irregular(found, path)
     return found
 
@@ -115,7 +115,7 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
     """
     text = data.decode(json.detect_encoding(data)) if isinstance(data, bytes) else data
     if _SURROGATE.search(text) and any(match[1] for match in _JSON_ESCAPE.finditer(text)):
-        raise ValueError("it has half of a surrogate pair")
+        raise ValueError("it has an unpaired surrogate")
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
@@ -138,7 +138,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     # tomllib takes time quadratic in the dots of a key. Between two of these characters there is at most one key.
     longest = max(piece.count(".") for piece in re.split(r"[\n=\[\]{},]", _TOML_TEXT.sub("", text)))
     if longest > MAX_TOML_DOTS:
-        raise ValueError(f"a key has {longest:,} dots, and at most {MAX_TOML_DOTS} are read")
+        raise ValueError(f"a key has {longest:,} dots, more than {MAX_TOML_DOTS}")
     try:
         return tomllib.loads(text)
     except RecursionError:

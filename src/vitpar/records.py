@@ -57,7 +57,7 @@ def text(value: Any) -> str:
     Raises ValueError.
     """
     if not isinstance(value, str):
-        raise ValueError("it is no text")
+        raise ValueError("it is not a string")
     return value
 
 

@@ -82,15 +82,15 @@ def nonsense(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (cut, "has .* bytes where .* were written"),
-        (flip, "is not what was written"),
+        (cut, "has .* bytes instead of .*"),
+        (flip, "has a wrong checksum"),
         (lambda path: flip(path, "index.json"), "index.json"),
         (lambda path: flip(path, "state.json"), "state.json"),
         (without_shard, "No such file"),
-        (outside, "cannot be in it"),
+        (outside, "is not one of its files"),
         (nonsense, "cannot be read"),
-        (hollow, "do not make it up"),
-        (beside, "do not make it up"),
+        (hollow, "do not fill"),
+        (beside, "do not fill"),
         (lambda path: stated(path, "{}"), "state.json"),
         (lambda path: stated(path, '{"step": NaN, "samples": 1, "data": ""}'), "state.json"),
         (lambda path: stated(path, '{"step": -1, "samples": 1, "data": ""}'), "state.json"),
@@ -108,7 +108,7 @@ def test_older_checkpoint_is_used_if_the_newest_is_damaged(
     found = find(run, warnings.append)
     assert found and found.facts.step == STEPS
     (warning,) = warnings
-    assert str(newest) in warning and "an older checkpoint is used" in warning
+    assert str(newest) in warning and "resuming from an older checkpoint" in warning
     with pytest.raises(CheckpointError, match=words) as caught:
         find(newest, warnings.append)  # a checkpoint that the user names is used or refused, never replaced
     assert "\n" not in str(caught.value)
@@ -138,7 +138,7 @@ def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: 
 
 def test_second_process_cannot_write_to_the_same_run(run: Path, data: Path) -> None:
     trainer = trainer_of(recipe_of(data, "dp1"), run, resume=run)
-    with pytest.raises(RecipeError, match="still going on"):
+    with pytest.raises(RecipeError, match="still running"):
         trainer_of(recipe_of(data, "dp1"), run, resume=run)
     trainer.run()
 
@@ -229,7 +229,7 @@ def test_changed_batch_size_requires_a_new_folder(run: Path, data: Path) -> None
 
 
 def test_changed_model_size_is_refused_even_if_allowed(run: Path, data: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.embed_dim was 24 and is 48: change it back$"):
+    with pytest.raises(CheckpointError, match=r"model\.embed_dim was 24 and is 48: change them back$"):
         train(CPU, recipe_of(data, "dp1", **{"model.embed_dim": 48}), run, resume=run, allow_change=["model.embed_dim"])
 
 
@@ -290,7 +290,7 @@ def test_changed_data_must_be_allowed(run: Path, data: Path, tmp_path: Path) -> 
     train(CPU, recipe_of(other, "dp1"), tmp_path / "same", resume=run)
     found = Checkpoint.open(run / "checkpoints" / f"step_{STEPS}")
     stated(found.path, found.facts.model_copy(update={"data": "another"}).model_dump_json())
-    with pytest.raises(CheckpointError, match="the training set is another"):
+    with pytest.raises(CheckpointError, match="the training set differs"):
         train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path)
     train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path, allow_change=["data"])
 

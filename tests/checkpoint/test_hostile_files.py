@@ -71,7 +71,7 @@ def pickled(kind: str, tmp_path: Path, mark: Path) -> Path:
 def test_pickle_with_code_is_refused_without_running_it(kind: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     path = pickled(kind, tmp_path, mark)
-    refused(path, "holds more than tensors .*--trust")
+    refused(path, "contains more than tensors .*--trust")
     assert not mark.exists()
 
 
@@ -96,7 +96,7 @@ def test_pickle_with_long_names_is_refused_quickly(zipped: bool, code: bytes, tm
             archive.writestr("theirs/version", b"3\n")
     else:
         path.write_bytes(content)
-    refused(path, r"has a word of 1,000,0\d\d characters: ask for safetensors")
+    refused(path, r"has a word of 1,000,0\d\d characters: use safetensors")
 
 
 def test_compressed_zip_bomb_is_refused(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_compressed_zip_bomb_is_refused(tmp_path: Path) -> None:
     ):
         for name in plain.namelist():
             bomb.writestr(name, plain.read(name))
-    refused(tmp_path / "bomb.pth", "bytes and unpacks to 4,00.*which no file of torch.save does")
+    refused(tmp_path / "bomb.pth", "bytes and unpacks to 4,00.*unlike files of torch.save")
 
 
 def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
@@ -158,19 +158,19 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
     ("write", "message"),
     [
         (claiming(torch.zeros(1).expand(10**6, 10**6)), "larger than the file"),
-        (claiming(torch.ones(3).to_sparse()), "which is no parameter"),
+        (claiming(torch.ones(3).to_sparse()), "cannot be a parameter"),
         (claiming(torch.empty(4, device="meta")), "larger than the file|cannot be read"),
-        (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*no parameter"),
+        (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*cannot be a parameter"),
         (cut, "cannot be read"),
-        (raw(b""), "is no weights file"),
+        (raw(b""), "is not a weights file"),
         (raw(b"PK\x03\x04" + b"\0" * 100), "cannot be read"),
         (raw(b"\x80\x02" + b"(" * 10_000), "cannot be read|more than tensors"),
-        (raw(b"\xff\xfe\x80 not a pickle \xfa"), "is no weights file"),
-        (raw(pickle.dumps([1, 2])), "cannot be read|holds no tensors|more than tensors"),
-        (pipe, "there are no weights at"),
+        (raw(b"\xff\xfe\x80 not a pickle \xfa"), "is not a weights file"),
+        (raw(pickle.dumps([1, 2])), "cannot be read|has no named tensors|more than tensors"),
+        (pipe, "no weights at"),
         (listing, "its listing has more than 16,777,216 bytes"),
-        (claiming(torch.ones(1, 1, 1, 1, 1)), "norm.bias .* is of 5 dimensions, which is no parameter"),
-        (lambda folder: folder / "gone", "there are no weights at"),
+        (claiming(torch.ones(1, 1, 1, 1, 1)), "norm.bias .* has 5 dimensions and cannot be a parameter"),
+        (lambda folder: folder / "gone", "no weights at"),
         (safetensors({}, length=2**60), "cannot be read"),
         (safetensors({}, length=2**64 - 1), "cannot be read"),
         (safetensors({"a": tensor(0, 400, 10, 10)}), "cannot be read"),
@@ -179,11 +179,11 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (safetensors({"a": tensor(8, 0, 2)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2**62, 2**62)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 10**9, 10**9)}, bytes(8)), "cannot be read"),
-        (safetensors({"a": tensor(0, 8, 1, dtype="I64")}, bytes(8)), "I64, which is no parameter"),
-        (safetensors({"a": tensor(0, 0, 0)}), "neither as timm"),
-        (safetensors({"a" * 10**6: tensor(0, 0, 0)}), "neither as timm .* it has a{198}…$"),
-        (safetensors({"": tensor(0, 4, 1)}, bytes(4)), "is without a name, which is no parameter"),
-        (safetensors({"a": tensor(0, 4, *[1] * 10**6)}, bytes(4)), "a in .* is of 1,000,000 dimensions, above 4"),
+        (safetensors({"a": tensor(0, 8, 1, dtype="I64")}, bytes(8)), "cannot be a parameter: it has dtype I64"),
+        (safetensors({"a": tensor(0, 0, 0)}), "the tensor names in"),
+        (safetensors({"a" * 10**6: tensor(0, 0, 0)}), "the tensor names in .* it has a{198}…$"),
+        (safetensors({"": tensor(0, 4, 1)}, bytes(4)), "cannot be a parameter: it has no name"),
+        (safetensors({"a": tensor(0, 4, *[1] * 10**6)}, bytes(4)), "a in .* has 1,000,000 dimensions, above 4"),
         (safetensors(b"\xff\xfe\xfa{}"), "cannot be read"),
         (safetensors(b"[" * 100_000), "cannot be read"),
         (raw(b"\1\2", "x.safetensors"), "cannot be read"),
@@ -209,19 +209,19 @@ def mapped(file: Any) -> str:
     ("text", "message"),
     [
         *(
-            (mapped(name), "cannot be in its folder")
+            (mapped(name), "is not a file in its folder")
             for name in ("../secret.safetensors", "../../etc/passwd", "..", "")
         ),
-        (mapped("/etc/passwd"), "'/etc/passwd', which cannot be in its folder"),
-        (mapped("sub/x.safetensors"), "cannot be in its folder"),
-        (mapped("a\0b"), "cannot be in its folder"),
-        (mapped(3), "names 3, which cannot"),
-        (mapped(["x"]), "cannot be in its folder"),
+        (mapped("/etc/passwd"), "'/etc/passwd', which is not a file in its folder"),
+        (mapped("sub/x.safetensors"), "is not a file in its folder"),
+        (mapped("a\0b"), "is not a file in its folder"),
+        (mapped(3), "lists 3, which is not a file"),
+        (mapped(["x"]), "is not a file in its folder"),
         (mapped("gone.safetensors"), "No such file"),
-        (mapped("."), "cannot be in its folder|it is a folder"),
-        (json.dumps({"weight_map": {"other": "model.safetensors"}}), "lacks other, which its index promises"),
+        (mapped("."), "is not a file in its folder|it is a folder"),
+        (json.dumps({"weight_map": {"other": "model.safetensors"}}), "lacks other, which its index lists"),
         ("{}", "has no weight_map"),
-        ("[]", "holds no object"),
+        ("[]", "it is not a JSON object"),
         ("[" * 100_000, "cannot be read"),
         (b"\xff\xfe{}", "cannot be read"),
         ('{"weight_map": ' + "9" * 5_000 + "}", "cannot be read"),
@@ -266,11 +266,11 @@ def test_invalid_numbers_in_a_foreign_config(tmp_path: Path) -> None:
     config = transformers_config(model_type="x" * 10**6)
     (tmp_path / "else").mkdir()
     folder = saved(tmp_path / "else" / "there", as_transformers(timm_state()), config)
-    refused(folder, "says model_type 'x+…, where vit and deit")
+    refused(folder, "has model_type 'x+…, but only vit and deit")
     for number, (eps, message) in enumerate(
         (
-            ("x" * 10**6, "says layer_norm_eps 'x+…, which is no number"),
-            (float("nan"), "says layer_norm_eps nan, which is no number"),
+            ("x" * 10**6, "has layer_norm_eps 'x+…, which is not a number"),
+            (float("nan"), "has layer_norm_eps nan, which is not a number"),
             (0.0, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),
         )
     ):
@@ -334,7 +334,7 @@ def test_unreadable_own_weights_are_refused(file: str, content: bytes, weights: 
 def test_own_weights_cannot_name_files_elsewhere(weights: Path) -> None:
     text = (weights / "model.safetensors.index.json").read_text()
     (weights / "model.safetensors.index.json").write_text(text.replace("model-00001", "../there/model-00001"))
-    with pytest.raises(DataError, match="cannot be in its folder"):
+    with pytest.raises(DataError, match="is not a file in its folder"):
         read_config(weights)
 
 

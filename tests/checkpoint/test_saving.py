@@ -184,7 +184,7 @@ def test_shard_invisible_to_rank_0_is_an_error(alone: None, tmp_path: Path, monk
     ended(writer)
     (shard,) = (tmp_path / "step_1.partial").iterdir()
     shard.unlink()
-    with pytest.raises(CheckpointError, match="No such file or directory; is the folder one that all machines share"):
+    with pytest.raises(CheckpointError, match="No such file or directory; check that all machines share the folder"):
         writer.finish()
     assert list(tmp_path.iterdir()) == []
 

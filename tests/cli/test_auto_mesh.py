@@ -195,4 +195,4 @@ def test_other_commands_refuse_mesh_auto(
     monkeypatch.chdir(place)
     words = ["auto"] if command == "plan" else ["--mesh", "auto"]
     told = refusal([command, *words, "--recipe", "recipe.toml"], monkeypatch, capsys)
-    assert "the mesh is 'auto', which vitpar train alone searches" in told
+    assert "parallel.mesh is 'auto', which only vitpar train supports" in told

@@ -80,7 +80,7 @@ def test_verify_finds_a_flipped_bit(runs: Path) -> None:
     (path,) = (runs / "meshed" / "checkpoints" / f"step_{2 * STEPS}").glob("shard-00003*")
     content = path.read_bytes()
     path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-    assert vitpar("verify", str(runs / "meshed"), code=1) == f"{path.name} is not what was written\n"
+    assert vitpar("verify", str(runs / "meshed"), code=1) == f"{path.name} has a wrong checksum\n"
     path.write_bytes(content)
 
 

@@ -212,7 +212,7 @@ def test_plan_without_a_strategy_uses_the_recipe(run: Run, tmp_path: Path) -> No
         (("pp2: 0-5=tp2, *=dp",), StrategyError, "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
         (("tp5",), StrategyError, "tp5 does not divide the 12 heads of vit_base_patch16_224"),
         (("dp2", "--world-size", "8"), StrategyError, "'dp2' needs 2 ranks but the world has 8"),
-        (("dp2", "--recipe", "no.toml"), RecipeError, "there is no recipe 'no.toml'"),
+        (("dp2", "--recipe", "no.toml"), RecipeError, "no recipe 'no.toml'"),
     ],
 )
 def test_invalid_plan_commands_are_refused(

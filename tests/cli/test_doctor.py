@@ -72,7 +72,7 @@ def test_minimum_versions_match_pyproject() -> None:
         (
             lambda r: r["local_world"].update(ok=False, error="boom"),
             "error",
-            "two local ranks could not add up a number",
+            "an all-reduce of two local ranks failed",
         ),
         (lambda r: r.update(world={"error": "RANK is 'x'"}), "error", "RANK is 'x'"),
         (
@@ -85,10 +85,18 @@ def test_minimum_versions_match_pyproject() -> None:
             "warning",
             "GPU 0 (H200, 7.5) is too old for fast",
         ),
-        (lambda r: r["limits"].update(open_files=256), "warning", "only 256 files may be open at once: ulimit -n 4096"),
-        (lambda r: r["limits"].update(user_processes=64), "warning", "only 64 processes may run at once: ulimit -u"),
-        (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, through which"),
-        (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory are free"),
+        (
+            lambda r: r["limits"].update(open_files=256),
+            "warning",
+            "the limit of open files is 256: raise it with ulimit -n 4096",
+        ),
+        (
+            lambda r: r["limits"].update(user_processes=64),
+            "warning",
+            "the limit of processes is 64: raise it with ulimit -u",
+        ),
+        (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),
+        (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory is free"),
         (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
     ],
 )

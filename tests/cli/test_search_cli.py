@@ -187,7 +187,7 @@ def test_excluded_features_are_not_used(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--memory", "24"), "--memory 24 is no size: use a number and a unit"),
+        (("--memory", "24"), "--memory 24 is not a size: use a number and a unit"),
         (("--memory", "1MB"), "no plan fits into 1 MB a rank"),
         (("--batch-size", "a"), "--batch-size a is no number: use 256"),
         (("--without", "magic"), "unknown flag 'magic': use sp"),

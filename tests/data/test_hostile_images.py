@@ -50,15 +50,15 @@ def test_ghostscript_never_runs(tmp_path: Path, ghostscript: Path) -> None:
     shards.mkdir()
     path = write_tar(shards / "train-0.tar", ("a.jpg", EPS), ("a.cls", b"0"))
     index(shards)
-    assert ["known image format" in problem.what for problem in verify(shards)] == [True]
+    assert ["image format is unknown" in problem.what for problem in verify(shards)] == [True]
     train = ShardSet.open(shards, "train")
-    with pytest.raises(DataError, match="known image format"):
+    with pytest.raises(DataError, match="image format is unknown"):
         next(iter(TrainLoader(train, TrainTransform(8), order=SampleOrder(0, 1), batch_size=1, workers=0)))
-    with pytest.raises(DataError, match="known image format"):
+    with pytest.raises(DataError, match="image format is unknown"):
         streamed(path)
     write_tree(tmp_path / "source")
     (tmp_path / "source" / "train" / "ant" / "0.png").write_bytes(EPS)
-    with pytest.raises(DataError, match="is not an image of a known type"):
+    with pytest.raises(DataError, match="is not a supported image type"):
         pack(tmp_path / "source", tmp_path / "packed")
     assert not ghostscript.exists()
 
@@ -67,7 +67,7 @@ def test_ghostscript_never_runs(tmp_path: Path, ghostscript: Path) -> None:
 def test_unsupported_formats_are_refused(kind: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, kind)
-    with pytest.raises(BadImage, match="known image format"):
+    with pytest.raises(BadImage, match="image format is unknown"):
         decode(file.getvalue())
 
 

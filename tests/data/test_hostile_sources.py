@@ -58,7 +58,7 @@ def test_zip_entry_larger_than_its_claim_is_refused(tmp_path: Path, monkeypatch:
         open_source(tmp_path / "source").splits["train"].read(0)
     assert asked and 0 < max(asked) <= 1 << 20
     path.write_bytes(data.replace(struct.pack("<I", 64 << 20), struct.pack("<I", 3 << 30)))
-    with pytest.raises(DataError, match="has 3,221,225,472 bytes: an image can have"):
+    with pytest.raises(DataError, match="has 3,221,225,472 bytes: the limit for images is"):
         open_source(tmp_path / "source").splits["train"].read(0)
 
 
@@ -67,14 +67,14 @@ def test_parquet_files_that_expand_in_memory_are_refused(tmp_path: Path, monkeyp
     image = pa.array([{"bytes": b"x" * (1 << 20)}] * 64, pa.struct({"bytes": pa.binary()}))
     path = tmp_path / "train.parquet"
     parquet.write_table(pa.table({"image": image, "label": ["y" * (1 << 20)] * 64}), path)
-    with pytest.raises(DataError, match="it needs `image`, with bytes, and `label`, of whole numbers"):
+    with pytest.raises(DataError, match=r"it needs `image` \(bytes\) and `label` \(integers\)"):
         open_source(tmp_path)
     parquet.write_table(pa.table({"image": image, "label": [i % 2 for i in range(64)]}), path)
     assert path.stat().st_size < 1 << 20, "the image is in the file once"
     split = open_source(tmp_path).splits["train"]
     assert len(split.read(0)) == 1 << 20
     monkeypatch.setattr(sys.modules["vitpar.data.sources.parquet"], "MAX_RECORD_BYTES", 1 << 23)
-    with pytest.raises(DataError, match=r"a group of rows of .* has more than 8,388,608 bytes"):
+    with pytest.raises(DataError, match=r"a row group of .* has more than 8,388,608 bytes"):
         open_source(tmp_path).splits["train"].read(0)
 
 
@@ -141,10 +141,10 @@ PLAIN = (3, "|", None, None, None, -1, -1, 0)
     ("code", "state", "message"),
     [
         ("u1", PLAIN, None),
-        ("O", (3, "|", None, None, None, -1, -1, 63), "its numbers are of type O"),
-        ("V8", (3, "|", None, ("a",), {"a": (np.dtype("u1"), 0)}, 8, 1, 16), "no plain type"),
-        ("u1", (3, "|", (np.dtype("u1"), (1 << 40,)), None, None, -1, -1, 0), "no plain type"),
-        ("f8", (3, "<", None, None, None, -1, -1, 0), "its numbers are of type f8"),
+        ("O", (3, "|", None, None, None, -1, -1, 63), "its dtype O is not supported"),
+        ("V8", (3, "|", None, ("a",), {"a": (np.dtype("u1"), 0)}, 8, 1, 16), "its dtype is not supported"),
+        ("u1", (3, "|", (np.dtype("u1"), (1 << 40,)), None, None, -1, -1, 0), "its dtype is not supported"),
+        ("f8", (3, "<", None, None, None, -1, -1, 0), "its dtype f8 is not supported"),
     ],
 )
 def test_forged_pickled_arrays_are_refused(
@@ -159,7 +159,7 @@ def test_forged_pickled_arrays_are_refused(
 
 
 def test_pickles_cannot_allocate_without_limit(cifar: Callable[[bytes], Path]) -> None:
-    with pytest.raises(DataError, match="an object has too high a number"):
+    with pytest.raises(DataError, match="an object's number is too high"):
         open_source(cifar(b"\x80\x02}r\xff\xff\xff\x7f."))
     with pytest.raises(DataError, match="cannot be read"):
         open_source(cifar(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."))
@@ -171,12 +171,12 @@ def test_nested_shared_lists_are_not_expanded(cifar: Callable[[bytes], Path]) ->
     for _ in range(3):
         labels = [labels] * 1000
     pixels = np.zeros((1000, 3072), np.uint8)
-    with pytest.raises(DataError, match="does not hold images and labels"):
+    with pytest.raises(DataError, match="lacks images or labels"):
         open_source(cifar(pickle.dumps({b"data": pixels, b"fine_labels": labels}, protocol=2)))
     folder = cifar(pickle.dumps({b"data": pixels, b"fine_labels": [0] * 1000}, protocol=5))
     assert len(open_source(folder).splits["train"].labels) == 1000
     (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"x" * 10**6] * 1000}, protocol=2))
-    with pytest.raises(DataError, match="does not name its classes"):
+    with pytest.raises(DataError, match="has no class names"):
         open_source(folder)
 
 
@@ -190,5 +190,5 @@ def test_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatc
     with path.open("r+b") as file:  # nothing after the compressed data is read, however long the file is
         file.write(gzip.compress(bytes(1024)))
         file.truncate(1 << 40)
-    with pytest.raises(DataError, match="no archive of CIFAR"):
+    with pytest.raises(DataError, match="nor a CIFAR archive"):
         open_source(path)

@@ -53,12 +53,12 @@ def test_missing_archive_is_named(tmp_path: Path, missing: str) -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("n01440764.tar", b"no tar file" * 100)], "not a whole tar file"),
-        ([("n01440764.tar", tar([("a.JPEG", b"x")])[:700])], "not a whole tar file"),
+        ([("n01440764.tar", b"no tar file" * 100)], "not a valid tar file"),
+        ([("n01440764.tar", tar([("a.JPEG", b"x")])[:700])], "not a valid tar file"),
         ([("n99999999.tar", tar([("a.JPEG", b"x")]))], "'n99999999.tar' is not the tar file of a class"),
         ([("n01440764.tar", tar([("a.JPEG", b"x")]))], "has no images of n02100735"),
-        ([("n01440764.tar", tar([("a.JPEG", b"")]))], "'a.JPEG' is no file, is empty"),
-        ([("n01440764.tar", tar([("a.JPEG", b"x")]))] * 2, "or is there twice"),
+        ([("n01440764.tar", tar([("a.JPEG", b"")]))], "'a.JPEG' is not a file, is empty"),
+        ([("n01440764.tar", tar([("a.JPEG", b"x")]))] * 2, "or occurs twice"),
     ],
 )
 def test_invalid_train_archives_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], message: str) -> None:
@@ -75,7 +75,7 @@ def test_inner_archive_cannot_read_past_its_end(tmp_path: Path) -> None:
     block.size = 1 << 20
     inner[:512] = block.tobuf(tarfile.USTAR_FORMAT)
     (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar([("n01440764.tar", bytes(inner)), ("x", bytes(1 << 21))]))
-    with pytest.raises(DataError, match="not a whole tar file"):
+    with pytest.raises(DataError, match="not a valid tar file"):
         open_source(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_inner_archive_cannot_read_past_its_end(tmp_path: Path) -> None:
 def test_invalid_ground_truth_is_refused(tmp_path: Path, truth: bytes) -> None:
     write_imagenet(tmp_path)
     write_kit(tmp_path, meta(), truth)
-    with pytest.raises(DataError, match=r"does not have the|has a line that is no class"):
+    with pytest.raises(DataError, match=r"does not have the|has a line that is not a class"):
         open_source(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_invalid_ground_truth_is_refused(tmp_path: Path, truth: bytes) -> None:
 def test_invalid_synset_tables_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     write_imagenet(tmp_path)
     write_kit(tmp_path, meta(**changed), TRUTH)
-    with pytest.raises(DataError, match=r"(meta.mat in .* cannot be used|has a line that is no class)"):
+    with pytest.raises(DataError, match=r"(meta.mat in .* cannot be used|has a line that is not a class)"):
         open_source(tmp_path)
 
 

@@ -161,7 +161,7 @@ def test_padding_reads_no_image(val, monkeypatch):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_sample_error_names_the_sample(damaged, workers):
     shards = ShardSet.open(damaged, "train")
-    message = r"sample 'train-00000[01].tar/000000(04|11)' of '.*packed': its bytes are not those that were indexed"
+    message = r"sample 'train-00000[01].tar/000000(04|11)' of '.*packed': its checksum differs from the index"
     with pytest.raises(DataError, match=message):
         take(TrainLoader(shards, TRAIN, batch_size=21, workers=workers), 1)
     assert not decoding_threads()
@@ -174,7 +174,7 @@ def test_skipped_bad_sample_is_counted_and_named(damaged, workers):
     batches = take(loader, 6)
     problems = "; ".join(loader.skipped.problems)
     assert loader.skipped.times == 4 and len(loader.skipped.problems) == 2, "two images, met twice each"
-    assert shards.name(4) in problems and shards.name(11) in problems and "its bytes are not those" in problems
+    assert shards.name(4) in problems and shards.name(11) in problems and "its checksum differs" in problems
     order = SampleOrder(0, 21).batch(0, 42)[1]
     labels = torch.cat([b.labels for b in batches])
     bad = torch.from_numpy(np.isin(order, (4, 11)))
@@ -230,8 +230,8 @@ def test_program_with_an_unclosed_loader_still_exits(packed):
     ("settings", "error", "message"),
     [
         ({"batch_size": 0}, DataError, "the batch size is 0: use 1 or more"),
-        ({"batch_size": 4, "workers": -1}, RecipeError, "-1 decoding workers"),
-        ({"batch_size": 4, "bad_sample": "ignore"}, RecipeError, "unknown way 'ignore' to treat a bad sample"),
+        ({"batch_size": 4, "workers": -1}, RecipeError, "workers is -1"),
+        ({"batch_size": 4, "bad_sample": "ignore"}, RecipeError, "bad_sample is 'ignore': use fail or skip"),
     ],
 )
 def test_invalid_loader_settings_are_refused(train, val, settings, error, message):

@@ -92,7 +92,7 @@ def test_distant_positions_need_no_table_of_all_samples():
 
 
 def test_invalid_order_settings_are_refused():
-    with pytest.raises(RecipeError, match="0 repeats"):
+    with pytest.raises(RecipeError, match="repeats is 0"):
         SampleOrder(0, 10, repeats=0)
-    with pytest.raises(RecipeError, match="window of 10 samples is no whole number of blocks of 3"):
+    with pytest.raises(RecipeError, match="window 10 is not a multiple of the shuffle block 3"):
         SampleOrder(0, 10, block=3, window=10)

@@ -133,14 +133,14 @@ def test_classes_without_a_list_are_numbered(tmp_path):
             lambda d: (d / "val_map.txt").write_text("\nant/0.png 0\n"),
             r"line 2 of .* is 'ant/0.png 0': expected .* a tab",
         ),
-        (lambda d: (d / "val_map.txt").write_text("\n"), r"val_map.txt' names no images"),
+        (lambda d: (d / "val_map.txt").write_text("\n"), r"val_map.txt' lists no images"),
         (lambda d: (d / "val_map.txt").unlink(), r"cannot read '.*val_map.txt': No such file"),
         (
             lambda d: (d / "val_map.txt").write_text("ant/9.png\t0\n"),
             r"val.zip' has no entry 'ant/9.png', which 'val_map.txt'",
         ),
         (lambda d: (d / "val.zip").unlink(), r"cannot read '.*val.zip': No such file"),
-        (lambda d: (d / "val.zip").write_bytes(b"PK nothing"), r"val.zip' is not a whole zip file"),
+        (lambda d: (d / "val.zip").write_bytes(b"PK nothing"), r"val.zip' is not a valid zip file"),
     ],
 )
 def test_bad_zip_layouts_are_refused(tmp_path, change, message):
@@ -166,7 +166,7 @@ def test_damaged_zip_entry_is_named(tmp_path):
     [
         (lambda d: (d / "train/dog").mkdir(), r"class folder '.*train/dog' holds no images"),
         (lambda d: (d / "val/dog").mkdir(), r"class folder '.*val/dog' has no counterpart in '.*train'"),
-        (lambda d: (d / "train/ant/0.png").write_text("hello"), r"'.*train/ant/0.png' is not an image of a known type"),
+        (lambda d: (d / "train/ant/0.png").write_text("hello"), r"'.*train/ant/0.png' is not a supported image type"),
         (
             lambda d: (d / "val/ant/0.png").write_bytes(encoded(1)[:20]),
             r"'.*val/ant/0.png' is damaged \(its header cannot",
@@ -185,7 +185,7 @@ def test_bad_folders_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"val_fraction": 0.3}, "has a val split of its own: leave out the val fraction 0.3"),
+        ({"val_fraction": 0.3}, "already has a val split: remove the val fraction 0.3"),
         ({"val_fraction": 1.5}, "val fraction 1.5 is out of range"),
         ({"shard_samples": 0}, "shard size 0 is not a positive number"),
     ],
@@ -201,12 +201,12 @@ def test_damaged_images_are_left_out_on_request(tmp_path):
     sound = write_tree(tmp_path / "source")
     for name, content in (("train/ant/3.JPEG", b"hello"), ("val/bee/0.png", encoded(1)[:20])):
         (tmp_path / "source" / name).write_bytes(content)
-    with pytest.raises(DataError, match=r"leave such files out with --skip-damaged"):
+    with pytest.raises(DataError, match=r"skip such files with --skip-damaged"):
         pack(tmp_path / "source", tmp_path / "packed", shard_samples=4)
     manifest = pack(tmp_path / "source", tmp_path / "packed", shard_samples=4, skip_damaged=True)
     assert (manifest.splits["train"].samples, manifest.splits["val"].samples) == (20, 8)
     lines = (tmp_path / "packed" / SKIPPED).read_text().splitlines()
-    assert "train/ant/3.JPEG' is not an image of a known type" in lines[0]
+    assert "train/ant/3.JPEG' is not a supported image type" in lines[0]
     assert "val/bee/0.png' is damaged" in lines[1] and len(lines) == 2
     assert not list((tmp_path / "packed").glob("*.skipped"))
     assert list(verify(tmp_path / "packed")) == []
@@ -225,7 +225,7 @@ def test_a_shard_that_lacks_images_is_written_again_if_they_must_not_be_left_out
     options = {"val_fraction": 0.2, "shard_samples": 4}
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, progress=interrupt, **options)
-    with pytest.raises(DataError, match="is not an image of a known type"):
+    with pytest.raises(DataError, match="is not a supported image type"):
         pack(tmp_path / "source", tmp_path / "packed", **options)
     pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, **options)
     assert (tmp_path / "packed" / SKIPPED).exists()
@@ -246,7 +246,7 @@ def test_a_data_set_may_have_no_val_split(tmp_path):
 
 
 def test_missing_source_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no folder or file '.*nowhere' to pack: give a folder of images"):
+    with pytest.raises(DataError, match=r"no folder or file '.*nowhere' to pack: use a folder with images"):
         pack(tmp_path / "nowhere", tmp_path / "packed")
 
 
@@ -256,13 +256,13 @@ def test_overwrite_replaces_only_a_packed_data_set(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(DataError, match="is not empty and holds no data set"):
+        with pytest.raises(DataError, match="is not empty and not a data set"):
             pack(tmp_path / "source", tmp_path / "home", overwrite=overwrite)
     (tmp_path / "packed").mkdir()
     pack(tmp_path / "source", tmp_path / "packed", seed=1)
     shard = tmp_path / "packed" / "train-000000.tar"
     before = shard.read_bytes()
-    with pytest.raises(DataError, match="holds a data set: choose another folder, or --overwrite"):
+    with pytest.raises(DataError, match="is an existing data set: choose another folder, or replace it"):
         pack(tmp_path / "source", tmp_path / "packed")
     pack(tmp_path / "source", tmp_path / "packed", seed=3, overwrite=True)
     assert shard.read_bytes() != before
@@ -360,7 +360,10 @@ def test_full_disk_is_reported_and_leaves_no_data_set(tmp_path):
     """
     arguments = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "packed"), "50"]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("DataError cannot write") and "File too large; run the same again" in done.stdout
+    assert (
+        done.stdout.startswith("DataError cannot write")
+        and "File too large; rerun the command to resume" in done.stdout
+    )
     assert not (tmp_path / "packed").exists()
 
 
@@ -371,7 +374,7 @@ def test_destination_filled_by_others_is_left_alone(tmp_path):
         (tmp_path / "packed").mkdir(exist_ok=True)
         (tmp_path / "packed" / "thesis.txt").write_text("years of work")
 
-    with pytest.raises(DataError, match="is not empty and holds no data set"):
+    with pytest.raises(DataError, match="is not empty and not a data set"):
         pack(tmp_path / "source", tmp_path / "packed", progress=fill)
     assert (tmp_path / "packed" / "thesis.txt").read_text() == "years of work"
 

@@ -199,15 +199,18 @@ def test_labels_are_read_from_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("pipe:cat train-{0..4}.tar", "'pipe:cat train-0.tar' runs a shell command, which is off: set stream.allow_p"),
-        ("s3://b/a.tar", "'s3://b/a.tar' runs the command `aws s3 cp`, which is off"),
-        ("gs://b/a.tar", "'gs://b/a.tar' runs the command `gsutil cat`, which is off"),
+        (
+            "pipe:cat train-{0..4}.tar",
+            "'pipe:cat train-0.tar' runs a shell command, which is disabled: set stream.allow_p",
+        ),
+        ("s3://b/a.tar", "'s3://b/a.tar' runs the command `aws s3 cp`, which is disabled"),
+        ("gs://b/a.tar", "'gs://b/a.tar' runs the command `gsutil cat`, which is disabled"),
         ("{http://h/a.tar,pipe:touch x}", "'pipe:touch x' runs a shell command"),
         ("PIPE:touch x", "'PIPE:touch x' cannot be streamed: use http://"),
         ("ais://b/a.tar", "cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND"),
-        ("train-{0..4.tar", "the braces of 'train-{0..4.tar' do not close"),
+        ("train-{0..4.tar", "'train-{0..4.tar' has unbalanced braces"),
         ("a-{1,1}.tar", "shard 'a-1.tar' is in the stream twice"),
-        ("", "has a shard without a name"),
+        ("", "has an empty shard name"),
     ],
 )
 def test_unsafe_or_invalid_urls_are_refused_before_opening(
@@ -224,7 +227,7 @@ def test_unsafe_or_invalid_urls_are_refused_before_opening(
 def test_environment_cannot_turn_a_url_into_a_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """webdataset rewrites URLs by these variables, which could turn a plain URL into a shell command."""
     monkeypatch.setenv(name, "http://=pipe:touch x #")
-    with pytest.raises(DataError, match=f"{name} is set in the environment, and would change what a URL opens: unset"):
+    with pytest.raises(DataError, match=f"{name} is set in the environment and would change what URLs open: unset"):
         stream("http://h/a.tar")
 
 
@@ -285,20 +288,24 @@ def spoil(name: str, place: Path) -> tuple[str, str, int]:
             return pattern, f"shard '{shard}' cannot be read to its end: unexpected end of data", -1
         case "cut between members":
             with tarfile.open(shard) as tar:
-                cut(shard, [member.offset for member in tar][7])  # leaves three samples, and a label without its image
-            return pattern, f"shard '{shard}' cannot be read to its end: it ends too early", 3
+                cut(shard, [member.offset for member in tar][7])  # three samples, and a label without its image
+            return pattern, f"shard '{shard}' cannot be read to its end: it is truncated", 3
         case "no tar file":
             shard.write_bytes(b"<html>not found</html>" * 100)
             return pattern, f"shard '{shard}' cannot be read to its end: ", 0
         case "compressed":
             shard.write_bytes(gzip.compress(shard.read_bytes()))
-            return pattern, f"shard '{shard}' cannot be read to its end: it is compressed; unpack it, as pipe:", -1
+            return (
+                pattern,
+                f"shard '{shard}' cannot be read to its end: it is compressed; decompress it, as in pipe:",
+                -1,
+            )
         case "empty":
             shard.write_bytes(b"")
-            return pattern, f"shard '{shard}' cannot be read to its end: it ends too early", 0
+            return pattern, f"shard '{shard}' cannot be read to its end: it is truncated", 0
         case "two in one":
             shard.write_bytes(shard.read_bytes() + (place / "train-0.tar").read_bytes())
-            return pattern, f"shard '{shard}' cannot be read to its end: something follows its end", -1
+            return pattern, f"shard '{shard}' cannot be read to its end: data follows its end", -1
     raise AssertionError(name)
 
 
@@ -311,7 +318,7 @@ def test_damaged_shard_fails_by_name_or_is_skipped_and_counted(fault: str, fault
     for workers in (0, 2):
         with pytest.raises(DataError) as caught:
             loaded(stream(pattern), 5, workers=workers)
-        assert str(caught.value).startswith(message) and "skip such with data.bad_sample" in str(caught.value)
+        assert str(caught.value).startswith(message) and "set data.bad_sample to skip" in str(caught.value)
         assert "\n" not in str(caught.value) and not stream_threads()
     loader = StreamEvalLoader(stream(pattern), EVAL, batch_size=4, bad_sample="skip", workers=2)
     found = labels_of(list(islice(loader, 12)))
@@ -324,9 +331,9 @@ def test_damaged_shard_fails_by_name_or_is_skipped_and_counted(fault: str, fault
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("{address}/gone-0.tar", "curl ended with exit code 22 (the server does not give it); restore it, or skip"),
-        ("{address}/cut/train-2.tar", "curl ended with exit code 18 (the transfer broke off)"),
-        ("http://127.0.0.1:1/a.tar", "curl ended with exit code 7 (nobody answers there)"),
+        ("{address}/gone-0.tar", "curl ended with exit code 22 (the server returned an error); restore it, or set"),
+        ("{address}/cut/train-2.tar", "curl ended with exit code 18 (the transfer was interrupted)"),
+        ("http://127.0.0.1:1/a.tar", "curl ended with exit code 7 (the host does not answer)"),
         ("pipe:cat {folder}/train-2.tar; exit 3", "its command ended with exit code 3"),
         ("pipe:exit 3", "its command ended with exit code 3"),
     ],
@@ -339,7 +346,7 @@ def test_network_and_command_errors_are_reported(url: str, message: str, address
     loader = StreamEvalLoader(stream(shard, allow_pipe=True), EVAL, batch_size=4, bad_sample="skip")
     assert list(islice(loader, 6))[-1].ended and loader.skipped.shards == 1
     if "train-2" not in url:
-        with pytest.raises(DataError, match=r"none of the 1 shard that part 0 of 1 read of .* gave an image"):
+        with pytest.raises(DataError, match=r"none of the 1 shard that part 0 of 1 read from .* has a usable image"):
             loaded(stream(shard, allow_pipe=True), 5, bad_sample="skip")
 
 
@@ -348,7 +355,7 @@ def test_silent_stream_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     data = stream("pipe:exec sleep 60", allow_pipe=True)
     begun = time.monotonic()
     monkeypatch.setattr(urls, "_SILENT_S", 0.5)
-    with pytest.raises(DataError, match="cannot be read to its end: nothing came for 0 s"):
+    with pytest.raises(DataError, match="cannot be read to its end: no data for 0 s"):
         loaded(data, 1)
     assert time.monotonic() - begun < 20 and not stream_threads()
 
@@ -378,7 +385,7 @@ def test_bad_sample_fails_by_name_or_is_skipped_and_counted(tmp_path: Path, work
     }
     messages = {
         "bad": "sample 'bad' of '{}': its header cannot be read",
-        "lonely": "sample 'lonely' of '{}' has no label (.cls) beside its image",
+        "lonely": "sample 'lonely' of '{}' has no label (.cls)",
         "double": "sample 'double' of '{}' has 2 images",
         "word": "label b'cat' of 'word.cls' of '{}' is not a whole number",
     }
@@ -400,5 +407,5 @@ def test_bad_sample_fails_by_name_or_is_skipped_and_counted(tmp_path: Path, work
 def test_label_out_of_range_is_never_skipped(folder: Path) -> None:
     """It means that stream.classes is wrong, not that one sample is bad."""
     data = StreamSet((f"{folder}/train-2.tar",), 7, 10, Labels())
-    with pytest.raises(DataError, match=r"label 1[0-2] of sample '00.*' is beyond the 10 classes that stream\.classes"):
+    with pytest.raises(DataError, match=r"label 1[0-2] of sample '00.*' is outside the 10 classes of stream\.classes"):
         loaded(data, 5, bad_sample="skip")

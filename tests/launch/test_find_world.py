@@ -76,7 +76,7 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
         (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
         (
             TORCHRUN | {"LOCAL_RANK": "4"},
-            "torchrun gave local rank 4 of 4 on this machine in a world of 8, which cannot be",
+            "torchrun gave local rank 4 of 4 on this machine in a world of 8, which is impossible",
         ),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000: give a port from 1 to 65535"),
@@ -127,12 +127,12 @@ def test_malformed_slurm_node_lists_are_refused(listing: str) -> None:
 @pytest.mark.parametrize(
     ("listing", "what"),
     [
-        ("n[0-99999999999]", "names more than 65536 hosts"),
-        ("n[0-65536]", "names more than 65536 hosts"),
-        ("n[0-255][0-255][0-1]", "names more than 65536 hosts"),
-        ("n[" + ",".join(["0-9999"] * 7) + "]", "names more than 65536 hosts"),
-        ("n[0-9999]," * 7 + "m", "names more than 65536 hosts"),
-        ("a," * 70000 + "b", "names more than 65536 hosts"),
+        ("n[0-99999999999]", "lists more than 65536 hosts"),
+        ("n[0-65536]", "lists more than 65536 hosts"),
+        ("n[0-255][0-255][0-1]", "lists more than 65536 hosts"),
+        ("n[" + ",".join(["0-9999"] * 7) + "]", "lists more than 65536 hosts"),
+        ("n[0-9999]," * 7 + "m", "lists more than 65536 hosts"),
+        ("a," * 70000 + "b", "lists more than 65536 hosts"),
         (f"n[{'0' * 100000}-{'0' * 100000}9]", "is not of the form"),
         (f"{'n' * 100000}[0-65535]", "is not of the form"),
         ("[0-65535]" + "[1]" * 30000, "is not of the form"),

@@ -47,7 +47,7 @@ def fail():
     if way == "user":
         raise UserError("batch 7 does not divide by 2: use batch 8")
     if way == "fault":
-        raise FaultError("rank 1 gave no sign")
+        raise FaultError("rank 1 did not respond")
     if way == "lost":
         raise ConnectionError("Connection closed by peer")
     print("loading layer 3")
@@ -184,7 +184,7 @@ def test_failure_before_the_rendezvous_is_reported(program: list[str], capfd) ->
             r"rank 1 failed: RuntimeError: the answer is not 42\nTraceback .*\n    raise RuntimeError\(.*\)\n",
         ),
         ("user", 2, r"error: batch 7 does not divide by 2: use batch 8\n"),
-        ("fault", 1, r"error: rank 1 gave no sign\n"),
+        ("fault", 1, r"error: rank 1 did not respond\n"),
         ("killed", 1, r"rank 1 was killed by SIGKILL \(out of memory\?\); its last output:\n  loading layer 3\n"),
         ("exit", 3, r"rank 1 ended with exit code 3; its last output:\n  loading layer 3\n"),
         ("lost", 1, r"rank 1 failed: ConnectionError: Connection closed by peer\nTraceback .*"),
@@ -296,9 +296,9 @@ def test_failure_is_not_reported_without_a_parent() -> None:
 
 
 def test_impossible_numbers_of_ranks_are_refused() -> None:
-    with pytest.raises(LaunchError, match="0 workers were asked for: start at least 1"):
+    with pytest.raises(LaunchError, match="cannot start 0 workers: start at least 1"):
         spawn(0, [], device="cpu")
-    with pytest.raises(LaunchError, match=r"999 ranks need a GPU each but .* can be seen"):
+    with pytest.raises(LaunchError, match=r"999 ranks need a GPU each but .* are visible"):
         spawn(999, [], device="cuda")
 
 
@@ -340,10 +340,12 @@ def test_rank_that_cannot_join_is_an_error() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        with pytest.raises(LaunchError, match="rank 0 needs GPU 0 but 0 can be seen"):
+        with pytest.raises(LaunchError, match="rank 0 needs GPU 0 but 0 are visible"):
             join(ALONE, "cuda")
     nobody_there = World(1, 2, 1, 2, "torchrun", "127.0.0.1", 1)
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 could not meet the others at 127\.0\.0\.1:1 .* MASTER_PORT"):
+    with pytest.raises(
+        LaunchError, match=r"rank 1 of 2 could not connect to the others at 127\.0\.0\.1:1 .* MASTER_PORT"
+    ):
         join(nobody_there, "cpu", timeout=0.5)
 
 

@@ -87,11 +87,11 @@ def spoilt(device: torch.device, message: bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        (b"\x80\x04]q", "rank 0 sent what is no JSON"),
-        (b'"cut', "rank 0 sent what is no JSON"),
-        (b"[" * 999, "rank 0 sent what is no JSON"),
+        (b"\x80\x04]q", "rank 0 sent invalid JSON"),
+        (b'"cut', "rank 0 sent invalid JSON"),
+        (b"[" * 999, "rank 0 sent invalid JSON"),
         (b"", "rank 0 sent a message of 0 bytes"),
-        (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, where 1 to 1,000 are accepted"),
+        (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, but 1 to 1,000 are accepted"),
     ],
 )
 def test_broken_message_is_one_error_line_on_every_rank(

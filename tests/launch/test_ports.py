@@ -133,7 +133,7 @@ def test_occupied_port_is_one_error_line(rank: int, monkeypatch: pytest.MonkeyPa
     with socket.create_server((LOOPBACK, 0)) as other:
         world = World(rank, 2, rank, 2, "openmpi", LOOPBACK, other.getsockname()[1])
         with pytest.raises(
-            LaunchError, match=rf"rank {rank} of 2 cannot use port \d+ .* set MASTER_PORT to a free one"
+            LaunchError, match=rf"rank {rank} of 2 cannot use port \d+ .* set MASTER_PORT to a free port"
         ):
             meeting.meeting_place(world)
 

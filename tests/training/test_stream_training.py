@@ -87,13 +87,16 @@ def test_streaming_recipe_survives_writing_and_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stream.val": None}, "the recipe lacks 'stream.val', without which nothing can be streamed"),
+        ({"stream.val": None}, "the recipe lacks 'stream.val', which streaming needs"),
         ({"stream.samples": None}, "the recipe lacks 'stream.samples'"),
         ({"data.path": "x"}, "both data.path and stream.train are given: keep one"),
-        ({"augment.repeats": 2}, "augment.repeats is 2, which a stream cannot do: leave it out, or index the shards"),
-        ({"augment.mixup": 0.8}, "augment.mixup is 0.8, which a stream cannot do"),
-        ({"augment.cutmix": 1.0}, "augment.cutmix is 1.0, which a stream cannot do"),
-        ({"data.shuffle_window": 512}, "data.shuffle_window is 512, which a stream cannot do"),
+        (
+            {"augment.repeats": 2},
+            "augment.repeats is 2, which a stream does not support: leave it out, or index the shards",
+        ),
+        ({"augment.mixup": 0.8}, "augment.mixup is 0.8, which a stream does not support"),
+        ({"augment.cutmix": 1.0}, "augment.cutmix is 1.0, which a stream does not support"),
+        ({"data.shuffle_window": 512}, "data.shuffle_window is 512, which a stream does not support"),
     ],
     ids=str,
 )
@@ -112,7 +115,7 @@ def test_data_path_replaces_a_stream_but_not_within_one_file(tmp_path: Path) -> 
     with pytest.raises(RecipeError, match=r"both data\.path and stream\.allow_pipe are given: keep one"):
         read_recipe(file)
     file.write_text("[stream]\nallow_pipe = true\n[train]\nsteps = 1")
-    with pytest.raises(RecipeError, match=r"lacks 'stream\.train', without which nothing can be streamed"):
+    with pytest.raises(RecipeError, match=r"lacks 'stream\.train', which streaming needs"):
         read_recipe(file)
 
 
@@ -168,7 +171,7 @@ def test_fewer_shards_than_decoding_ranks_are_refused_on_every_rank(
 ) -> None:
     recipe = read_recipe(place / "recipe.toml", {"stream.train": f"{place}/train-{{1..{parts - 1}}}.tar"})
     for error in ranks(parse(mesh).world_size).run(few, recipe, mesh):
-        assert f"has {parts - 1} shard" in error and f"for the {parts} ranks that decode images, of which each" in error
+        assert f"has {parts - 1} shard" in error and f"for the {parts} ranks that decode images, and each" in error
 
 
 def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
@@ -195,13 +198,13 @@ def test_wrong_sample_count_and_missing_shards_are_reported(place: Path, alone: 
     lost = {"stream.val": f"{place}/val-{{0..2}}.tar"}
     recipe = read_recipe(place / "recipe.toml", lost)
     skipping = read_recipe(place / "recipe.toml", lost, ["data.bad_sample=skip"])
-    with pytest.raises(DataError, match=r"val-2.tar' cannot be opened: No such file or directory; restore it, or skip"):
+    with pytest.raises(DataError, match=r"val-2.tar' cannot be opened: No such file or directory; restore it, or set"):
         evaluated(torch.device("cpu"), recipe, "dp1")
     warning = evaluated(torch.device("cpu"), skipping, "dp1").warning
     assert warning is not None and warning.startswith("1 shard skipped: shard '") and "gave" not in warning
     counted = read_recipe(place / "recipe.toml", {"stream.val_samples": 20})
     result = evaluated(torch.device("cpu"), counted, "dp1")
-    assert result.warning == "the stream gave 17 images, but the recipe says 20"
+    assert result.warning == "the stream had 17 images instead of the 20 in the recipe"
 
 
 # commands
@@ -262,6 +265,6 @@ def test_command_in_a_url_is_refused_before_launch(
 ) -> None:
     monkeypatch.chdir(place)
     words = ["train", "--recipe", "recipe.toml", "--set", "stream.val=pipe:touch pwned-too"]
-    assert "'pipe:touch pwned-too' runs a shell command, which is off: set stream.allow_pipe=true" in refusal(
+    assert "'pipe:touch pwned-too' runs a shell command, which is disabled: set stream.allow_pipe=true" in refusal(
         words, monkeypatch, capsys
     )

@@ -55,6 +55,6 @@ def test_settings_override_a_recipe_and_are_checked(data: Path, tmp_path: Path) 
         vitpar.train("digits", {"data.path": str(data), "parallel.mesh": "dp4"}, device="cpu", run_dir=tmp_path / "run")
     with pytest.raises(RecipeError, match=r"unknown recipe key 'train\.epoch'"):
         vitpar.train("digits", {"data.path": str(data), "train.epoch": 4}, device="cpu", run_dir=tmp_path / "run")
-    with pytest.raises(TypeError, match="settings are for a recipe that is read here"):
+    with pytest.raises(TypeError, match="settings need the path of a recipe"):
         vitpar.train(recipe_of(data, "dp1"), {"train.steps": 1}, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -284,7 +284,7 @@ def test_damaged_weights_are_refused_in_one_line(saved: tuple[ParallelModel, Pat
     part.write_bytes(content)
     for wrong in ("{", "[]", '{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {"head.fc.bias": 3}}'):
         (folder / INDEX).write_text(wrong)
-        refused("cannot be read|lacks the parameter|cannot be in its folder")
+        refused("cannot be read|lacks the parameter|is not a file in its folder")
     weight_map = json.loads(index)
     weight_map["weight_map"]["embed.cls_token"] = "gone.safetensors"
     (folder / INDEX).write_text(json.dumps(weight_map))
@@ -298,7 +298,7 @@ def test_damaged_weights_are_refused_in_one_line(saved: tuple[ParallelModel, Pat
 def test_weights_of_another_model_are_refused(saved: tuple[ParallelModel, Path]) -> None:
     _, folder = saved
     cpu = torch.device("cpu")
-    with pytest.raises(DataError, match=r"head.fc.weight .* has shape \[3, 24\] where the model has \[5, 24\]"):
+    with pytest.raises(DataError, match=r"head.fc.weight .* has shape \[3, 24\] but the model has \[5, 24\]"):
         load_weights(built(cpu, "dp1", num_classes=5), folder)
     with pytest.raises(DataError, match=r"lacks the parameter blocks\.2\.norm1\.weight"):
         load_weights(built(cpu, "dp1", depth=3), folder)

@@ -81,7 +81,7 @@ def test_run_starts_from_weights_under_any_plan(
     recipe = recipe_from(place, mesh)
     assert ranks(parse(mesh).world_size).run(begun, recipe, tmp_path / "run") == [[]] * parse(mesh).world_size
     assert read_recipe(tmp_path / "run" / RECIPE).model.weights == str(place / "weights")
-    assert "parameters are those in" in (tmp_path / "run" / "log.txt").read_text()
+    assert "parameters are loaded from" in (tmp_path / "run" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "tp2"])
@@ -104,7 +104,10 @@ def test_classifier_of_another_size_is_initialised_anew(place: Path, tmp_path: P
     assert torch.equal(parameters["head.fc.weight"], fresh)
     assert torch.equal(parameters["head.norm.bias"], timm_state()["norm.bias"])
     trainer.run()
-    assert "classifier of 7 classes begins anew (5 were there)" in (tmp_path / "run" / "log.txt").read_text()
+    assert (
+        "classifier of 7 classes is newly initialised (the weights have 5)"
+        in (tmp_path / "run" / "log.txt").read_text()
+    )
 
 
 def test_run_starts_from_a_checkpoint(place: Path, tmp_path: Path, alone: None) -> None:
@@ -135,8 +138,8 @@ def test_resumed_run_does_not_read_the_initial_weights(place: Path, tmp_path: Pa
     ("words", "message"),
     [
         (["--weights", "gone"], "'gone' holds no weights (config.json is missing)"),
-        (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "embed_dim is 192 where they have 24"),
-        (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg where they have cls"),
+        (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "embed_dim is 192 but 24 in the weights"),
+        (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg but cls in the weights"),
     ],
 )
 def test_weights_of_another_model_are_refused_before_launch(

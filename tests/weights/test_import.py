@@ -84,7 +84,7 @@ def test_own_weights_are_imported_unchanged(tmp_path: Path) -> None:
     torch.save(
         {"state_dict": {k: v for k, v in state.items() if "place" not in k and "rate" not in k}}, tmp_path / "x.pt"
     )
-    with pytest.raises(DataError, match="how many heads"):
+    with pytest.raises(DataError, match="the number of heads"):
         import_weights(tmp_path / "x.pt", tmp_path / "bare")
 
 
@@ -96,7 +96,7 @@ def imported(tmp_path: Path, **options: Any) -> ImportedWeights:
 def test_import_changes_classes_and_image_size(tmp_path: Path) -> None:
     done = imported(tmp_path, classes=4, image_size=20)
     assert (done.config.num_classes, done.config.image_size) == (4, 20)
-    assert any("classifier of 4 classes begins anew (7 classes were there)" in note for note in done.notes)
+    assert any("classifier of 4 classes is newly initialised (the file has 7)" in note for note in done.notes)
     assert any("interpolated from 2x2 to 5x5" in note for note in done.notes)
     weights, state = open_weights(tmp_path / "here"), timm_state()
     fresh = initial_value("head.fc.weight", torch.Size((4, WIDTH)), 0, done.config)
@@ -127,30 +127,30 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (without("blocks.1.norm1.bias"), {}, r"it lacks blocks\.1\.norm1\.bias: give"),
+        (without("blocks.1.norm1.bias"), {}, r"it lacks blocks\.1\.norm1\.bias: use"),
         (without(*(f"blocks.{i}.attn.qkv.bias" for i in (0, 1))), {}, r"lacks blocks\.0\.attn\.qkv\.bias, blocks\.1"),
         (
             lambda state: [state.pop(n) for n in [*state] if "blocks.1.mlp" in n],
             {},
             r"blocks\.1\.mlp\.fc2\.w.* and 1 more",
         ),
-        (put("blocks.0.mlp.gate.weight", torch.ones(3)), {}, r"has no blocks\.0\.mlp\.gate\.weight, which"),
-        (put("head_dist.weight", torch.ones(CLASSES, WIDTH)), {}, r"the model has no head\.fc_dist\.weight: give"),
-        (put("fc_norm.weight", torch.ones(WIDTH)), {}, "mean over patches comes before the norm"),
-        (put("norm.weight", torch.ones(5)), {}, r"head\.norm\.weight has shape \[5\] where the model has \[24\]"),
+        (put("blocks.0.mlp.gate.weight", torch.ones(3)), {}, r"has blocks\.0\.mlp\.gate\.weight, which"),
+        (put("head_dist.weight", torch.ones(CLASSES, WIDTH)), {}, r"the model has no head\.fc_dist\.weight: use"),
+        (put("fc_norm.weight", torch.ones(WIDTH)), {}, "averages patches before the norm"),
+        (put("norm.weight", torch.ones(5)), {}, r"head\.norm\.weight has shape \[5\] but the model has \[24\]"),
         (
             put("blocks.1.attn.qkv.weight", torch.ones(24, 24)),
             {},
-            r"has shape \[24, 24\] where the model has \[72, 24\]",
+            r"has shape \[24, 24\] but the model has \[72, 24\]",
         ),
-        (put("pos_embed", torch.ones(1, 7, WIDTH)), {}, "7 positions, 1 of them before .* are no square"),
-        (put("patch_embed.proj.weight", torch.ones(WIDTH, 1, 4, 4)), {}, "images of 1 channels"),
+        (put("pos_embed", torch.ones(1, 7, WIDTH)), {}, "7 positions, 1 of them before .* form no square grid"),
+        (put("patch_embed.proj.weight", torch.ones(WIDTH, 1, 4, 4)), {}, "has 1 input channels"),
         (put("patch_embed.proj.weight", torch.ones(())), {}, r"has shape \[\]"),
-        (put("norm.bias", torch.full((WIDTH,), torch.nan)), {}, "norm.bias in .* not finite"),
-        (put("norm.bias", torch.ones(WIDTH, dtype=torch.int64)), {}, "I64, which is no parameter"),
-        (without("patch_embed.proj.weight"), {}, "neither as timm nor as transformers"),
-        (without("head.weight", "head.bias"), {}, "no classifier: say how many classes .* --classes N"),
-        (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its embed_dim is 24 where that has 192"),
+        (put("norm.bias", torch.full((WIDTH,), torch.nan)), {}, "norm.bias in .* non-finite"),
+        (put("norm.bias", torch.ones(WIDTH, dtype=torch.int64)), {}, "cannot be a parameter: it has dtype I64"),
+        (without("patch_embed.proj.weight"), {}, "are not those of timm's, transformers' or vitpar's ViT"),
+        (without("head.weight", "head.bias"), {}, "no classifier: set the number of classes .* --classes N"),
+        (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its embed_dim is 24 instead of 192"),
         (lambda state: None, {"model": "vit_huge"}, "unknown model 'vit_huge'"),
         (lambda state: None, {"image_size": 9}, "patches of 4 pixels do not tile images of 9"),
     ],
@@ -169,14 +169,14 @@ def test_weights_that_do_not_fit_are_refused(
 def test_a_text_file_is_no_weights_file(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Weights\nGLOBAL facts about them\n")
     with pytest.raises(
-        DataError, match=r"README.md' is no weights file: name one that ends in .safetensors, .pth, .pt"
+        DataError, match=r"README.md' is not a weights file: name one that ends in .safetensors, .pth, .pt"
     ):
         import_weights(tmp_path / "README.md", tmp_path / "here")
 
 
 def test_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
     source = saved(tmp_path / "there", timm_state())
-    with pytest.raises(DataError, match="do not tell how many heads there are: name the model with --model"):
+    with pytest.raises(DataError, match="do not show the number of heads: name the model with --model"):
         import_weights(source, tmp_path / "here")
 
 

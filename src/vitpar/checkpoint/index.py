@@ -109,23 +109,25 @@ def read_index(folder: Path) -> Index:
     try:
         index = Index.model_validate(read_json(folder / INDEX, MAX_INDEX_BYTES))
     except FileNotFoundError:
-        raise CheckpointError(f"'{folder}' is no checkpoint ({INDEX} is missing): name a folder that has it") from None
+        raise CheckpointError(
+            f"'{folder}' is not a checkpoint ({INDEX} is missing): name a folder that has it"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{INDEX} of '{folder}' cannot be read: {first_line(error)}: use another checkpoint"
         ) from None
     if index.crc32 != index.checksum:
-        raise CheckpointError(f"{INDEX} of '{folder}' is not what was written: use another checkpoint")
+        raise CheckpointError(f"{INDEX} of '{folder}' has a wrong checksum: use another checkpoint")
     for name in {*index.files, *index.shards}:
         if not is_file_name(name) or name not in index.files:
-            raise CheckpointError(f"{INDEX} of '{folder}' names {literal(name)}, which cannot be in it: do not use it")
+            raise CheckpointError(
+                f"{INDEX} of '{folder}' lists {literal(name)}, which is not one of its files: do not use it"
+            )
     for name, tensor in index.tensors.items():
         if not tensor.is_filled(len(index.shards)):
-            raise CheckpointError(
-                f"{INDEX} of '{folder}' has parts of {shown(name)} that do not make it up: do not use it"
-            )
+            raise CheckpointError(f"{INDEX} of '{folder}' has parts that do not fill {shown(name)}: do not use it")
     if len(set(index.shards)) < len(index.shards):
-        raise CheckpointError(f"{INDEX} of '{folder}' names a file twice: do not use it")
+        raise CheckpointError(f"{INDEX} of '{folder}' lists a file twice: do not use it")
     needed = Counter[str]()
     for tensor in index.tensors.values():
         for shard, _, sizes in tensor.parts:
@@ -133,8 +135,8 @@ def read_index(folder: Path) -> Index:
     for name, size in needed.items():
         if size > (has := index.files[name].bytes):
             raise CheckpointError(
-                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {shown(name)}, which has {has:,}: do not use "
-                "it"
+                f"{INDEX} of '{folder}' has {size:,} bytes of tensors in {shown(name)}, which has only {has:,}: do not "
+                "use it"
             )
     return index
 
@@ -153,9 +155,9 @@ def damage(folder: Path, files: Mapping[str, StoredFile], *, only_sizes: bool = 
         try:
             size = stat_regular(folder / name).st_size
             if size != known.bytes:
-                return f"{shown(name)} has {size:,} bytes where {known.bytes:,} were written"
+                return f"{shown(name)} has {size:,} bytes instead of {known.bytes:,}"
             if not only_sizes and crc32(folder / name) != known.crc32:
-                return f"{shown(name)} is not what was written"
+                return f"{shown(name)} has a wrong checksum"
         except OSError as error:
             return f"{shown(name)}: {error.strerror}"
     return None

@@ -40,7 +40,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
             raise CheckpointError(_lacks(folder, name, index))
         if stored.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} in '{folder}' has shape {list(stored.shape)} where {list(tensor.shape)} is needed"
+                f"{name} in '{folder}' has shape {list(stored.shape)} but {list(tensor.shape)} is needed"
             )
         mine = box_of(tensor)
         for shard, begin, size in stored.parts:
@@ -57,7 +57,7 @@ def _lacks(folder: Path, name: str, index: Index) -> str:
             f"'{folder}' was saved by an earlier version of vitpar: its tensor '{former}' is now called '{name}'; "
             "train again"
         )
-    return f"'{folder}' lacks {name}: it is of another model or training"
+    return f"'{folder}' lacks {name}: use a checkpoint of the same model and recipe"
 
 
 def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], ...]) -> tuple[Slices, Slices] | None:
@@ -83,7 +83,7 @@ def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
             for name, there, target in items:
                 found = file.get_slice(name)[there] if there else file.get_tensor(name)
                 if found.shape != target.shape:
-                    raise CheckpointError(f"{shown(name)} in '{path}' is not what was written: use another checkpoint")
+                    raise CheckpointError(f"{shown(name)} in '{path}' has a wrong checksum: use another checkpoint")
                 target.copy_(found)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"'{path}' cannot be read: {first_line(error)}") from None

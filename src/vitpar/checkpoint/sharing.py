@@ -63,7 +63,7 @@ def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[st
     shards = {rank: shard for shard, rank in enumerate(rank for rank, mine in enumerate(names) if mine)}
     for name, tensor in stored.items():
         tensor.parts += [(shards[rank], begin, size) for rank, begin, size in boxes[name]]
-        assert tensor.is_filled(len(shards)), f"the parts of {name} make it up"
+        assert tensor.is_filled(len(shards)), f"the parts of {name} fill it"
     return names, stored
 
 

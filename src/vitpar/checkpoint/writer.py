@@ -246,7 +246,7 @@ def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
     end = time.monotonic() + SEEN_S
     while wrong := damage(folder, files, only_sizes=True):
         if time.monotonic() > end:
-            raise OSError(f"{wrong}; is the folder one that all machines share?")
+            raise OSError(f"{wrong}; check that all machines share the folder")
         time.sleep(0.1)
 
 
@@ -288,6 +288,6 @@ def _raise_first(folder: Path, causes: list[str | None]) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(atomic.partial(folder), ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause}): make room or name another place "
-                "with --run-dir"
+                f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause}): free disk space or name another "
+                "folder with --run-dir"
             )

@@ -78,7 +78,7 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 def _known_type(data: bytes) -> str:
     if (kind := image_type(data)) is None:
-        raise BadImage("it is of no known image format")
+        raise BadImage("its image format is unknown")
     return kind
 
 
@@ -187,7 +187,7 @@ def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 def _reason(error: Exception) -> str:
     # Pillow's own message contains the address of the buffer, which differs between runs.
-    return "of no known image format" if isinstance(error, UnidentifiedImageError) else shown(error)
+    return "unknown image format" if isinstance(error, UnidentifiedImageError) else shown(error)
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:

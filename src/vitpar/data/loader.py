@@ -157,11 +157,9 @@ class Loader:
     ) -> None:
         self.workers, self.bad_sample = settings.get("workers", 2), settings.get("bad_sample", "fail")
         if self.workers < 0:
-            raise RecipeError(
-                f"{self.workers} decoding workers: give 0 to decode in the main thread, or a positive number"
-            )
+            raise RecipeError(f"workers is {self.workers}: use 0 to decode in the main thread, or a positive number")
         if self.bad_sample not in ("fail", "skip"):
-            raise RecipeError(f"unknown way '{self.bad_sample}' to treat a bad sample: use fail or skip")
+            raise RecipeError(f"bad_sample is '{self.bad_sample}': use fail or skip")
         self.batch_size, rows = settings["batch_size"], settings.get("rows")
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}: use 1 or more")
@@ -241,7 +239,7 @@ class Loader:
             except BadImage as error:
                 problem = job.source.complaint(sample, error)
                 if self.bad_sample == "fail":
-                    raise DataError(f"{problem}; replace it, or skip such with data.bad_sample") from error
+                    raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
                 job.labels[row] = IGNORED
                 job.skipped.append(problem)
 

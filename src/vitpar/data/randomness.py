@@ -181,10 +181,10 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise RecipeError(f"{self.repeats} repeats of a sample: give 1 or more")
+            raise RecipeError(f"repeats is {self.repeats}: use 1 or more")
         if self.window and (self.block < 1 or self.window % self.block):
             raise RecipeError(
-                f"a shuffle window of {self.window} samples is no whole number of blocks of {self.block}: make it a "
+                f"the shuffle window {self.window} is not a multiple of the shuffle block {self.block}: make it a "
                 "multiple"
             )
 

@@ -54,7 +54,7 @@ class _Header(tarfile.TarInfo):
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
         except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
-            raise tarfile.ReadError("it ends too early") from None
+            raise tarfile.ReadError("it is truncated") from None
         except tarfile.HeaderError as error:  # tarfile would stop as if the archive ended here
             raise tarfile.ReadError(str(error)) from None
         if header.type in _NAMES and header.size > MAX_TAR_NAME_BYTES:
@@ -78,7 +78,7 @@ def open_tar(path: Path) -> Iterator[BinaryIO]:
         with open_regular(path) as file:
             yield file
     except tarfile.TarError as error:
-        raise DataError(f"'{path}' is not a whole tar file ({shown(error)}): fetch or write it again") from None
+        raise DataError(f"'{path}' is not a valid tar file ({shown(error)}): fetch or write it again") from None
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
 
@@ -106,12 +106,12 @@ def members(file: Readable) -> Iterator[tarfile.TarInfo]:
             place = tar.offset
             yield member
     except (ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        raise tarfile.ReadError(f"a header makes no sense ({type(error).__name__})") from None
+        raise tarfile.ReadError(f"a header is invalid ({type(error).__name__})") from None
     zeros = 0
     while chunk := file.read(_CHUNK):
         zeros += len(chunk)
         if chunk.strip(b"\0"):
-            raise tarfile.ReadError("something follows its end, such as another tar file")
+            raise tarfile.ReadError("data follows its end, such as another tar file")
         if zeros > MAX_TAR_PADDING_BYTES:
             raise tarfile.ReadError(f"more than {MAX_TAR_PADDING_BYTES:,} zeros follow its end")
 
@@ -194,7 +194,7 @@ class _Unpacked(ForwardReader):
         while not self._inflate.eof:
             packed = self._inflate.unconsumed_tail or self._file.read(_CHUNK)
             if not packed:
-                raise EOFError("it is cut off")
+                raise EOFError("it is truncated")
             if piece := self._inflate.decompress(packed, size):
                 return piece
         return b""
@@ -218,5 +218,5 @@ def unpacked(path: Path, names: Container[str]) -> dict[str, bytes]:
                 if member.isreg() and name in names:
                     found[name] = content(file, member)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"'{path}' is not a whole tar file ({shown(error)}): fetch it again") from None
+        raise DataError(f"'{path}' is not a valid tar file ({shown(error)}): fetch it again") from None
     return found

@@ -143,16 +143,16 @@ def spawn(
 
 def _check_room(num_workers: int, device: Device) -> None:
     if num_workers < 1:
-        raise LaunchError(f"{num_workers} workers were asked for: start at least 1")
+        raise LaunchError(f"cannot start {num_workers} workers: start at least 1")
     if num_workers > MAX_RANKS:
-        raise LaunchError(f"{num_workers} workers were asked for: start at most {MAX_RANKS}")
+        raise LaunchError(f"cannot start {num_workers} workers: start at most {MAX_RANKS}")
     allow_open_files(num_workers)
     if device == "cuda":
         from torch.cuda import device_count
 
         if device_count() < num_workers:
             raise LaunchError(
-                f"{num_workers} ranks need a GPU each but {device_count()} can be seen on this machine: "
+                f"{num_workers} ranks need a GPU each but {device_count()} are visible on this machine: "
                 f"start at most {device_count()} ranks here, or compute on the CPU"
             )
 

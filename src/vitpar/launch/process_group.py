@@ -118,7 +118,7 @@ def _own_device(world: World, device: Device) -> torch.device:
     index = 0 if count == 1 and world.launcher in ("slurm", "openmpi") else world.local_rank
     if index >= count:
         raise LaunchError(
-            f"rank {world.rank} needs GPU {index} but {count} can be seen on this machine: start at most {count} ranks "
+            f"rank {world.rank} needs GPU {index} but {count} are visible on this machine: start at most {count} ranks "
             f"here, or compute on the CPU"
         )
     torch.cuda.set_device(index)

@@ -85,9 +85,9 @@ def meeting(world: World) -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise LaunchError(
-            f"rank {world.rank} of {world.size} could not meet the others at {world.master_addr}:{world.master_port} "
-            f"({str(error).splitlines()[0]}): check that all ranks started and reach that host, or set MASTER_ADDR and "
-            f"MASTER_PORT to another place"
+            f"rank {world.rank} of {world.size} could not connect to the others at "
+            f"{world.master_addr}:{world.master_port} ({str(error).splitlines()[0]}): check that all ranks started and "
+            f"can reach that host, or set another MASTER_ADDR and MASTER_PORT"
         ) from error
 
 
@@ -134,6 +134,6 @@ def _accepts(place: tuple[str, int]) -> bool:
 
 def _taken(world: World, why: str) -> LaunchError:
     return LaunchError(
-        f"rank {world.rank} of {world.size} cannot use port {world.master_port} of {LOOPBACK}, where the ranks are to "
-        f"meet ({why}): another program may have it, so set MASTER_PORT to a free one"
+        f"rank {world.rank} of {world.size} cannot use port {world.master_port} of {LOOPBACK} as the "
+        f"rendezvous ({why}): set MASTER_PORT to a free port"
     )

@@ -80,7 +80,7 @@ class World:
         if not 0 <= self.local_rank < self.local_size <= self.size:
             raise LaunchError(
                 f"{self.launcher} gave local rank {self.local_rank} of {self.local_size} on this machine in a world of "
-                f"{self.size}, which cannot be: start all ranks with one launcher, or correct its variables"
+                f"{self.size}, which is impossible: start all ranks with one launcher, or correct its variables"
             )
         if not (0 if self.size == 1 else 1) <= self.master_port < 65536:
             raise LaunchError(f"MASTER_PORT is {self.master_port}: give a port from 1 to 65535")
@@ -143,12 +143,12 @@ def _from_openmpi(env: Mapping[str, str]) -> World:
     size, local_size = _integer(env, "OMPI_COMM_WORLD_SIZE"), _integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     if size != local_size and not env.get("MASTER_ADDR"):
         raise LaunchError(
-            f"mpirun started {size} ranks, {local_size} of them on this machine, and does not say where they meet: "
+            f"mpirun started {size} ranks, {local_size} of them on this machine, without a MASTER_ADDR: "
             f"add `-x MASTER_ADDR=<host of rank 0>` to mpirun"
         )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     if not job and not env.get("MASTER_PORT"):
-        raise LaunchError("mpirun did not name its job, so no port can be chosen: add `-x MASTER_PORT=29500` to mpirun")
+        raise LaunchError("mpirun set no job ID, so no port can be chosen: add `-x MASTER_PORT=29500` to mpirun")
     return World(
         rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
         size=size,
@@ -227,7 +227,7 @@ def expand_hosts(listing: str) -> list[str]:
     """
     instead = "set MASTER_ADDR to the host of rank 0 instead"
     malformed = LaunchError(f"the SLURM node list '{shown(listing)}' is not of the form a[1-3,7],b2: {instead}")
-    many = LaunchError(f"the SLURM node list '{shown(listing)}' names more than {MAX_RANKS} hosts: {instead}")
+    many = LaunchError(f"the SLURM node list '{shown(listing)}' lists more than {MAX_RANKS} hosts: {instead}")
     hosts: list[str] = []
     # Each of these expressions can match a text in only one way, so none backtracks over hostile input.
     for name in re.sub(r"\[[^\[\]]*\]", lambda found: found[0].replace(",", "\n"), listing).split(","):

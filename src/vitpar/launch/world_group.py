@@ -136,7 +136,7 @@ def _decoded(message: Tensor, rank: int) -> Any:
         return json.loads(message.numpy().tobytes())  # accepts half surrogate pairs: names of files that are not UTF-8
     except (ValueError, RecursionError) as error:
         raise FaultError(
-            f"rank {rank} sent what is no JSON ({error}): run the same vitpar everywhere, on a network that is trusted"
+            f"rank {rank} sent invalid JSON ({error}): run the same vitpar everywhere, on a trusted network"
         ) from None
 
 
@@ -148,8 +148,8 @@ def _refuse_sizes(sizes: Tensor) -> None:
     for rank, size in enumerate(sizes.tolist()):
         if not 0 < size <= MAX_JSON_BYTES:
             raise FaultError(
-                f"rank {rank} sent a message of {size:,} bytes, where 1 to {MAX_JSON_BYTES:,} are accepted: run the "
-                f"same vitpar everywhere, on a network that is trusted"
+                f"rank {rank} sent a message of {size:,} bytes, but 1 to {MAX_JSON_BYTES:,} are accepted: run the "
+                f"same vitpar everywhere, on a trusted network"
             )
 
 

@@ -36,26 +36,31 @@ def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
     folder = Path(recipe.model.weights)
     there = open_weights(folder).config
     other = [
-        f"{field.name} is {getattr(config, field.name)} where they have {getattr(there, field.name)}"
+        f"{field.name} is {getattr(config, field.name)} but {getattr(there, field.name)} in the weights"
         for field in fields(config)
         if field.name not in _OF_THE_RUN and getattr(config, field.name) != getattr(there, field.name)
     ]
     if (config.layer_scale is None) != (there.layer_scale is None):
-        other.append(f"layer_scale is {config.layer_scale or 'not set'} where they have {there.layer_scale or 'none'}")
+        other.append(
+            f"layer_scale is {config.layer_scale or 'not set'} but {there.layer_scale or 'not set'} in the weights"
+        )
     if other:
         raise RecipeError(
-            f"the weights in '{folder}' are of another model: {'; '.join(other)}: use their model, as with --recipe "
+            f"the weights in '{folder}' do not match the model: {'; '.join(other)}: use their model, as with --recipe "
             f"{folder / RECIPE}"
         )
     notes = []
     if config.num_classes != there.num_classes:
-        notes.append(f"the classifier of {config.num_classes:,} classes begins anew ({there.num_classes:,} were there)")
+        notes.append(
+            f"the classifier of {config.num_classes:,} classes is newly initialised "
+            f"(the weights have {there.num_classes:,})"
+        )
     if config.image_size != there.image_size:
         notes.append(interpolated(there, config))
     known = read_data_section(folder / RECIPE)
     for name in ("mean", "std"):
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
-            notes.append(f"images are normalised with {name} {mine}, for the weights it was {theirs}")
+            notes.append(f"images are normalised with {name} {mine}, but with {theirs} for the weights")
     return notes
 
 
@@ -82,4 +87,4 @@ def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
     model.parameters_changed()
     if ema:
         ema.restart()
-    return "; ".join((f"parameters are those in {folder}", *notes))
+    return "; ".join((f"parameters are loaded from {folder}", *notes))

@@ -46,7 +46,9 @@ class Evaluation:
         words = [count(times, "image")] * bool(times) + [count(shards, "shard")] * bool(shards)
         warnings = [f"{' and '.join(words)} skipped: {'; '.join(self.skipped.problems)}"] * bool(words)
         if self.promised is not None and self.promised != self.samples + times:
-            warnings.append(f"the stream gave {self.samples + times} images, but the recipe says {self.promised}")
+            warnings.append(
+                f"the stream had {self.samples + times} images instead of the {self.promised} in the recipe"
+            )
         return "; ".join(warnings) or None
 
 

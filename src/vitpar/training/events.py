@@ -87,8 +87,8 @@ class Logged(Reporter):
     def started(self, header: RunHeader) -> None:
         self._log(
             f"start  {header.config.name}, {header.parameters:,} parameters, {header.plan} on {header.device}, "
-            f"{header.train_samples:,} images to train on, {header.val_samples:,} to validate with, "
-            f"{header.steps:,} steps of {header.recipe.train.batch_size:,}"
+            f"{header.train_samples:,} training images, {header.val_samples:,} validation images, "
+            f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
         )
         self._shown.started(header)
 
@@ -96,7 +96,7 @@ class Logged(Reporter):
         loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))
         scale = f"scale {row['loss_scale']:,.10g}  " if "loss_scale" in row else ""
         self._log(
-            f"step {row['step']:,}  loss {loss:.4f}  lr {row['lr']:.3g}  gradients {norm:.3g}  {scale}"
+            f"step {row['step']:,}  loss {loss:.4f}  lr {row['lr']:.3g}  grad norm {norm:.3g}  {scale}"
             f"{row['images_per_second']:,.1f} images/s  step {row['step_ms']:,.1f} ms  data {row['data_ms']:,.1f} ms"
         )
         self._shown.stepped(row)

@@ -353,5 +353,5 @@ class InputWatch:
             return f"{share}: raise data.workers (it is {self._workers}, and a rank has {self._cores} cores here)"
         return (
             f"{share}, with {self._workers} decoding threads on {self._cores} cores a rank: pack smaller images "
-            "(`vitpar data pack --short-side`), augment less, or give the run more cores"
+            "(`vitpar data pack --short-side`), augment less, or use more cores"
         )

@@ -56,7 +56,7 @@ def check_run_folder(path: Path | None, goes_on: bool = False) -> None:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise RecipeError(
-            f"the run folder '{path or RUNS}' cannot be made, since '{place}' is not a folder one can write to: name "
+            f"the run folder '{path or RUNS}' cannot be created, since '{place}' is not a writable folder: name "
             f"another one with --run-dir"
         )
 
@@ -84,7 +84,7 @@ class RunFolder:
         try:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RecipeError(f"the run in '{self.path}' is still going on: wait for it, or end it") from None
+            raise RecipeError(f"the run in '{self.path}' is still running: wait for it, or stop it") from None
         except OSError:  # a mount without locks
             pass
 

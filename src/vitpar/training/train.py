@@ -48,7 +48,7 @@ def train(
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(Path(recipe), settings)
     elif settings:
-        raise TypeError("settings are for a recipe that is read here: change the recipe with read_recipe instead")
+        raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
     kind: Device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = dist.is_initialized()
     world = find_world() or ALONE

@@ -239,8 +239,8 @@ class Trainer:
             self.done = self.samples // self.recipe.train.batch_size
         if same_folder and self.done != found.facts.step:
             raise CheckpointError(
-                f"with train.batch_size {self.recipe.train.batch_size} the run in '{self.path}' would count its steps "
-                "anew: name another folder with --run-dir"
+                f"with train.batch_size {self.recipe.train.batch_size} the step numbers of the run in '{self.path}' "
+                "would change: name another folder with --run-dir"
             )
         self.state.load(found, changed)
         for name, mine in (("compiled", self.model.execution.compile), ("attention", self.attention.backend)):
@@ -289,7 +289,9 @@ class Trainer:
         self.saver.finish()
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
         by = signal.name if signal else "a signal to another rank"
-        further = f"vitpar train --resume {self.path}" if path else "nothing was saved, as the recipe says"
+        further = (
+            f"vitpar train --resume {self.path}" if path else "nothing was saved, since the recipe disables checkpoints"
+        )
         self.reporter.info(f"stopped by {by} after step {self.done:,}: {further}")
         if self.folder:
             self.folder.close()

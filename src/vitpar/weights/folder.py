@@ -182,7 +182,7 @@ def export(
     prefix = _best(checkpoint) if averages is None else AVERAGES if averages else PARAMETERS
     names = [name for name in tensors if name.startswith(prefix)]
     if not names:
-        raise CheckpointError(f"'{checkpoint.path}' has no running averages: export the parameters themselves")
+        raise CheckpointError(f"'{checkpoint.path}' has no running averages: use averages=False")
     sizes = {
         name.removeprefix(prefix): torch.Size(tensors[name].shape).numel()
         * getattr(torch, tensors[name].dtype).itemsize
@@ -229,7 +229,7 @@ def open_weights(folder: Path) -> Weights:
     for name in (CONFIG, RECIPE):
         if not os.path.isfile(folder / name):  # also False for an invalid file name
             raise DataError(
-                f"'{folder}' holds no weights ({name} is missing): give a folder such as runs/…/weights or "
+                f"'{folder}' holds no weights ({name} is missing): use a folder such as runs/…/weights or "
                 "runs/…/checkpoints/step_450"
             )
     try:
@@ -267,12 +267,14 @@ def parameter_shapes(config: ViTConfig, most: int) -> dict[str, tuple[int, ...]]
     Raises DataError for a configuration that no model can have.
     """
     if config.depth > most:
-        raise DataError(f"{config.name} has {config.depth:,} blocks in words, but only {most:,} tensors: do not use it")
+        raise DataError(
+            f"the depth of {config.name} is {config.depth:,} but it has only {most:,} tensors: do not use it"
+        )
     try:
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in ViT(config).named_parameters()}
     except (RuntimeError, TypeError, OverflowError):  # more elements than a 64-bit integer can count
-        raise DataError(f"no model has the sizes that {config.name} is said to have: do not use it") from None
+        raise DataError(f"the configured sizes of {config.name} are too large: do not use it") from None
 
 
 @torch.no_grad()
@@ -296,11 +298,10 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     shards = Shards.indexed(folder, INDEX)
     for name, parameter in wanted.items():
         if name not in shards.shapes:
-            raise DataError(f"'{folder}' lacks the parameter {name}: it was saved from another model")
+            raise DataError(f"'{folder}' lacks the parameter {name}: use weights of the same model")
         if shards.shapes[name] != tuple(parameter.shape):
             raise DataError(
-                f"{name} in '{folder}' has shape {list(shards.shapes[name])} where the model has "
-                f"{list(parameter.shape)}"
+                f"{name} in '{folder}' has shape {list(shards.shapes[name])} but the model has {list(parameter.shape)}"
             )
         copy_whole_(parameter, shards.read(name))
     model.parameters_changed()

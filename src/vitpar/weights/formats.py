@@ -111,13 +111,13 @@ def renamed(place: object, shapes: Shapes) -> Renamed:
                 f"'{present_parameter(former)}'; rename its tensors"
             )
         raise DataError(
-            f"'{place}' names its tensors neither as timm nor as transformers' ViT nor as vitpar does: it has "
+            f"the tensor names in '{place}' are not those of timm's, transformers' or vitpar's ViT: it has "
             f"{listed(sorted(shapes))}"
         )
     names, unknown, notes = dict[str, str](), list[str](), tuple[str, ...]()
     for name in shapes:
         if format == "transformers" and _POOLER.fullmatch(name):
-            notes = ("the pooler, which no classifier of transformers reads, is left out",)
+            notes = ("the pooler is dropped, since no classifier of transformers uses it",)
             continue
         matches = ((re.fullmatch(pattern, name), ours) for pattern, ours in _FORMATS[format])
         ours = next((match.expand(template) for match, template in matches if match), None)
@@ -126,8 +126,8 @@ def renamed(place: object, shapes: Shapes) -> Renamed:
         else:
             names[ours] = name
     if unknown:
-        why = " (its mean over patches comes before the norm, vitpar's after)" if "fc_norm.weight" in unknown else ""
-        raise DataError(f"vitpar's ViT has no {listed(unknown)}{why}, which '{place}' has: it is of another model")
+        why = " (it averages patches before the norm, vitpar after)" if "fc_norm.weight" in unknown else ""
+        raise DataError(f"'{place}' has {listed(unknown)}, which vitpar's ViT lacks{why}: use another model")
     return Renamed(format, names, {ours: shapes[name] for ours, name in names.items()}, notes)
 
 

@@ -74,10 +74,10 @@ def import_weights(
     there = infer_config(path, found, beside, model)
     made, notes = parts(found, there), [*source.notes, *found.notes]
     if beside.data is None:
-        notes.append("nothing says how its images were normalised: recipe.toml has ImageNet's mean and std")
+        notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)
     if headless and classes is None:
-        raise DataError(f"'{path}' has no classifier: say how many classes a new one is to have with --classes N")
+        raise DataError(f"'{path}' has no classifier: set the number of classes of a new one with --classes N")
     needed = parameter_shapes(there, most=len(source.shapes))
     if headless:
         needed = {name: shape for name, shape in needed.items() if name not in CLASSIFIERS}
@@ -86,8 +86,8 @@ def import_weights(
     config = replace(there, num_classes=classes or there.num_classes, image_size=image_size or there.image_size)
     anew = {name for name in CLASSIFIERS if classes is not None and (headless or classes != there.num_classes)}
     if anew:
-        was = "there was none" if headless else f"{there.num_classes:,} classes were there"
-        notes.append(f"the classifier of {classes:,} classes begins anew ({was})")
+        was = "the file has none" if headless else f"the file has {there.num_classes:,}"
+        notes.append(f"the classifier of {classes:,} classes is newly initialised ({was})")
     if config.image_size != there.image_size:
         notes.append(interpolated(there, config))
     shapes = parameter_shapes(config, most=len(source.shapes) + len(CLASSIFIERS))
@@ -98,7 +98,7 @@ def import_weights(
         part = made[name]
         whole = part.make(*map(source.read, part.names)).float()
         if not whole.isfinite().all():
-            raise DataError(f"{' and '.join(part.names)} in '{path}' holds numbers that are not finite: do not use it")
+            raise DataError(f"{' and '.join(part.names)} in '{path}' has non-finite numbers: do not use it")
         if name == POSITIONS and config.image_size != there.image_size:
             whole = resampled(whole, config.prefix_tokens, config.image_size // config.patch_size)
         return whole.clone(memory_format=torch.contiguous_format)
@@ -121,7 +121,7 @@ def interpolated(before: ViTConfig, after: ViTConfig) -> str:
         return f"images have {after.image_size} pixels instead of {before.image_size}"
     grids = [c.image_size // c.patch_size for c in (before, after)]
     return (
-        f"positions are interpolated from {grids[0]}x{grids[0]} to {grids[1]}x{grids[1]} patches (images of "
+        f"position embeddings are interpolated from {grids[0]}x{grids[0]} to {grids[1]}x{grids[1]} patches (images of "
         f"{after.image_size} pixels instead of {before.image_size})"
     )
 

@@ -76,16 +76,12 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
 def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
     kind, activation = config["model_type"], config.get("hidden_act", "gelu")
     if kind not in ("vit", "deit"):
-        raise DataError(
-            f"config.json says model_type {literal(kind)}, where vit and deit can be imported: it is another model"
-        )
+        raise DataError(f"config.json has model_type {literal(kind)}, but only vit and deit can be imported")
     if activation != "gelu":
-        raise DataError(
-            f"config.json says hidden_act {literal(activation)}, where vitpar's ViT has gelu: it is another model"
-        )
+        raise DataError(f"config.json has hidden_act {literal(activation)}, but vitpar's ViT supports only gelu")
     eps = _measure(said := config.get("layer_norm_eps", TRANSFORMERS_EPS))
     if eps is None:
-        raise DataError(f"config.json says layer_norm_eps {literal(said)}, which is no number: correct it")
+        raise DataError(f"config.json has layer_norm_eps {literal(said)}, which is not a number: correct it")
     data = dict(IMAGENET if kind == "deit" else HALF) | _colours(images.get("image_mean"), images.get("image_std"))
     if images.get("do_normalize") is False:
         data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -151,13 +147,13 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
     width = size("embed.patch_embed.proj.weight", 0)
     patch, channels = _patch(size, shapes, hints.patch_size or (named.patch_size if named else None))
     if channels != 3:
-        raise DataError(f"'{place}' takes images of {channels} channels, where vitpar's have 3: it cannot be imported")
+        raise DataError(f"'{place}' has {channels} input channels, but only models with 3 can be imported")
     norm = shapes.get("blocks.0.attn.q_norm.weight")
     heads = width // norm[0] if norm and norm[0] else hints.heads or (named.num_heads if named else None)
     if heads is None:
         raise DataError(
-            f"the tensors in '{place}' do not tell how many heads there are: name the model with --model"
-            f"{_likely(width, patch)}, or the folder that has its config.json"
+            f"the tensors in '{place}' do not show the number of heads: name the model with --model"
+            f"{_likely(width, patch)}, or use the folder with its config.json"
         )
     read = "embed.cls_token" in shapes and hints.pool != "avg"
     distilled = "embed.dist_token" in shapes and ("head.fc_dist.weight" in shapes or "head.fc.weight" not in shapes)
@@ -193,12 +189,12 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
             norm_eps=usual if hints.norm_eps is None else hints.norm_eps,
         )
     except ModelError as error:
-        raise DataError(f"'{place}' is no model of vitpar's: {error}") from None
+        raise DataError(f"'{place}' is not a vitpar model: {error}") from None
     for field in ("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim"):
         if named and getattr(named, field) != getattr(config, field):
             raise DataError(
-                f"'{place}' is no {model}: its {field} is {getattr(config, field)} where that has "
-                f"{getattr(named, field)}: name another model, or leave --model out"
+                f"'{place}' is not a {model}: its {field} is {getattr(config, field)} instead of "
+                f"{getattr(named, field)}: name another model, or omit --model"
             )
     return config
 
@@ -215,9 +211,11 @@ class _Sizes:
     def __call__(self, name: str, dim: int) -> int:
         shape = self._shapes.get(name)
         if shape is None:
-            raise DataError(f"'{self._place}' lacks {name}, by vitpar's names: it is of another model")
+            raise DataError(f"'{self._place}' lacks {name} (vitpar's name): it is not a supported ViT")
         if dim >= len(shape):
-            raise DataError(f"{name} (by vitpar's names) in '{self._place}' has shape {list(shape)}: it is no ViT's")
+            raise DataError(
+                f"{name} (vitpar's name) in '{self._place}' has shape {list(shape)}: it is not a supported ViT"
+            )
         return shape[dim]
 
 
@@ -246,8 +244,8 @@ def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int
     grids = [math.isqrt(n) for n in (positions - prefix, positions) if n > 0 and math.isqrt(n) ** 2 == n]
     if not grids:
         raise DataError(
-            f"'{place}' has {positions:,} positions, {prefix} of them before the patches', which are no square: images "
-            "that are not square cannot be imported"
+            f"'{place}' has {positions:,} positions, {prefix} of them before the patches, which form no square grid: "
+            "models for images that are not square cannot be imported"
         )
     return wanted if wanted in grids else grids[0]
 

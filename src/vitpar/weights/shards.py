@@ -50,18 +50,18 @@ class Shards:
                     if weight_map is not None and weight_map.get(name) != file:
                         continue
                     if name in self._held:
-                        raise DataError(f"'{folder}' holds {shown(name)} in two files: remove one of them")
+                        raise DataError(f"'{folder}' has {shown(name)} in two files: remove one of them")
                     stored = opened.get_slice(name)
                     shape = tuple(stored.get_shape())
                     if wrong := _no_parameter(name, shape, stored.get_dtype()):
-                        raise DataError(f"{shown(name)} in '{folder / file}' is {wrong}, which is no parameter")
+                        raise DataError(f"{shown(name)} in '{folder / file}' cannot be a parameter: it has {wrong}")
                     self._held[name], self.shapes[name] = opened, shape
         except (OSError, SafetensorError) as error:
             raise DataError(f"'{folder / file}' cannot be read: {first_line(error)}") from None
         for name in weight_map or ():
             if name not in self._held:
                 assert weight_map is not None
-                raise DataError(f"'{folder / weight_map[name]}' lacks {shown(name)}, which its index promises")
+                raise DataError(f"'{folder / weight_map[name]}' lacks {shown(name)}, which its index lists")
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
@@ -95,7 +95,9 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
         raise DataError(f"'{folder / index}' cannot be read: it has no weight_map")
     for file in weight_map.values():
         if not is_file_name(file) or len(file) > 255:
-            raise DataError(f"'{folder / index}' names {literal(file)}, which cannot be in its folder: do not use it")
+            raise DataError(
+                f"'{folder / index}' lists {literal(file)}, which is not a file in its folder: do not use it"
+            )
     return weight_map
 
 
@@ -109,7 +111,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise DataError(f"'{path}' cannot be read: it holds no object")
+        raise DataError(f"'{path}' cannot be read: it is not a JSON object")
     return value
 
 
@@ -124,7 +126,7 @@ def refuse_other_shapes(
     exactly: whether to refuse tensors beyond the needed ones too.
     """
     wrong = [
-        f"{shown(name)} has shape {list(given[name])} where the model has {list(shape)}"
+        f"{shown(name)} has shape {list(given[name])} but the model has {list(shape)}"
         for name, shape in needed.items()
         if name in given and given[name] != shape
     ]
@@ -136,7 +138,9 @@ def refuse_other_shapes(
         *([listed(wrong)] if wrong else []),
     ]
     if said:
-        raise DataError(f"'{place}' does not fit the model: {'; '.join(said)}: give the shape it was saved from")
+        raise DataError(
+            f"'{place}' does not match the model: {'; '.join(said)}: use the weights and config.json of one model"
+        )
 
 
 def listed(names: list[str]) -> str:
@@ -148,5 +152,5 @@ def listed(names: list[str]) -> str:
 def _no_parameter(name: str, shape: tuple[int, ...], dtype: str) -> str | None:
     """Return why a tensor cannot be a parameter, in words for a message; None if it can be one."""
     if len(shape) > MAX_TENSOR_DIMS:
-        return f"of {len(shape):,} dimensions, above {MAX_TENSOR_DIMS}"
-    return "without a name" if not name else dtype if dtype not in _FLOATS else None
+        return f"{len(shape):,} dimensions, above {MAX_TENSOR_DIMS}"
+    return "no name" if not name else f"dtype {dtype}" if dtype not in _FLOATS else None

@@ -69,7 +69,7 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
     """
     if not path.is_dir():
         if not path.is_file():
-            raise DataError(f"there are no weights at '{path}': name a file or folder that was downloaded or saved")
+            raise DataError(f"no weights at '{path}': name a downloaded or saved file or folder")
         if path.suffix == ".safetensors":
             return _from_shards(path, Shards(path.parent, [path.name]), {})
         return _from_pickles(path, [path], trust, {})
@@ -87,7 +87,7 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
         if (path / name).exists():
             return _from_pickles(path, [path / name], trust, configs)
     known = ", ".join((_SAFETENSORS, *_PICKLES))
-    raise DataError(f"'{path}' holds no weights under a name that is known ({known}): name the file itself")
+    raise DataError(f"'{path}' has no weights under a known name ({known}): name the file itself")
 
 
 def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
@@ -103,10 +103,10 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
         found = unpickled(file, trust)
         while isinstance(found, dict) and (keys := [key for key in _INSIDE if isinstance(found.get(key), dict)]):
             if len(keys) > 1:
-                notes.append(f"of {' and '.join(keys)} in '{file}' the first is taken")
+                notes.append(f"'{file}' has {' and '.join(keys)}: the first is used")
             found = found[keys[0]]
         if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
-            raise DataError(f"'{file}' holds no tensors by name: give one that has a state_dict")
+            raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
         _refuse_unusual(file, found)
         tensors |= found
     around = _around(tensors)
@@ -124,11 +124,11 @@ def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             said = literal(name) if isinstance(name, str) else type(name).__name__
-            raise DataError(f"'{file}' has {said} among its tensors, which is none: give a plain state_dict")
+            raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
-            raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}), which is no parameter")
+            raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter")
         if tensor.ndim > MAX_TENSOR_DIMS:
-            raise DataError(f"{shown(name)} in '{file}' is of {tensor.ndim} dimensions, which is no parameter")
+            raise DataError(f"{shown(name)} in '{file}' has {tensor.ndim} dimensions and cannot be a parameter")
         claimed += tensor.numel() * tensor.element_size()
         if tensor.device.type != "cpu" or claimed > size:
             raise DataError(f"the tensors in '{file}' up to {shown(name)} are larger than the file: do not use it")
@@ -158,7 +158,7 @@ def unpickled(file: Path, trust: bool) -> Any:
     if zipped:
         _refuse_bombs(file)
     elif begin[:1] != b"\x80":  # the opcode with which torch.save and pickle begin
-        raise DataError(f"'{file}' is no weights file: name one that ends in .safetensors, .pth, .pt or .bin")
+        raise DataError(f"'{file}' is not a weights file: name one that ends in .safetensors, .pth, .pt or .bin")
     if not trust:
         _refuse_long_words(file, zipped)
     try:
@@ -176,8 +176,8 @@ def unpickled(file: Path, trust: bool) -> Any:
         if isinstance(error, pickle.UnpicklingError) and not trust and other:
             what = shown(other[1] or f"the instruction {other[2]}")
             raise DataError(
-                f"'{file}' holds more than tensors ({what}), which could run code when it is read: ask for "
-                "safetensors, or say --trust if you trust whoever made it"
+                f"'{file}' contains more than tensors ({what}) and could run code when loaded: use "
+                "safetensors, or pass --trust if you trust its author"
             ) from None
         sentence = shown(said.partition("Trying to load")[0])
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
@@ -223,7 +223,7 @@ def _refuse_bombs(file: Path) -> None:
     unpacked = sum(entry.file_size for entry in inside)
     if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in inside):
         raise DataError(
-            f"'{file}' has {size:,} bytes and unpacks to {unpacked:,}, which no file of torch.save does: do not use it"
+            f"'{file}' has {size:,} bytes and unpacks to {unpacked:,}, unlike files of torch.save: do not use it"
         )
 
 
@@ -239,9 +239,9 @@ def _refuse_long_words(file: Path, zipped: bool) -> None:
                 if isinstance(value, str | bytes) and len(value) > MAX_PICKLED_WORD_CHARS:
                     longest = max(map(len, value.split()), default=0)
                     if longest > MAX_PICKLED_WORD_CHARS:
-                        raise DataError(f"'{file}' has a word of {longest:,} characters: ask for safetensors")
+                        raise DataError(f"'{file}' has a word of {longest:,} characters: use safetensors")
     except _DAMAGED as error:
-        raise DataError(f"'{file}' cannot be read: {shown(error) or 'it is cut off'}") from None
+        raise DataError(f"'{file}' cannot be read: {shown(error) or 'it is truncated'}") from None
 
 
 def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes]]:

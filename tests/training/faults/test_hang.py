@@ -82,7 +82,7 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
         begun = time.monotonic()
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 1
-        assert errors.startswith("error: the run hangs: no progress for 0.05 minutes; rank 1 gave no sign, ")
+        assert errors.startswith("error: the run hangs: no progress for 0.05 minutes; rank 1 did not respond, ")
         assert errors.count("\n") == 1 and errors.endswith(f"stacks are in '{name}/hang'\n"), errors
         assert "computing step" in errors
         assert time.monotonic() - begun < 60
@@ -103,7 +103,7 @@ def test_under_torchrun_one_rank_reports_the_hang(place: Path) -> None:
         os.kill(max(ranks), signal.SIGSTOP)
         _, errors = process.communicate(timeout=150)
         assert process.returncode != 0
-        assert errors.count("error: the run hangs: ") == 1 and "rank 1 gave no sign" in errors, errors
+        assert errors.count("error: the run hangs: ") == 1 and "rank 1 did not respond" in errors, errors
         assert "gloo" not in errors
         wait_for(lambda: not alive(ranks), process, ended=True)
 
@@ -131,7 +131,7 @@ def test_sleeping_rank_is_named_and_its_stack_is_saved(place: Path) -> None:
     done = run(place, ["train", *words], ("-c", f"import sys; {spawn}"))
     assert done.returncode == 1
     assert (
-        "rank 1 had not come to a collective that rank 0 had called, ranks 0 and 1 were computing step 5" in done.stderr
+        "rank 1 had not reached a collective that rank 0 had called, ranks 0 and 1 were computing step 5" in done.stderr
     )
     assert done.stderr.count("\n") == 1
     assert "time.sleep(1000)" in (place / "held" / "hang" / "rank1.txt").read_text()
@@ -215,12 +215,12 @@ def test_behind_finds_the_rank_that_blocks_the_others() -> None:
 def test_hang_message_lists_ranks_phases_and_stack_folders() -> None:
     answers = {rank: answer(rank, 5) for rank in range(4)}
     said = sentence(answers, 4, 10)
-    assert "10 minutes; ranks 0-3 were computing step 7, which one holds up the others cannot be told; " in said
+    assert "10 minutes; ranks 0-3 were computing step 7, which one blocks the others is unknown; " in said
     assert said.endswith("; stacks are in 'run/hang'")
     answers[2] = answer(2, 4, WAITING)
     said = sentence(answers, 4, 10)
     assert (
-        "rank 2 had not come to a collective that ranks 0, 1 and 3 had called, ranks 0, 1 and 3 were computing" in said
+        "rank 2 had not reached a collective that ranks 0, 1 and 3 had called, ranks 0, 1 and 3 were computing" in said
     )
     assert "rank 2 was waiting for the data of step 7" in said
     for rank in range(4):
@@ -229,7 +229,7 @@ def test_hang_message_lists_ranks_phases_and_stack_folders() -> None:
     answers[4] = replace(answers[3], rank=4, folder="/tmp/4")
     assert sentence(answers, 5, 10).endswith(" and '/tmp/3' and 1 more")
     del answers[2], answers[0], answers[4]
-    assert "; ranks 0 and 2 gave no sign, ranks 1 and 3 were computing step 7; stacks" in sentence(answers, 4, 10)
+    assert "; ranks 0 and 2 did not respond, ranks 1 and 3 were computing step 7; stacks" in sentence(answers, 4, 10)
     assert Answer.read(answers[1].text()).place == "computing step 7"
 
 

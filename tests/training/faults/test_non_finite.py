@@ -143,7 +143,7 @@ def test_non_finite_update_is_neither_evaluated_nor_saved(
     arguments = (recipe_of(data, "fsdp2", train__eval_every=4), folder, "update", 1, (4,), math.inf)
     for error, _ in ranks(2).run(spoilt, *arguments):
         assert error is not None
-        assert error.startswith(f"the update of step 4 left numbers that are not finite, first in {WEIGHT} on rank 1, ")
+        assert error.startswith(f"the update of step 4 produced non-finite numbers, first in {WEIGHT} on rank 1, ")
     assert (folder / "metrics.jsonl").read_text().count("\n") == 4, "an evaluation was made"
     assert not list((folder / "checkpoints").glob("*"))
 
@@ -175,7 +175,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
     recipe = recipe_of(data, "dp2", faults__non_finite="skip", faults__max_skipped=2)
     answers = ranks(2).run(spoilt, recipe, folder, WEIGHT, 1, (2, 4, 5), math.nan)
     for error, sums in answers:
-        assert error is not None and error.startswith("2 steps in a row had to be skipped, the last of them step 5 (")
+        assert error is not None and error.startswith("2 steps in a row were skipped, the last at step 5 (")
         assert f"the gradient of {WEIGHT} on rank 1" in error and "faults.max_skipped" in error
         assert all(map(math.isfinite, sums["5"]))
     assert [row["skipped"] for row in rows_of(folder)] == [False, True, False, True, True]
@@ -205,10 +205,10 @@ def test_diverging_run_ends_with_one_error_line(data: Path, tmp_path: Path) -> N
     ("settings", "message"),
     [
         ({"faults__max_skipped": 3}, "faults.max_skipped is 3, but faults.non_finite 'stop' skips nothing"),
-        ({"faults__non_finite": "skip", "train__precision": "fp16"}, "which train.precision fp16 does anyway"),
+        ({"faults__non_finite": "skip", "train__precision": "fp16"}, "which train.precision fp16 always does"),
         (
             {"faults__debug_checks": True, "train__compile": True},
-            "faults.debug_checks cannot look into compiled blocks",
+            "faults.debug_checks cannot check compiled blocks",
         ),
         ({"faults__hang_minutes": -1}, "recipe key 'faults.hang_minutes' is -1"),
     ],

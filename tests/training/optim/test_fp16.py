@@ -208,10 +208,10 @@ def test_overflow_at_the_smallest_scale_stops_the_run(
     steps = (2, 3, 4, 5, 6)
     for seen, error in ranks(2).run(watched, recipe, tmp_path / "run", spoil, 1, steps):
         assert error is not None and "\n" not in error
-        assert error.startswith(f"float16 overflows still at step {last} under {sentence}")
+        assert error.startswith(f"float16 still overflows at step {last} with {sentence}")
         assert len(seen) == last
     assert [row["skipped"] for row in rows_of(tmp_path / "run")][1:] == [True] * (last - 1)
-    assert "error: float16 overflows still" in (tmp_path / "run" / "log.txt").read_text()
+    assert "error: float16 still overflows" in (tmp_path / "run" / "log.txt").read_text()
 
 
 # comparison with one process

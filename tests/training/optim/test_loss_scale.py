@@ -159,9 +159,9 @@ BASE = {"data.path": "x", "train.steps": 1}
 REFUSED = [
     (["train.reduce_dtype=bf16"], "train.reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"),
     (["train.precision=fp64", "train.reduce_dtype=fp32"], "does nothing with train.precision 'fp64': leave it out"),
-    (["train.precision=bf16", "train.reduce_dtype=fp16"], "'bf16' does not have: use 'fp32' or 'bf16'"),
-    (["train.precision=fp16", "train.reduce_dtype=bf16"], "'fp16' does not have: use 'fp32' or 'fp16'"),
-    (["train.precision=fp8", "train.reduce_dtype=fp16"], "'fp8' does not have: use 'fp32' or 'bf16'"),
+    (["train.precision=bf16", "train.reduce_dtype=fp16"], "'bf16' does not support: use 'fp32' or 'bf16'"),
+    (["train.precision=fp16", "train.reduce_dtype=bf16"], "'fp16' does not support: use 'fp32' or 'fp16'"),
+    (["train.precision=fp8", "train.reduce_dtype=fp16"], "'fp8' does not support: use 'fp32' or 'bf16'"),
     (["loss_scale.initial_scale=2"], "loss_scale.initial_scale is 2.0, which does nothing with train.precision 'fp32'"),
     (["train.precision=bf16", "loss_scale.dynamic=false"], "loss_scale.dynamic is False, which does nothing with"),
     (["loss_scale.initial_scale=0.5"], "loss_scale.initial_scale 0.5 is not within min_scale 1.0 and max_scale"),
@@ -243,8 +243,8 @@ def test_progress_and_log_show_the_scale() -> None:
         Logged(folder, Reporter()).stepped(shown)
         console._printed = float("-inf")
         console.stepped(shown)
-    assert lines[0].startswith("step 3  loss nan  lr 0.1  gradients nan  scale 1,024  100.0 images/s")
-    assert lines[1].startswith("step 3  loss 2.2500  lr 0.1  gradients 0.5  scale 1,024  100.0 images/s")
+    assert lines[0].startswith("step 3  loss nan  lr 0.1  grad norm nan  scale 1,024  100.0 images/s")
+    assert lines[1].startswith("step 3  loss 2.2500  lr 0.1  grad norm 0.5  scale 1,024  100.0 images/s")
     first, second = file.getvalue().splitlines()
     assert first.startswith("step 3/10  loss ?  scale 1,024 skipped  100 images/s")
     assert second.startswith("step 3/10  loss 2.2500  scale 1,024  100 images/s")

@@ -48,7 +48,7 @@ def test_settings_without_effect_are_refused_before_and_after_resolution(gpus: l
     with pytest.raises(RecipeError, match=r"reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"):
         resolve_precision(reduced, "cpu")
     for words in ("train.reduce_dtype=fp16", "loss_scale.hysteresis=1"):
-        with pytest.raises(RecipeError, match=r"with train.precision 'auto'|train.precision 'auto' does not have"):
+        with pytest.raises(RecipeError, match=r"with train.precision 'auto'|train.precision 'auto' does not support"):
             read_recipe(None, {"data.path": "x", "train.steps": 1}, [words])
 
 

@@ -32,7 +32,7 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a." * 100_000 + "a = 1", "not valid TOML: a key has 100,000 dots, and at most 8 are read"),
+        ("a." * 100_000 + "a = 1", "not valid TOML: a key has 100,000 dots, more than 8"),
         ("[" + "a." * 100_000 + "a]", "not valid TOML: a key has 100,000 dots"),
         ("[[" + "a . " * 50_000 + "a]]", "not valid TOML: a key has 50,000 dots"),
         ("a = {" + "b." * 100_000 + "b = 1}", "not valid TOML: a key has 100,000 dots"),
@@ -83,8 +83,8 @@ def test_dots_in_values_and_comments_are_not_counted() -> None:
         ("train." + "a." * 60_000 + "b=1", "unknown recipe key 'train.a.*…'"),
         ("a." * 60_000 + "b=1", "unknown recipe key 'a'"),
         ("train.seed=1\n" + "a." * 60_000 + "b=1", r"recipe key 'train.seed' is '1"),
-        ("x" * 100_000, "'x{198}…' sets nothing"),
-        ("x" * 100_000 + "=1", "'x{198}…' names no setting"),
+        ("x" * 100_000, "'x{198}…' is not an assignment"),
+        ("x" * 100_000 + "=1", "'x{198}…' is not a setting"),
     ],
 )
 def test_oversized_assignments_are_refused(assignment: str, message: str) -> None:
@@ -211,7 +211,7 @@ def test_longest_allowed_policy_is_accepted() -> None:
 
 
 def test_resize_is_limited_for_tiny_crop_pct_and_long_images() -> None:
-    with pytest.raises(RecipeError, match="crop_pct 1e-05 makes images of 224 pixels larger than 16,384"):
+    with pytest.raises(RecipeError, match="crop_pct 1e-05 resizes images of 224 pixels to more than 16,384"):
         transforms(read(None, "data.crop_pct=0.00001"), 224)
     stripe = np.zeros((1, 65_535, 3), np.uint8)
     assert EvalTransform(224)(stripe).shape == (3, 224, 224)

@@ -93,7 +93,7 @@ def test_plan_file_can_have_fallbacks(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(made.to_toml())
     again = read_recipe(tmp_path / "recipe.toml")
     assert [str(chosen(again, ranks).plan) for ranks in (4, 2)] == ["tp2xdp2", "dp2"]
-    with pytest.raises(RecipeError, match="is a whole plan: leave out the other settings"):
+    with pytest.raises(RecipeError, match="is a complete plan: leave out the other settings"):
         recipe(str(tmp_path / "plan.json"), ["dp"], microbatches=2).requested_plans()
 
 

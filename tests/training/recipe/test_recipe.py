@@ -136,7 +136,7 @@ def test_settings_next_to_a_plan_file_are_refused_even_at_defaults(tmp_path: Pat
     recipe = read_recipe(None, base)
     again = read_recipe(written(tmp_path, recipe.to_toml()))
     assert again == recipe and again.parallel.model_fields_set == {"mesh"}
-    with pytest.raises(RecipeError, match=r"'plan\.json' is a whole plan"):
+    with pytest.raises(RecipeError, match=r"'plan\.json' is a complete plan"):
         read_recipe(None, {**base, "parallel.schedule": "1f1b"}).requested_plans()
 
 
@@ -158,10 +158,10 @@ REFUSED = [
     ),
     (["optimizer.lr=-1"], "recipe key 'optimizer.lr' is -1: input should be greater than 0"),
     (["data.bad_sample=ignore"], "recipe key 'data.bad_sample' is 'ignore': input should be 'fail' or 'skip'"),
-    (["train.seed"], "'train.seed' sets nothing: write --set section.key=value"),
-    (["=3"], "'=3' sets nothing"),
-    (["seed=3"], "'seed' names no setting: use section.key, as in train.seed"),
-    (["train=3"], "'train' names no setting"),
+    (["train.seed"], "'train.seed' is not an assignment: write --set section.key=value"),
+    (["=3"], "'=3' is not an assignment"),
+    (["seed=3"], "'seed' is not a setting: use section.key, as in train.seed"),
+    (["train=3"], "'train' is not a setting"),
 ]
 
 
@@ -183,12 +183,12 @@ def test_shipped_recipe_is_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").mkdir()  # a folder of the same name, for example of images, must not hide the recipe
     assert read_recipe(Path("digits")) == read_recipe(ROOT / "experiments" / "digits.toml")
-    with pytest.raises(RecipeError, match="no recipe 'digit': name a TOML file, or a shipped recipe: cifar10, digits"):
+    with pytest.raises(RecipeError, match="no recipe 'digit': name a TOML file or a shipped recipe: cifar10, digits"):
         read_recipe(Path("digit"))
 
 
 def test_unreadable_recipe_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"there is no recipe '.*gone\.toml'"):
+    with pytest.raises(RecipeError, match=r"no recipe '.*gone\.toml'"):
         read_recipe(tmp_path / "gone.toml")
     with pytest.raises(RecipeError, match="cannot be read"):
         read_recipe(tmp_path)
@@ -201,7 +201,7 @@ def test_unreadable_recipe_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_required_settings_are_named() -> None:
-    with pytest.raises(RecipeError, match=r"says neither train\.epochs nor train\.steps: give --epochs N or --steps N"):
+    with pytest.raises(RecipeError, match=r"has neither train\.epochs nor train\.steps: give --epochs N or --steps N"):
         read_recipe(None, {"data.path": "x"})
     with pytest.raises(RecipeError, match=r"lacks 'data\.path': name a folder made by .* with --data DIR"):
         read_recipe(None, {"train.steps": 1})

@@ -148,7 +148,7 @@ def test_eval_of_a_checkpoint_equals_eval_of_the_weights(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume", "auto"], "--resume auto needs to know which run: name its folder with --run-dir"),
+        (["--resume", "auto"], "--resume auto requires --run-dir: name the folder of the run"),
         (["--resume", "gone"], "--resume 'gone' is neither the folder of a run nor a checkpoint"),
         (["--resume", "data"], "--resume 'data' is neither the folder of a run nor a checkpoint"),
         (
@@ -159,8 +159,11 @@ def test_eval_of_a_checkpoint_equals_eval_of_the_weights(place: Path) -> None:
         (["--allow-change", "train.seed"], "--allow-change train.seed has no use without --resume"),
         (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
         (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
-        (["--resume", "begun"], "has no checkpoint to go on from: to begin, use --resume auto --run-dir begun"),
-        (["--resume", "away"], "does not lie in a run: name the folder of a new one with --run-dir"),
+        (
+            ["--resume", "begun"],
+            "has no checkpoint to resume from: to start the run, use --resume auto --run-dir begun",
+        ),
+        (["--resume", "away"], "is not in the folder of a run: name a new run folder with --run-dir"),
         (
             ["--recipe", "recipe.toml", "--resume", "auto", "--run-dir", "."],
             "the run folder '.' exists and is not empty",

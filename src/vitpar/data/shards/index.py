@@ -54,7 +54,7 @@ class Labels:
         """
         kind, _, field = text.partition(":")
         if kind not in ("cls", "json", "folder") or (field and kind != "json"):
-            raise DataError(f"unknown place of labels '{shown(text)}': use cls, json:FIELD or folder")
+            raise DataError(f"unknown label location '{shown(text)}': use cls, json:FIELD or folder")
         return cls(kind, field or "label")
 
 
@@ -99,22 +99,21 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
                 continue
             where = f"'{shard.name}/{shown(member.name)}'"
             if key in (samples if extension in EXTENSIONS else found):
-                raise DataError(f"{where} has the key of another sample before it: give every sample its own")
+                raise DataError(f"{where} repeats the key of an earlier sample: make keys unique")
             if extension == labels.extension:
                 if member.size > MAX_LABEL_BYTES:
-                    raise DataError(f"label {where} has {member.size:,} bytes: it can have {MAX_LABEL_BYTES:,}")
+                    raise DataError(f"label {where} has {member.size:,} bytes: use at most {MAX_LABEL_BYTES:,}")
                 found[key] = label_of(content(file, member), labels, where)
                 continue
             if not 0 < member.size <= MAX_IMAGE_BYTES:
                 raise DataError(
-                    f"image {where} has {member.size:,} bytes: remove it, or replace it by one of up to "
-                    f"{MAX_IMAGE_BYTES:,}"
+                    f"image {where} has {member.size:,} bytes: remove it, or shrink it to at most {MAX_IMAGE_BYTES:,}"
                 )
             crc = zlib.crc32(content(file, member)) if checksums else 0
             samples[key] = member.offset_data, member.size, crc
             if labels.kind == "folder":
                 if folder in ("", "."):
-                    raise DataError(f"image {where} is in no folder, which would be its class")
+                    raise DataError(f"image {where} is not in a class folder: move it into one, or set --label")
                 found[key] = folder.rpartition("/")[2]
     for these, others, partner in ((samples, found, f"label (.{labels.extension})"), (found, samples, "image")):
         lonely = next((key for key in these if key not in others), None)
@@ -154,7 +153,7 @@ def label_of(data: bytes, labels: Labels, where: str) -> int:
         try:
             value = parse_json(data)[labels.field]
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{where} has no field '{shown(labels.field)}': name another as in json:FIELD") from None
+            raise DataError(f"{where} has no field '{shown(labels.field)}': name another with json:FIELD") from None
     try:
         if not isinstance(value, bytes | int | str) or isinstance(value, bool):
             raise ValueError
@@ -162,7 +161,7 @@ def label_of(data: bytes, labels: Labels, where: str) -> int:
     except ValueError:
         raise DataError(f"label {literal(value)} of {where} is not a whole number") from None
     if not 0 <= label < 1 << 31:
-        raise DataError(f"label {shown(label)} of {where} is not from 0 to {(1 << 31) - 1}")
+        raise DataError(f"label {shown(label)} of {where} is outside 0 to {(1 << 31) - 1}")
     return label
 
 
@@ -203,7 +202,7 @@ def index(
     check_number_of_classes(names)
     empty = next((path for path, one in scans if not len(one.rows)), None)
     if empty is not None:
-        raise DataError(f"shard '{empty}' holds no images with labels: remove it, or say where labels are with --label")
+        raise DataError(f"shard '{empty}' has no labelled images: remove it, or set --label")
     class_names = old.class_names if names == old.classes else None
     entries = {}
     try:
@@ -214,8 +213,8 @@ def index(
         write_manifest(folder, manifest)
     except OSError as error:
         raise DataError(
-            f"cannot write the index into '{folder}': {error.strerror}; where it cannot be beside the shards, make a "
-            "folder of links to them and index that"
+            f"cannot write the index to '{folder}': {error.strerror}; if the folder is read-only, index a "
+            "folder of links to its shards"
         ) from error
     return manifest
 
@@ -223,7 +222,7 @@ def index(
 def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     if not folder.is_dir():
-        raise DataError(f"no folder '{folder}' to index: give the one that the shards are in")
+        raise DataError(f"no folder '{folder}' to index: name the folder of the shards")
     if splits is None:
         for path in sorted(folder.glob("*.tar")):
             rest = re.sub(r"([-_.]*([0-9]+|of))*$", "", path.stem)
@@ -231,15 +230,16 @@ def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Pat
     else:
         for split, pattern in splits.items():
             if Path(split).name != split or Path(pattern).name != pattern:
-                raise DataError(f"'{split}={pattern}' must be a name and a pattern of file names, without folders")
+                raise DataError(f"'{split}={pattern}' must be a split name and a file name pattern, without folders")
             found[split] = sorted(folder.glob(pattern))
     empty = next((split for split, paths in found.items() if not paths), None)
     if empty is not None and splits is not None:
-        raise DataError(f"no files '{splits[empty]}' in '{folder}' for the split '{empty}'")
+        raise DataError(f"no file in '{folder}' matches '{splits[empty]}' for the split '{empty}'")
     if not found:
         packed = any(folder.glob("*.tar.*")) or any(folder.glob("*.tgz"))
         raise DataError(
-            f"no .tar files in '{folder}'" + (": unpack the compressed ones, within which nothing has a place" * packed)
+            f"no .tar files in '{folder}'"
+            + (": decompress the shards, since compressed ones cannot be indexed" * packed)
         )
     return found
 
@@ -254,11 +254,11 @@ def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence
         return list(known)
     if given is None:
         if most > MAX_CLASSES:
-            raise DataError(f"label {most - 1} of the shards is above {MAX_CLASSES - 1}: is --label the right one?")
+            raise DataError(f"label {most - 1} in the shards is above {MAX_CLASSES - 1}: check --label")
         return [str(label) for label in range(most)]
     unknown = next((name for name in found if name not in given), None)
     if unknown is not None:
-        raise DataError(f"class '{shown(unknown)}' of the shards is not among the {len(given)} that are named")
+        raise DataError(f"class '{shown(unknown)}' in the shards is not one of the {len(given)} named classes")
     if not found and most > len(given):
-        raise DataError(f"label {most - 1} of the shards is beyond the {len(given)} classes that are named")
+        raise DataError(f"label {most - 1} in the shards is outside the {len(given)} named classes")
     return list(given)

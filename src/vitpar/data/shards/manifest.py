@@ -56,7 +56,7 @@ class ShardEntry(Record):
     def _stays_inside(cls, file: str) -> str:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or not path.name:
-            raise ValueError(f"the shard '{shown(file)}' would be outside the folder")
+            raise ValueError(f"the shard '{shown(file)}' is outside the folder")
         return file
 
 
@@ -92,7 +92,7 @@ class Manifest(Record):
     def _names_are_plain(cls, splits: dict[str, SplitEntry]) -> dict[str, SplitEntry]:
         for name in splits:
             if not name or PurePosixPath(name).name != name:
-                raise ValueError(f"the split '{shown(name)}' is no file name")
+                raise ValueError(f"the split '{shown(name)}' is not a valid file name")
         return splits
 
     @model_validator(mode="after")
@@ -132,8 +132,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         return Manifest.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index shards that lie "
-            f"there with `vitpar data index {folder}`"
+            f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index existing "
+            f"shards with `vitpar data index {folder}`"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
@@ -141,7 +141,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         first = error.errors()[0]
         where = shown(".".join(str(part) for part in first["loc"]) or "the file")
         raise DataError(
-            f"'{path}' is damaged or of another version ({where}: {shown(first['msg'])}): write it anew with "
+            f"'{path}' is damaged or from another version ({where}: {shown(first['msg'])}): rewrite it with "
             f"`vitpar data index {folder}`"
         ) from None
 
@@ -182,26 +182,26 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     Raises DataError if its checksum is not that in the manifest, or if it does not fit the shards.
     """
     path = folder / f"{split}.index.npy"
-    again = f"write it anew with `vitpar data index {folder}`"
+    again = f"rewrite it with `vitpar data index {folder}`"
     digest, start = hashlib.sha256(), 0
     try:
         with open_regular(path) as file:
             offset, size = _header_bytes(file, entry.samples), os.fstat(file.fileno()).st_size
             total = sum(shard.samples for shard in entry.shards)
             if offset is None or size != offset + entry.samples * ROW.itemsize or total != entry.samples:
-                raise DataError(f"index '{path}' does not fit {MANIFEST}: {again}")
+                raise DataError(f"index '{path}' does not match {MANIFEST}: {again}")
             file.seek(0)
             digest.update(file.read(offset))
             while data := file.read(_CHUNK * ROW.itemsize):
                 digest.update(data)
                 rows = np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
                 if not _fits(start, rows, entry):
-                    raise DataError(f"index '{path}' does not fit the shards in {MANIFEST}: {again}")
+                    raise DataError(f"index '{path}' does not match the shards in {MANIFEST}: {again}")
                 start += len(rows)
     except OSError as error:
         raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
     if digest.hexdigest() != entry.index_sha256:
-        raise DataError(f"index '{path}' is not the one that {MANIFEST} was written for: {again}")
+        raise DataError(f"index '{path}' is not the one recorded in {MANIFEST}: {again}")
     if not entry.samples:
         return np.empty(0, ROW)
     rows = np.memmap(path, ROW, mode="r", offset=offset, shape=(entry.samples,))

@@ -56,7 +56,7 @@ class Reencode:
 
     def __post_init__(self) -> None:
         if self.short_side < 1:
-            raise DataError(f"a shorter side of {self.short_side} pixels is no size: choose 1 or more")
+            raise DataError(f"the shorter side is {self.short_side} pixels: choose 1 or more")
         if not 1 <= self.quality <= 100:
             raise DataError(f"JPEG quality {self.quality} is out of range: choose from 1 to 100")
 
@@ -124,7 +124,7 @@ def pack(
             _put_in_place(partial, target)
     except OSError as error:
         raise DataError(
-            f"cannot write '{destination}': {error.strerror or error}; run the same again to go on from there"
+            f"cannot write '{destination}': {error.strerror or error}; rerun the command to resume"
         ) from error
     return manifest
 
@@ -133,15 +133,15 @@ def _check_destination(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise DataError(f"'{target}' is a file: choose a folder to pack into")
     if os.path.ismount(target):
-        raise DataError(f"'{target}' is a mount point, which nothing can be moved to: choose a folder within it")
+        raise DataError(f"'{target}' is a mount point and cannot be replaced: choose a folder inside it")
     if not target.is_dir() or not any(target.iterdir()):
         return
     if not (target / MANIFEST).exists():
-        raise DataError(f"'{target}' is not empty and holds no data set: choose another folder")
+        raise DataError(f"'{target}' is not empty and not a data set: choose another folder")
     if not overwrite:
-        raise DataError(f"'{target}' holds a data set: choose another folder, or --overwrite to replace it")
+        raise DataError(f"'{target}' is an existing data set: choose another folder, or replace it with --overwrite")
     if read_any_manifest(target).vitpar_dataset is None:
-        raise DataError(f"'{target / MANIFEST}' is not of vitpar: choose another folder")
+        raise DataError(f"'{target / MANIFEST}' was not written by vitpar: choose another folder")
 
 
 def _stamps(source: Path) -> list[tuple[str, int, int]]:
@@ -174,7 +174,7 @@ def _workplace(target: Path, source: Source, settings: list) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"another process is packing into '{target}': wait for it, or end it") from None
+            raise DataError(f"another process is packing into '{target}': wait for it, or stop it") from None
         except OSError:  # the file system has no locks
             pass
         lock.seek(0)
@@ -283,7 +283,7 @@ class _Packing:
         skipped = self._write(partial, name, split, samples)
         table = scan(partial).rows
         kept = np.setdiff1d(samples, list(skipped))
-        assert np.array_equal(table["label"], split.labels[kept]), f"{path} holds something else"
+        assert np.array_equal(table["label"], split.labels[kept]), f"{path} has other labels than were packed"
         np.save(table_path, table)
         skipped_path.unlink(missing_ok=True)
         if skipped:
@@ -307,7 +307,7 @@ class _Packing:
                     data = self._checked(data, split.names[i])
                 except BadImage as error:
                     if not self.skip_damaged:
-                        raise DataError(f"{error}, or leave such files out with --skip-damaged") from None
+                        raise DataError(f"{error}, or skip such files with --skip-damaged") from None
                     skipped[i] = str(error)
                     self._report(name, 1, len(split.labels))
                     continue
@@ -321,7 +321,7 @@ class _Packing:
         Raises BadImage for bytes that are no image.
         """
         if image_type(data) is None:
-            raise BadImage(f"'{shown(name)}' is not an image of a known type: remove it, or convert it to JPEG or PNG")
+            raise BadImage(f"'{shown(name)}' is not a supported image type: remove it, or convert it to JPEG or PNG")
         try:
             data = self.reencode(data) if self.reencode else data
             image_size(data)

@@ -69,7 +69,7 @@ class ShardSet:
         if len(entry.per_class) != len(manifest.classes):
             raise DataError(
                 f"split '{split}' of '{folder}' has {len(entry.per_class)} classes but the manifest names "
-                f"{len(manifest.classes)}: write it anew with `vitpar data index {folder}`"
+                f"{len(manifest.classes)}: rewrite it with `vitpar data index {folder}`"
             )
         return cls(folder, split, manifest, read_rows(folder, split, entry))
 
@@ -100,7 +100,7 @@ class ShardSet:
         if len(data) != size:
             raise DataError(f"'{path}' has shrunk since it was opened: restore it")
         if zlib.crc32(data) != int(self._crc[i]):
-            raise BadImage("its bytes are not those that were indexed: restore the shard, or index it again")
+            raise BadImage("its checksum differs from the index: restore the shard, or index it again")
         return data
 
     def complaint(self, i: int, error: BadImage) -> str:
@@ -172,8 +172,8 @@ def _stamp(found: os.stat_result) -> Stamp:
 def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
     if stamp != now:
         raise DataError(
-            f"shard '{path}' was replaced while it was in use: restore it, or write the index anew with `vitpar data "
-            f"index {path.parent}` and start another run"
+            f"shard '{path}' was replaced during use: restore it, or rewrite the index with `vitpar data "
+            f"index {path.parent}` and start again"
         )
 
 
@@ -187,7 +187,7 @@ def _checked(path: Path, size: int) -> Stamp:
         raise DataError(f"cannot read '{name}': {error.strerror}") from None
     if found.st_size != size:
         raise DataError(
-            f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or write the index anew "
+            f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or rewrite the index "
             f"with `vitpar data index {path.parent}`"
         )
     return _stamp(found)

@@ -75,13 +75,13 @@ def _shard_problem(shards: ShardSet, number: int, labels: Labels | None) -> Prob
     try:
         if labels is None:
             same = set(map(int, expected["offset"])) <= offsets(path)
-            what = None if same else "its members are not those of the index: index it again"
+            what = None if same else "its members differ from the index: index it again"
             return Problem(shards.split, None, path.name, what) if what else None
         rows = scan(path, labels, checksums=False).numbered(shards.classes)
         same = len(rows) == len(expected) and all(
             np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")
         )
-        what = None if same else "its members or their labels are not those of the index: index it again"
+        what = None if same else "its members or their labels differ from the index: index it again"
     except DataError as error:
         what = str(error)
     return None if what is None else Problem(shards.split, None, path.name, what)

@@ -27,8 +27,8 @@ __all__ = ["Progress", "Source", "SourceSplit", "open_source"]
 VAL_FRACTION = 0.2
 """Default fraction of every class that becomes `val` if a source has no such split."""
 _KINDS = (
-    "give a folder of images, one with ImageNet's archives, train.zip, TFRecords or Parquet files, an archive of "
-    f"CIFAR, a CSV list, or `{DIGITS}`"
+    "use a folder with images, ImageNet's archives, train.zip, TFRecords or Parquet files, a CIFAR archive, a "
+    f"CSV list, or `{DIGITS}`"
 )
 
 
@@ -54,13 +54,13 @@ def open_source(
     except OSError as error:
         raise DataError(f"cannot read '{shown(error.filename or location)}': {error.strerror}") from None
     if "train" not in source.splits:
-        raise DataError(f"'{location}' has {', '.join(source.splits)} but nothing to train on: add files named train")
+        raise DataError(f"'{location}' has {', '.join(source.splits)} but no training split: add files named train")
     if "val" not in source.splits and val_fraction == 0:
         return source
     if "val" not in source.splits:
         return carve_val(source, VAL_FRACTION if val_fraction is None else val_fraction, seed)
     if val_fraction is not None:
-        raise DataError(f"'{location}' has a val split of its own: leave out the val fraction {val_fraction}")
+        raise DataError(f"'{location}' already has a val split: remove the val fraction {val_fraction}")
     return source
 
 
@@ -73,7 +73,7 @@ def _source(location: str | Path, progress: Progress | None) -> Source:
             return listed(path)
         files = cifar_files(path)
         if files is None:
-            raise DataError(f"'{location}' is no CSV list and no archive of CIFAR: {_KINDS}")
+            raise DataError(f"'{location}' is neither a CSV list nor a CIFAR archive: {_KINDS}")
         return cifar(files)
     if not path.is_dir():
         raise DataError(f"no folder or file '{location}' to pack: {_KINDS}")

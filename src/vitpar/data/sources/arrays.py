@@ -88,7 +88,7 @@ def cifar(files: Files) -> Source:
     classes = _classes(files, fine, binary)
     most = max(int(split.labels.max()) for split in splits.values())
     if most >= len(classes):
-        raise DataError(f"label {most} of CIFAR is outside its {len(classes)} classes: fetch it again")
+        raise DataError(f"CIFAR label {most} is outside its {len(classes)} classes: fetch it again")
     return Source(classes, splits)
 
 
@@ -118,7 +118,7 @@ def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
             raise ValueError
         return [word.decode(errors="replace") for word in names]
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise DataError(f"'{name}' of CIFAR does not name its classes: fetch it again") from None
+        raise DataError(f"CIFAR file '{name}' has no class names: fetch it again") from None
 
 
 def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +128,7 @@ def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray
     """
     data, labels = np.frombuffer(_data(files, name), np.uint8), 2 if fine else 1
     if not len(data) or len(data) % (labels + _PIXELS):
-        raise DataError(f"'{name}' of CIFAR has {len(data)} bytes, no whole number of images: fetch it again")
+        raise DataError(f"CIFAR file '{name}' has {len(data)} bytes, not a multiple of the image size: fetch it again")
     records = data.reshape(-1, labels + _PIXELS)
     return records[:, labels:], records[:, labels - 1]
 
@@ -144,13 +144,13 @@ def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarra
             raise ValueError
         labels = np.array(numbers, np.int64)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise DataError(f"'{name}' of CIFAR does not hold images and labels: fetch it again") from None
+        raise DataError(f"CIFAR file '{name}' lacks images or labels: fetch it again") from None
     return pixels, labels
 
 
 def _data(files: Files, name: str) -> bytes:
     if name not in files:
-        raise DataError(f"CIFAR's file '{name}' is missing: fetch it again")
+        raise DataError(f"CIFAR file '{name}' is missing: fetch it again")
     return files[name]()
 
 
@@ -162,7 +162,7 @@ def _loaded(files: Files, name: str) -> Any:
     except DataError:
         raise
     except Exception as error:  # damaged pickles raise nearly anything
-        raise DataError(f"'{name}' of CIFAR cannot be read ({shown(error)}): fetch it again") from None
+        raise DataError(f"CIFAR file '{name}' cannot be read ({shown(error)}): fetch it again") from None
 
 
 def _refuse_large_memo(data: bytes) -> None:
@@ -172,7 +172,7 @@ def _refuse_large_memo(data: bytes) -> None:
     """
     for count, (code, number, _) in enumerate(pickletools.genops(data)):
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > count:
-            raise ValueError("an object has too high a number")
+            raise ValueError("an object's number is too high")
 
 
 class _Plain(pickle.Unpickler):
@@ -198,7 +198,7 @@ class _Plain(pickle.Unpickler):
                 return object()
             case "_codecs", "encode":
                 return lambda text, encoding: text.encode("latin1")
-        raise DataError(f"it asks for {shown(f'{module}.{name}')}, which CIFAR's files have no need of")
+        raise DataError(f"it asks for {shown(f'{module}.{name}')}, which CIFAR files do not need")
 
 
 def _from_buffer(data: object, dtype: object, shape: object, order: object) -> _Array:
@@ -221,13 +221,13 @@ class _Dtype:
         # A state may also describe fields, a shape and metadata, from which NumPy could make a type with pointers.
         _, order, subtype, names, fields, *_ = state
         if (subtype, names, fields) != (None, None, None):
-            raise ValueError("its numbers are of no plain type")
+            raise ValueError("its dtype is not supported")
         self.order = order.decode() if isinstance(order, bytes) else str(order)
 
     @property
     def value(self) -> np.dtype:
         if self.code not in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8") or self.order not in "|<>=":
-            raise ValueError(f"its numbers are of type {shown(self.code)}")
+            raise ValueError(f"its dtype {shown(self.code)} is not supported")
         return np.dtype(self.order + self.code)
 
 
@@ -237,5 +237,5 @@ class _Array:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         shape, dtype, fortran, data = state[-4:]
         if not isinstance(dtype, _Dtype) or not isinstance(data, bytes | bytearray):
-            raise ValueError("it has an array of something other than numbers")
+            raise ValueError("it has an array that is not numeric")
         self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C")

@@ -21,7 +21,7 @@ from vitpar.data.sources.source import SPLITS, Source, SourceSplit, numbered, re
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
-from vitpar.text import shown
+from vitpar.text import either, shown
 
 _PIECE = 1 << 20  # bytes of a zip entry that are unpacked at a time
 
@@ -96,7 +96,7 @@ def listed(path: Path) -> Source:
         raise DataError(f"the first line of '{path}' cannot be read: {error}") from None
     missing = [name for name in ("path", "label") if name not in names]
     if missing:
-        raise DataError(f"the first line of '{path}' names no column '{missing[0]}': it needs path and label")
+        raise DataError(f"the first line of '{path}' lacks the column '{missing[0]}': it needs path and label")
     rows: dict[str, list[tuple[str, str]]] = {}
     for row in _lines(reader, path):
         where = f"line {reader.line_num} of '{path}'"
@@ -105,13 +105,13 @@ def listed(path: Path) -> Source:
         if not image or not label:
             raise DataError(f"{where} has no {'path' if not image else 'label'}")
         if split not in SPLITS:
-            raise DataError(f"split '{shown(split)}' in {where} is none of {', '.join(SPLITS)}")
+            raise DataError(f"unknown split '{shown(split)}' in {where}: use {either(SPLITS)}")
         whole = os.path.abspath(folder / image)
         if not Path(whole).is_relative_to(os.path.abspath(folder)):
-            raise DataError(f"'{shown(image)}' in {where} leaves the list's folder: put the list above all images")
+            raise DataError(f"'{shown(image)}' in {where} is outside the list's folder: move the list above all images")
         rows.setdefault(split, []).append((whole, label))
     if "train" not in rows:
-        raise DataError(f"'{path}' names no images to train on")
+        raise DataError(f"'{path}' lists no training images")
     classes, number = _classes([label for found in rows.values() for _, label in found])
     splits = {
         split: _split([image for image, _ in found], [number[label] for _, label in found])
@@ -179,7 +179,7 @@ def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[in
         entries.append(entry)
         labels.append(label)
     if not entries:
-        raise DataError(f"'{path}' names no images")
+        raise DataError(f"'{path}' lists no images")
     return entries, labels
 
 
@@ -188,17 +188,17 @@ def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[in
         try:
             archive = zipfile.ZipFile(open_regular(path))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-            raise DataError(f"'{path}' is not a whole zip file ({shown(error)})") from None
+            raise DataError(f"'{path}' is not a valid zip file ({shown(error)})") from None
     known = archive.NameToInfo
     missing = next((entry for entry in entries if entry not in known), None)
     if missing is not None:
-        raise DataError(f"'{path}' has no entry '{shown(missing)}', which '{map_path.name}' names")
+        raise DataError(f"'{path}' has no entry '{shown(missing)}', which '{map_path.name}' lists")
 
     def read(i: int) -> bytes:
         entry = known[entries[i]]
         where = f"entry '{shown(entries[i])}' of '{path}'"
         if entry.file_size > MAX_IMAGE_BYTES:
-            raise DataError(f"{where} has {entry.file_size:,} bytes: an image can have {MAX_IMAGE_BYTES:,}")
+            raise DataError(f"{where} has {entry.file_size:,} bytes: the limit for images is {MAX_IMAGE_BYTES:,}")
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
         try:

@@ -80,7 +80,7 @@ def _kit(path: Path) -> _Kit:
         classes = [str(row["WNID"]) for row in known]
         wrong = next((synset for synset in classes if not _SYNSET.fullmatch(synset)), None)
         if wrong is not None or len(set(classes)) < len(classes) or not 0 < len(classes) <= MAX_CLASSES:
-            raise ValueError("its classes have no WordNet numbers, or have them twice")
+            raise ValueError("its classes lack WordNet IDs or repeat them")
     except ValueError as error:
         raise DataError(f"{_TABLE} in '{path}' cannot be used ({shown(error)}): fetch it again") from None
     place = {row["ILSVRC2012_ID"]: label for label, row in enumerate(known)}
@@ -88,7 +88,7 @@ def _kit(path: Path) -> _Kit:
     try:
         truth = [place[int(line)] for line in lines]
     except (ValueError, KeyError):
-        raise DataError(f"{_TRUTH} in '{path}' has a line that is no class of {_TABLE}: fetch it again") from None
+        raise DataError(f"{_TRUTH} in '{path}' has a line that is not a class of {_TABLE}: fetch it again") from None
     return _Kit(classes, [str(row["words"]) for row in known], truth)
 
 
@@ -98,7 +98,7 @@ def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> Sou
         for member in members(file):
             synset = member.name.removeprefix("./").removesuffix(".tar")
             if synset not in known or synset in found or not member.isreg():
-                raise tarfile.ReadError(f"'{shown(member.name)}' is not the tar file of a class, or is there twice")
+                raise tarfile.ReadError(f"'{shown(member.name)}' is not the tar file of a class, or occurs twice")
             found[synset] = _images(_Part(file, file.tell(), member.size), file.tell())
             if progress:
                 progress("reading train", len(found), len(classes))
@@ -118,7 +118,7 @@ def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
     numbers = [int(name[1]) if name else 0 for name in found]
     if sorted(numbers) != list(range(1, len(truth) + 1)):
         raise DataError(
-            f"'{path}' does not have the {len(truth):,} images that the development kit tells of: fetch both again"
+            f"'{path}' does not have the {len(truth):,} images listed in the development kit: fetch both again"
         )
     return _split(path, images, np.array([truth[number - 1] for number in numbers]))
 
@@ -160,7 +160,7 @@ def _images(file: Readable, begin: int = 0) -> _Images:
             continue
         if not member.isreg() or not 0 < member.size <= MAX_IMAGE_BYTES:
             raise tarfile.ReadError(
-                f"'{shown(member.name)}' is no file, is empty or has over {MAX_IMAGE_BYTES:,} bytes"
+                f"'{shown(member.name)}' is not a file, is empty or has over {MAX_IMAGE_BYTES:,} bytes"
             )
         names.append(member.name)
         spans.append((begin + member.offset_data, member.size))

@@ -56,7 +56,7 @@ def read_table(data: bytes, name: str, fields: tuple[str, ...], limit: int) -> l
     neither a number nor a line of text.
     """
     if len(data) < _HEADER or data[124:128] != b"\x00\x01IM":
-        raise ValueError("it is no MATLAB file of version 5")
+        raise ValueError("it is not a MATLAB 5 file")
     for element in _elements(memoryview(data)[_HEADER:]):
         kind, body = element
         if kind == _COMPRESSED:
@@ -98,11 +98,11 @@ def _inflated(data: memoryview, limit: int) -> _Element:
     try:
         found = inflate.decompress(data, limit + 1)
     except zlib.error:
-        raise ValueError("what is compressed in it is damaged") from None
+        raise ValueError("its compressed data is damaged") from None
     if len(found) > limit:
         raise ValueError(f"it unpacks to more than {limit:,} bytes")
     if not inflate.eof:
-        raise ValueError("what is compressed in it is cut off")
+        raise ValueError("its compressed data is truncated")
     return _next(_elements(memoryview(found)))
 
 
@@ -115,14 +115,14 @@ def _array(data: memoryview) -> _Array:
     flags, sizes, name = (_next(rest) for _ in range(3))
     shape = _numbers(sizes)
     if not len(flags.data) or len(shape) != 2 or (shape < 0).any():
-        raise ValueError("an array has no class, or not two dimensions")
+        raise ValueError("an array has no class or is not two-dimensional")
     return _Array(flags.data[0], int(shape[0]) * int(shape[1]), bytes(name.data).decode("latin1"), rest)
 
 
 def _rows(table: _Array, fields: tuple[str, ...]) -> Iterator[Mapping[str, Cell]]:
     width, names = _numbers(_next(table.rest)), bytes(_next(table.rest).data)
     if len(width) != 1 or not 0 < width[0] <= 64:
-        raise ValueError("the names of its fields have no length")
+        raise ValueError("its field names have no length")
     step = int(width[0])
     known = [names[i : i + step].split(b"\0")[0].decode("latin1") for i in range(0, len(names), step)]
     missing = next((field for field in fields if known.count(field) != 1), None)
@@ -135,7 +135,7 @@ def _rows(table: _Array, fields: tuple[str, ...]) -> Iterator[Mapping[str, Cell]
 
 def _cell(element: _Element) -> Cell:
     if element.kind != _MATRIX:
-        raise ValueError("a field is no array")
+        raise ValueError("a field is not an array")
     array = _array(element.data)
     content = next(array.rest, _Element(_UTF8, memoryview(b"")))
     if array.kind == _CHARACTERS:
@@ -147,18 +147,18 @@ def _cell(element: _Element) -> Cell:
         numbers = _numbers(content)
         if len(numbers) == array.size == 1:
             return float(numbers[0])
-    raise ValueError("a field is no number and no line of text")
+    raise ValueError("a field is neither a number nor a line of text")
 
 
 def _numbers(element: _Element) -> np.ndarray:
     code = _NUMBERS.get(element.kind)
     if code is None or len(element.data) % np.dtype(code).itemsize:
-        raise ValueError("what should be numbers is not")
+        raise ValueError("an element is not numeric")
     return np.frombuffer(element.data, code)
 
 
 def _next(elements: Iterator[_Element]) -> _Element:
     found = next(elements, None)
     if found is None:
-        raise ValueError("it ends too early")
+        raise ValueError("it is truncated")
     return found

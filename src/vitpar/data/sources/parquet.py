@@ -76,8 +76,8 @@ class _File:
             label = next((f.name for f in schema if f.name in named and types.is_integer(f.type)), None)
             if self.image is None or label is None:
                 raise DataError(
-                    f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image`, with bytes, and "
-                    "`label`, of whole numbers"
+                    f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image` (bytes) and "
+                    "`label` (integers)"
                 )
             self._library, self._meta = library, library.read_metadata(path)
             meta = self._meta
@@ -85,8 +85,8 @@ class _File:
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
             if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_RECORD_BYTES:
                 raise DataError(
-                    f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a group of them: write "
-                    f"files of at most {MAX_ROWS:,} rows, in groups of at most {MAX_RECORD_BYTES:,} bytes, as with "
+                    f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a row group: write "
+                    f"files of at most {MAX_ROWS:,} rows, in row groups of at most {MAX_RECORD_BYTES:,} bytes, as with "
                     "row_group_size=100"
                 )
             with library.ParquetFile(path, metadata=meta) as file:
@@ -113,7 +113,7 @@ class _File:
                 for piece in file.iter_batches(_BATCH, row_groups=[number], columns=[f"{self.image}.bytes"]):
                     size += piece.nbytes
                     if size > MAX_RECORD_BYTES:
-                        raise DataError(f"a group of rows of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
+                        raise DataError(f"a row group of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
                     pieces.append(piece)
             return Table.from_batches(pieces)[self.image]
         except DataError:
@@ -153,10 +153,10 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
             image = group_of(number, group)[row - file.starts[group]].as_py()
         data: bytes | None = image and image["bytes"]
         if not data:
-            raise DataError(f"row {row} of '{file.path}' holds no bytes of an image: only its path, or nothing")
+            raise DataError(f"row {row} of '{file.path}' has no image bytes, only a path or nothing")
         if len(data) > MAX_IMAGE_BYTES:
             raise DataError(
-                f"row {row} of '{file.path}' has {len(data):,} bytes: an image can have {MAX_IMAGE_BYTES:,}"
+                f"row {row} of '{file.path}' has {len(data):,} bytes: the limit for images is {MAX_IMAGE_BYTES:,}"
             )
         return data
 

@@ -54,7 +54,7 @@ class SourceSplit:
 def check_number_of_classes(classes: Sequence[str]) -> None:
     """Raise DataError if there are more classes than a data set can have."""
     if len(classes) > MAX_CLASSES:
-        raise DataError(f"there are {len(classes):,} classes: a data set can have {MAX_CLASSES:,}")
+        raise DataError(f"there are {len(classes):,} classes: the limit is {MAX_CLASSES:,}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
         split = split_of(path.name)
         (unknown if split is None else found.setdefault(split, [])).append(path)
     if unknown and found:
-        raise DataError(f"'{unknown[0]}' does not say which split it is of, as other files do: rename or remove it")
+        raise DataError(f"'{unknown[0]}' lacks a split in its name, unlike other files: rename or remove it")
     return found or {"train": unknown}
 
 
@@ -175,8 +175,8 @@ def carve_val(source: Source, fraction: float, seed: int) -> Source:
             taken[label] += 1
     if not taken.any():
         raise DataError(
-            f"{len(train.labels)} images in {len(source.classes)} classes are too few to carve a val split out of, "
-            "since every class keeps one to train on: add images or a val/ folder"
+            f"{len(train.labels)} images in {len(source.classes)} classes are too few for a val split, "
+            "since each class keeps one for training: add images or a val/ folder"
         )
     order = shuffled(np.arange(len(train.labels)), len(train.labels), seed)
     is_val = np.zeros(len(train.labels), dtype=bool)

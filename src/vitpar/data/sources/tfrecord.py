@@ -92,7 +92,9 @@ def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
     while begin < size:
         header = data[begin : begin + _HEADER]
         if len(header) < _HEADER or _masked_crc(header[:8]) != int.from_bytes(header[8:], "little"):
-            raise DataError(f"the record at byte {begin} of '{path}' is damaged, or it is no TFRecord file: fetch it")
+            raise DataError(
+                f"the record at byte {begin} of '{path}' is damaged, or it is not a TFRecord file: fetch it"
+            )
         length = int.from_bytes(header[:8], "little")
         end = begin + _HEADER + length
         if end + _FOOTER > size:
@@ -158,7 +160,7 @@ def _integer(data: mmap.mmap, begin: int, end: int) -> int:
             value, stop = _varint(data, first, last)
             if stop == last:
                 return value
-    raise ValueError("its label is not one whole number")
+    raise ValueError("its label is not a single integer")
 
 
 def _fields(
@@ -183,9 +185,9 @@ def _fields(
         elif kind in (1, 5):
             first, begin = begin, begin + (8 if kind == 1 else 4)
         else:
-            raise ValueError("it is no tensorflow.Example")
+            raise ValueError("it is not a tensorflow.Example")
         if begin > end:
-            raise ValueError("a field of it is longer than the record")
+            raise ValueError("one of its fields is longer than the record")
         if number in wanted and (kind == 2 or (varints and kind == 0)):
             yield number, (first, begin)
 
@@ -200,4 +202,4 @@ def _varint(data: mmap.mmap, begin: int, end: int) -> tuple[int, int]:
         value |= (data[place] & 0x7F) << (7 * (place - begin))
         if data[place] < 0x80:
             return value, place + 1
-    raise ValueError("a number of it does not end")
+    raise ValueError("one of its numbers does not end")

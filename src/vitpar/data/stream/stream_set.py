@@ -80,8 +80,8 @@ class StreamSet:
         """Raise DataError if there are fewer shards than parts."""
         if len(self.shards) < parts:
             raise DataError(
-                f"'{self.place}' has {count(len(self.shards), 'shard')} for the {parts} ranks that decode images, of "
-                "which each reads its own: write more and smaller shards, or decode on fewer ranks with pp"
+                f"'{self.place}' has {count(len(self.shards), 'shard')} for the {parts} ranks that decode images, and "
+                "each needs its own: write more and smaller shards, or decode on fewer ranks with pp"
             )
 
 
@@ -151,8 +151,8 @@ class Reader:
             if not found:
                 why = "; ".join((self.broken + self.skipped)[:3]) or "they are empty"
                 raise DataError(
-                    f"none of the {count(len(shards), 'shard')} that part {part} of {parts} read of "
-                    f"'{self.data.place}' gave an image ({why}): fix them"
+                    f"none of the {count(len(shards), 'shard')} that part {part} of {parts} read from "
+                    f"'{self.data.place}' has a usable image ({why}): fix them"
                 )
 
     def once(self) -> Generator[Sample]:
@@ -177,7 +177,7 @@ class Reader:
             for member in members(stream):
                 most = self._most_bytes(member.name)
                 if member.size > (most or MAX_RECORD_BYTES):
-                    raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, which is too much")
+                    raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, too many for its type")
                 if member.isreg() and most:
                     yield {"fname": member.name, "data": content(stream, member), "__url__": url}
             stream.finish()  # before the last sample, which may be truncated, is yielded
@@ -209,7 +209,7 @@ class Reader:
         name = f"sample '{shown(key)}' of '{shown(url)}'"
         images = [found[kind] for kind in EXTENSIONS if kind in found]
         if extension not in found or len(images) != 1:
-            has = f"no label (.{extension}) beside its image" if extension not in found else f"{len(images)} images"
+            has = f"no label (.{extension})" if extension not in found else f"{len(images)} images"
             self._bad(f"{name} has {has}", self.skipped, "fix it")
             return None
         try:
@@ -219,8 +219,8 @@ class Reader:
             return None
         if label >= self.data.num_classes:
             raise DataError(
-                f"label {label} of {name} is beyond the {self.data.num_classes} classes that stream.classes says: "
-                f"raise that, or name another place with stream.label"
+                f"label {label} of {name} is outside the {self.data.num_classes} classes of stream.classes: "
+                f"raise it, or correct stream.label"
             )
         code = int.from_bytes(
             hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little", signed=True
@@ -230,5 +230,5 @@ class Reader:
 
     def _bad(self, problem: str, counted: list[str], fix: str) -> None:
         if self.bad_sample == "fail":
-            raise DataError(f"{problem}; {fix}, or skip such with data.bad_sample")
+            raise DataError(f"{problem}; {fix}, or set data.bad_sample to skip")
         counted.append(problem)

@@ -27,8 +27,8 @@ _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _DIGITS = 18  # maximum digits of a number in a brace range
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
 # Meanings of curl's exit codes.
-_CURL = {6: "the host is unknown", 7: "nobody answers there", 18: "the transfer broke off", 28: "no answer in time"}
-_CURL |= {22: "the server does not give it", 56: "the transfer broke off"}
+_CURL = {6: "the host is unknown", 7: "the host does not answer", 18: "the transfer was interrupted", 28: "timeout"}
+_CURL |= {22: "the server returned an error", 56: "the transfer was interrupted"}
 # First bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
@@ -48,7 +48,7 @@ def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         # Count first, because expanding holds all choices of a brace in memory.
         if len(urls) + _expansions(pattern) > MAX_SHARDS:
-            raise DataError(f"'{shown(pattern)}' stands for more than {MAX_SHARDS:,} shards: write fewer, larger ones")
+            raise DataError(f"'{shown(pattern)}' expands to more than {MAX_SHARDS:,} shards: write fewer, larger ones")
         urls += braceexpand(pattern, escape=False)
     return tuple(urls)
 
@@ -59,7 +59,7 @@ def _expansions(pattern: str) -> int:
     Raises DataError for a pattern that cannot be expanded.
     """
     if len(pattern) > MAX_URL_CHARS:
-        raise DataError(f"'{shown(pattern)}' has {len(pattern):,} characters: a URL can have {MAX_URL_CHARS:,}")
+        raise DataError(f"'{shown(pattern)}' has {len(pattern):,} characters: the limit for URLs is {MAX_URL_CHARS:,}")
     # For each open brace: the choices before its last comma, and the product of the numbers of choices since.
     counts: list[list[int]] = [[0, 1]]
     begin = 0
@@ -68,7 +68,7 @@ def _expansions(pattern: str) -> int:
             counts.append([0, 1])
             begin = place + 1
             if len(counts) > MAX_BRACE_DEPTH + 1:
-                raise DataError(f"'{shown(pattern)}' has braces within braces {MAX_BRACE_DEPTH + 1} deep: use fewer")
+                raise DataError(f"'{shown(pattern)}' has braces nested {MAX_BRACE_DEPTH + 1} deep: use fewer")
         elif char == "," and len(counts) > 1:
             counts[-1] = [sum(counts[-1]), 1]
         elif char == "}":
@@ -77,14 +77,16 @@ def _expansions(pattern: str) -> int:
                 break
             if numbers := _NUMBERS.fullmatch(pattern, begin, place):
                 if max(map(len, filter(None, numbers.groups()))) > _DIGITS:
-                    raise DataError(f"'{shown(pattern)}' has a range to a number of over {_DIGITS} digits: write less")
+                    raise DataError(
+                        f"'{shown(pattern)}' has a range with a number of over {_DIGITS} digits: use a smaller one"
+                    )
                 begin_at, end_at, step = (int(text or 1) for text in numbers.groups())
                 choices = abs(end_at - begin_at) // max(1, step) + 1
             elif _LETTERS.fullmatch(pattern, begin, place):
                 choices = 52
             counts[-1][1] *= choices
     if len(counts) != 1:
-        raise DataError(f"the braces of '{shown(pattern)}' do not close: write them as in train-{{000..127}}.tar")
+        raise DataError(f"'{shown(pattern)}' has unbalanced braces: write them as in train-{{000..127}}.tar")
     return sum(counts[0])
 
 
@@ -96,16 +98,16 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
     Raises DataError, also if the environment changes how webdataset opens URLs.
     """
     if not urls or not all(urls):
-        raise DataError("a stream has a shard without a name: give URLs such as https://host/train-{000..127}.tar")
+        raise DataError("a stream has an empty shard name: use URLs such as https://host/train-{000..127}.tar")
     twice = next((url for url, after in zip(sorted(urls), sorted(urls)[1:], strict=False) if url == after), None)
     if twice is not None:
-        raise DataError(f"shard '{shown(twice)}' is in the stream twice: name every shard once")
+        raise DataError(f"shard '{shown(twice)}' is in the stream twice: list each shard once")
     for url in urls:
         scheme = _scheme(url)
         if scheme in _COMMANDS and not allow_pipe:
             raise DataError(
-                f"'{shown(url)}' runs {_COMMANDS[scheme]}, which is off: set stream.allow_pipe=true if you trust all "
-                "of it"
+                f"'{shown(url)}' runs {_COMMANDS[scheme]}, which is disabled: set stream.allow_pipe=true if you "
+                "trust it"
             )
         if scheme not in _COMMANDS and scheme not in _PLAIN:
             raise DataError(
@@ -114,7 +116,7 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
             )
     changed = next((name for name in _CHANGES if name in os.environ), None)
     if changed is not None:
-        raise DataError(f"{changed} is set in the environment, and would change what a URL opens: unset it")
+        raise DataError(f"{changed} is set in the environment and would change what URLs open: unset it")
 
 
 def _scheme(url: str) -> str:
@@ -179,7 +181,7 @@ class ShardStream(ForwardReader):
         while self._process and not self._poll.poll(_SLICE_MS):
             waited += _SLICE_MS
             if waited > _SILENT_S * 1000:
-                raise OSError(f"nothing came for {_SILENT_S:.0f} s")
+                raise OSError(f"no data for {_SILENT_S:.0f} s")
             if self._stopping.is_set():
                 raise Stopped
         data: bytes = self._file.read(size)
@@ -196,7 +198,7 @@ class ShardStream(ForwardReader):
     def reason(self, error: Exception) -> str:
         """Return a short reason for `error`, which reading raised: the failure of the command if it failed."""
         if self._head.startswith(_COMPRESSED):
-            return "it is compressed; unpack it, as pipe:curl URL | gunzip does"
+            return "it is compressed; decompress it, as in pipe:curl URL | gunzip"
         return (self._command_failed() if self._ended else None) or words(error)
 
     def _command_failed(self) -> str | None:

@@ -142,7 +142,7 @@ class Mix:
 
     def __post_init__(self) -> None:
         if min(self.mixup, self.cutmix) < 0:
-            raise RecipeError(f"mixup {self.mixup} and cutmix {self.cutmix} must not be negative: 0 is for none")
+            raise RecipeError(f"mixup {self.mixup} and cutmix {self.cutmix} must not be negative: 0 turns them off")
         for name in ("probability", "switch"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RecipeError(f"mix {name} {getattr(self, name)} is not a probability: choose from 0 to 1")

@@ -187,8 +187,8 @@ class EvalTransform:
             raise RecipeError(f"crop_pct {self.crop_pct} is out of range: choose a number above 0 and at most 1")
         if self.size / self.crop_pct > MAX_IMAGE_SIZE:
             raise RecipeError(
-                f"crop_pct {self.crop_pct} makes images of {self.size} pixels larger than {MAX_IMAGE_SIZE:,} before "
-                "they are cropped: choose a larger one"
+                f"crop_pct {self.crop_pct} resizes images of {self.size} pixels to more than {MAX_IMAGE_SIZE:,} before "
+                "the crop: choose a larger one"
             )
 
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:

@@ -76,10 +76,10 @@ class DebugChecks:
         bad = not_finite(there) if self._finite else []
         for rank, (absent, wrong) in enumerate(all_gather_json((missing[:1], bad[:1]))):
             if absent:
-                raise FaultError(f"after backward of step {step} {absent[0]} has no gradient on rank {rank}")
+                raise FaultError(f"after backward of step {step}, {absent[0]} has no gradient on rank {rank}")
             if wrong:
                 raise FaultError(
-                    f"after backward of step {step} the gradient of {wrong[0]} on rank {rank} is not finite"
+                    f"after backward of step {step}, the gradient of {wrong[0]} on rank {rank} is not finite"
                 )
 
     def _kept(self, when: str) -> None:
@@ -89,7 +89,7 @@ class DebugChecks:
         answers = all_gather_json((bad[:1], sums))
         for rank, (wrong, _) in enumerate(answers):
             if wrong:
-                raise FaultError(f"{when} {wrong[0]} on rank {rank} is not finite")
+                raise FaultError(f"{when}, {wrong[0]} on rank {rank} is not finite")
         holders: dict[Part, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, (_, sums) in enumerate(answers):
             for name, place, checksum in sums:
@@ -98,7 +98,7 @@ class DebugChecks:
             if len(by_sum) > 1:
                 # The smallest group comes last: it is likely wrong.
                 groups = sorted(by_sum.values(), key=lambda who: (-len(who), who))
-                raise FaultError(f"{when} {name} differs between {' and '.join(ranks(who) for who in groups)}")
+                raise FaultError(f"{when}, {name} differs between {' and '.join(ranks(who) for who in groups)}")
 
 
 @torch.no_grad()
@@ -201,7 +201,7 @@ class CollectiveOrder(TorchDispatchMode):
         except dist.DistError:
             missing = [member for member in members if not self._store.check([f"{key}/{member}"])]
             raise FaultError(
-                f"step {self._step}: {ranks(missing)} did not come within {WAIT_S:.0f} s to {self.at}"
+                f"step {self._step}: {ranks(missing)} did not reach {self.at} within {WAIT_S:.0f} s"
             ) from None
         # Ranks that announced this collective have read all answers of the previous one.
         if name in self._said:
@@ -212,7 +212,7 @@ class CollectiveOrder(TorchDispatchMode):
             for member, call in zip(members, answers, strict=True):
                 callers.setdefault(call, []).append(member)
             words = ", but ".join(f"{ranks(who)} called {call}" for call, who in callers.items())
-            raise FaultError(f"step {self._step}: as {what}, {words}")
+            raise FaultError(f"step {self._step}: {what} differs: {words}")
 
 
 def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -129,12 +129,12 @@ def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
     late, waiting = behind(answers.values())
     parts = []
     if silent:
-        parts.append(f"{ranks(silent)} gave no sign")
+        parts.append(f"{ranks(silent)} did not respond")
     elif late:
-        parts.append(f"{ranks(late)} had not come to a collective that {ranks(waiting)} had called")
+        parts.append(f"{ranks(late)} had not reached a collective that {ranks(waiting)} had called")
     parts += [f"{ranks(who)} {'was' if len(who) == 1 else 'were'} {what}" for what, who in where.items()]
     if world > 1 and not silent and not late and len(where) == 1:
-        parts.append("which one holds up the others cannot be told")
+        parts.append("which one blocks the others is unknown")
     if world == 1:
         parts = [f"it was {what}" for what in where]
     folders = sorted({answer.folder for answer in answers.values() if answer.folder})

@@ -77,14 +77,14 @@ class NonFinite:
         """Return the sentence to stop with after `step`, if skipping further steps is useless; else None."""
         if self._scaler:
             overflows = (
-                f"float16 overflows still at step {step} under {self._scaler.floor}, so the loss scale cannot fall: "
+                f"float16 still overflows at step {step} with {self._scaler.floor}, so the loss scale cannot fall: "
                 f"lower that or optimizer.lr ({self._recipe.optimizer.lr}), or set train.precision to bf16"
             )
             return overflows if self._scaler.exhausted else None
         if self._in_a_row < self._recipe.faults.max_skipped:
             return None
         return (
-            f"{count(self._in_a_row, 'step')} in a row had to be skipped, the last of them step {step} (not finite: "
+            f"{count(self._in_a_row, 'step')} in a row were skipped, the last at step {step} (not finite: "
             f"{self._last}): lower optimizer.lr ({self._recipe.optimizer.lr}), or raise faults.max_skipped"
         )
 
@@ -120,7 +120,7 @@ class NonFinite:
         found = self._first([], bad)
         assert found.tensor is not None, "a rank said that there is one"
         return (
-            f"the update of step {step} left numbers that are not finite, first in "
+            f"the update of step {step} produced non-finite numbers, first in "
             f"{found.tensor.removeprefix('model.')} on {ranks(found.ranks)}, so nothing is saved: lower optimizer.lr "
             f"({self._recipe.optimizer.lr}) or lengthen the warm-up"
         )
@@ -174,4 +174,4 @@ def _words(found: _Found) -> str:
         parts.append(f"the loss on {ranks(found.losses)}")
     if found.tensor is not None:
         parts.append(f"the gradient of {found.tensor} on {ranks(found.ranks)}")
-    return " and ".join(parts) or "the norm of all gradients together"
+    return " and ".join(parts) or "the global gradient norm"

@@ -62,7 +62,8 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("train.activation_memory_budget",),
         lambda recipe: bool(recipe.train.compile),
-        "{key} is {value}, which only compiled blocks have: set train.compile to true, or use +ckpt in the strategy",
+        "{key} is {value}, which applies only to compiled blocks: set train.compile to true, or use +ckpt in the "
+        "strategy",
     ),
     Effect(
         ("train.reduce_dtype",),
@@ -81,17 +82,17 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("optimizer.nesterov",),
         lambda recipe: recipe.optimizer.momentum > 0,
-        "{key} is a way to use momentum, which is 0: set optimizer.momentum, or nesterov to false",
+        "{key} is true but optimizer.momentum is 0: set optimizer.momentum, or nesterov to false",
     ),
     Effect(
         ("optimizer.implementation",),
         lambda recipe: recipe.optimizer.name in ("adamw", "sgd") or recipe.optimizer.implementation == "foreach",
-        "{key} is '{value}', which {case.optimizer.name} does not have: use 'foreach' or 'auto', which is the same",
+        "{key} is '{value}', which {case.optimizer.name} does not support: use 'foreach' or 'auto'",
     ),
     Effect(
         ("faults.non_finite",),
         lambda recipe: recipe.train.precision != "fp16",
-        "{key} is '{value}', which train.precision fp16 does anyway, under [loss_scale]: leave it out",
+        "{key} is '{value}', which train.precision fp16 always does through [loss_scale]: leave it out",
     ),
     Effect(
         ("faults.max_skipped",),
@@ -101,7 +102,7 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         STREAM_CANNOT,
         lambda recipe: not recipe.stream,
-        "{key} is {value}, which a stream cannot do: leave it out, or index the shards",
+        "{key} is {value}, which a stream does not support: leave it out, or index the shards",
     ),
 )
 """All settings that have an effect only together with certain others."""

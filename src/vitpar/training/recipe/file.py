@@ -67,7 +67,7 @@ def read_recipe(
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise RecipeError(
-                f"'{shown(assignment)}' sets nothing: write --set section.key=value, as in --set train.seed=1"
+                f"'{shown(assignment)}' is not an assignment: write --set section.key=value, as in --set train.seed=1"
             )
         assigned[key.strip()] = _parse_value(text.strip())
     for source in (given, assigned):
@@ -77,7 +77,7 @@ def read_recipe(
     for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
         section, dot, name = key.partition(".")
         if not dot:
-            raise RecipeError(f"'{shown(key)}' names no setting: use section.key, as in train.seed")
+            raise RecipeError(f"'{shown(key)}' is not a setting: use section.key, as in train.seed")
         _refuse_bytes(key, value)
         values.setdefault(section, {})
         for group, *ways in _ALTERNATIVES:
@@ -97,7 +97,7 @@ def read_recipe(
     _refuse_unknown(values)
     recipe = checked(values)
     if needs_length and recipe.train.epochs is None and recipe.train.steps is None:
-        raise RecipeError("the recipe says neither train.epochs nor train.steps: give --epochs N or --steps N")
+        raise RecipeError("the recipe has neither train.epochs nor train.steps: give --epochs N or --steps N")
     return recipe
 
 
@@ -132,9 +132,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return read_toml(path)
     except FileNotFoundError:
-        raise RecipeError(
-            f"there is no recipe '{path}': name a TOML file, or a shipped recipe: {', '.join(names)}"
-        ) from None
+        raise RecipeError(f"no recipe '{path}': name a TOML file or a shipped recipe: {', '.join(names)}") from None
     except OSError as error:
         raise RecipeError(f"the recipe '{shown(path)}' cannot be read: {error.strerror}: name another") from None
     except ValueError as error:

@@ -73,8 +73,8 @@ def large_batch_warning(recipe: Recipe, samples: int) -> str | None:
     if batch <= samples:
         return None
     return (
-        f"the batch of {batch:,} images is larger than the training set of {samples:,}, so every step has images "
-        f"several times: use --batch-size {samples} or less"
+        f"the batch of {batch:,} images is larger than the training set of {samples:,}, so every step "
+        f"repeats images: use --batch-size {samples} or less"
     )
 
 
@@ -86,6 +86,6 @@ def refuse_huge_batch(recipe: Recipe, config: ViTConfig) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if pixels > there:
         raise RecipeError(
-            f"a batch of {batch:,} images of {config.image_size} pixels takes {size(pixels)} of memory on each machine "
-            f"before anything is computed, but this one has {size(there)}: use a smaller --batch-size"
+            f"a batch of {batch:,} images of {config.image_size} pixels needs {size(pixels)} of memory on each machine "
+            f"for its pixels alone, but this one has {size(there)}: use a smaller --batch-size"
         )

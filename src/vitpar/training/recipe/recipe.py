@@ -79,7 +79,7 @@ class Recipe(Section):
         if train.reduce_dtype not in (None, "fp32", narrow):
             raise RecipeError(
                 f"train.reduce_dtype is '{train.reduce_dtype}', which train.precision '{train.precision}' does not "
-                f"have: use 'fp32' or '{narrow}'"
+                f"support: use 'fp32' or '{narrow}'"
             )
         if data is None and not self.stream:
             raise RecipeError(
@@ -93,9 +93,7 @@ class Recipe(Section):
                 f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
             )
         if train.compile and self.faults.debug_checks:
-            raise RecipeError(
-                "faults.debug_checks cannot look into compiled blocks: set train.compile to false while you search"
-            )
+            raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
 
     @property
     def data_name(self) -> str:
@@ -171,14 +169,14 @@ class Recipe(Section):
         mesh, fallbacks = fields.pop("mesh"), fields.pop("fallback_meshes")
         if mesh == AUTO:
             raise StrategyError(
-                f"the mesh is '{AUTO}', which vitpar train alone searches: name a strategy, such as one that vitpar "
-                "search finds"
+                f"parallel.mesh is '{AUTO}', which only vitpar train supports: name a strategy, such as one that "
+                "vitpar search finds"
             )
         if not mesh.endswith(".json"):
             return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in fallbacks)]
         if not self.parallel.model_fields_set <= {"mesh", "fallback_meshes"}:
             raise RecipeError(
-                f"'{shown(mesh)}' is a whole plan: leave out the other settings of [parallel], or change the file"
+                f"'{shown(mesh)}' is a complete plan: leave out the other settings of [parallel], or change the file"
             )
         return [read_plan(Path(mesh)), *map(parse, fallbacks)]
 

@@ -104,7 +104,7 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
         return Resumed()
     if resume == "auto":
         if run_dir is None:
-            raise RecipeError("--resume auto needs to know which run: name its folder with --run-dir")
+            raise RecipeError("--resume auto requires --run-dir: name the folder of the run")
         source = run_dir
     else:
         source = Path(resume)
@@ -115,10 +115,13 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
             )
         if not has_checkpoint(source):
             raise RecipeError(
-                f"--resume '{resume}' has no checkpoint: to start the run, use --resume auto --run-dir {resume}"
+                f"--resume '{resume}' has no checkpoint to resume from: to start the run, use --resume auto "
+                f"--run-dir {resume}"
             )
         if run_dir is None and run_of(source) is None:
-            raise RecipeError(f"--resume '{resume}' does not lie in a run: name the folder of a new one with --run-dir")
+            raise RecipeError(
+                f"--resume '{resume}' is not in the folder of a run: name a new run folder with --run-dir"
+            )
     recipe = source / RECIPE
     return Resumed(source, recipe if recipe.is_file() else None)
 
@@ -140,7 +143,7 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         except CheckpointError as error:
             if step == steps[0]:
                 raise
-            warn(f"{error}: an older checkpoint is used")
+            warn(f"{error}: resuming from an older checkpoint")
     return None
 
 
@@ -153,7 +156,7 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, al
     """
     changed = changes(read_recipe(checkpoint.path / RECIPE), recipe)
     if checkpoint.facts.data != fingerprint:
-        changed[DATA] = "the training set is another"
+        changed[DATA] = "the training set differs"
     # A change of the optimizer changes its settings too.
     free = {*allowed, *(key for key in changed if key.startswith("optimizer.") and "optimizer.name" in allowed)}
     refused = {key: words for key, words in changed.items() if key not in free or _is_shape(key)}
@@ -161,8 +164,8 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, al
         keys = " ".join(f"--allow-change {key}" for key in refused)
         instead = "" if any(map(_is_shape, refused)) else f", or resume with {keys}"
         raise CheckpointError(
-            f"cannot resume '{checkpoint.path}', since settings changed: {'; '.join(refused.values())}: "
-            f"change it back{instead}"
+            f"cannot resume '{checkpoint.path}': these settings changed: {'; '.join(refused.values())}: "
+            f"change them back{instead}"
         )
     return set(changed)
 

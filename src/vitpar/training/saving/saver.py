@@ -181,7 +181,7 @@ class Saver:
 
     def _tell(self, saved: Saved | None) -> None:
         if saved:
-            self._log(f"{saved.folder.name} was whole after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
+            self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
 
 
 def texts(facts: Facts, recipe: Recipe, config: ViTConfig, plan: Plan) -> dict[str, str]:

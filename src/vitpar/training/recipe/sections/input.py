@@ -86,7 +86,7 @@ class DataSection(Section):
     def _window_is_of_blocks(self) -> Self:
         if self.shuffle_window % self.shuffle_block:
             raise ValueError(
-                f"data.shuffle_window is {self.shuffle_window}, which is no multiple of data.shuffle_block "
+                f"data.shuffle_window is {self.shuffle_window}, which is not a multiple of data.shuffle_block "
                 f"{self.shuffle_block}: make it one"
             )
         return self
@@ -121,7 +121,7 @@ class StreamSection(Section):
     def _is_whole(self) -> Self:
         missing = [name for name, value in self if value is None]
         if missing and self:
-            raise ValueError(f"the recipe lacks 'stream.{missing[0]}', without which nothing can be streamed: give it")
+            raise ValueError(f"the recipe lacks 'stream.{missing[0]}', which streaming needs: set it")
         return self
 
 

@@ -147,7 +147,7 @@ def test_a_communication_setting_that_does_nothing_is_refused(
     refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
     if setting != "bucket_cap_mb":
         refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # weights are sharded over i
-    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
+    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing with '"):
         refuse_unused(parse(mesh), precision, {**nothing, setting: value})
 
 

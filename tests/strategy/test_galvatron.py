@@ -201,7 +201,7 @@ def test_chunks_by_rule(changes: dict[str, Any], ranks: int, microbatches: int) 
 def test_chunks_by_rule_that_do_not_divide() -> None:
     """The rule rounds 18 / 4 up, where Galvatron goes on with micro-batches of unequal sizes."""
     data = SMALL | {"chunks": -1, "global_bsz": 36, "vtp": 1, "tp_sizes_enc": "1,1,1,1"}
-    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot share the 18 images .* equally: use 2, 3 or 6$"):
+    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot split the 18 images .* evenly: use 2, 3 or 6$"):
         from_galvatron(data, 4)
 
 
@@ -255,8 +255,8 @@ def test_keys_mean(changes: dict[str, Any], text: str) -> None:
 
 PRECISION = "The file does not say the precision."
 PRECISION_AND_SP = "The file does not say the precision, nor whether tp has sequence parallelism (+sp)."
-ZERO2 = "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless run-time options change that."
-FLAGS = "Galvatron has run-time flags for what the file leaves out, read by their defaults: "
+ZERO2 = "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options change it."
+FLAGS = "The file lacks keys that are run-time flags in Galvatron, assumed at their defaults: "
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ FLAGS = "Galvatron has run-time flags for what the file leaves out, read by thei
     [
         (HUGE, 4, [f"{FLAGS}embed_sdp as 0.", PRECISION_AND_SP]),
         (HUGE | {"vocab_sdp": 0}, 4, [PRECISION_AND_SP]),
-        (HUGE | {"vocab_sdp": 0, "chunks": -1}, 4, ["chunks is -1, which Galvatron's rule makes 1.", PRECISION_AND_SP]),
+        (HUGE | {"vocab_sdp": 0, "chunks": -1}, 4, ["chunks is -1, which Galvatron resolves to 1.", PRECISION_AND_SP]),
         (HUGE | {"vtp": 4}, 4, [PRECISION_AND_SP]),
         (LAYERWISE, 8, [PRECISION_AND_SP]),
         (LAYERWISE | {"chunks": 2}, 8, [ZERO2, PRECISION_AND_SP]),
@@ -274,7 +274,7 @@ FLAGS = "Galvatron has run-time flags for what the file leaves out, read by thei
             SMALL | {"chunks": -1, "global_bsz": 128},
             8,
             [
-                "chunks is -1, which Galvatron's rule makes 8.",
+                "chunks is -1, which Galvatron resolves to 8.",
                 f"{FLAGS}pipeline_type as gpipe, default_dp_type as ddp, embed_sdp as 0.",
                 PRECISION_AND_SP,
             ],

@@ -255,8 +255,8 @@ def test_keys_mean(changes: dict[str, Any], text: str) -> None:
 
 PRECISION = "The file does not say the precision."
 PRECISION_AND_SP = "The file does not say the precision, nor whether tp has sequence parallelism (+sp)."
-ZERO2 = "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options change it."
-FLAGS = "The file lacks keys that are run-time flags in Galvatron, assumed at their defaults: "
+ZERO2 = "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options differ."
+FLAGS = "The file lacks keys that are run-time flags in Galvatron, assumed as default: "
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_refusals_point_at_the_place(text: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-ALIKE = "give all layers strategies with the same number of ranks"
+ALIKE = "give all layers strategies of the same size"
 
 
 @pytest.mark.parametrize(

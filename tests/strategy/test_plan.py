@@ -121,7 +121,7 @@ def test_open_degree_has_no_size() -> None:
         (lambda: Plan(layers=()), "no block has a strategy (layers named: none): add a group such as *=dp2"),
         (
             lambda: Plan(layers=(("0", Strategy()), ("*", Strategy((Axis("dp", 2),))))),
-            "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies with the same number of ranks",
+            "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies of the same size",
         ),
         (lambda: Plan(pp=0), "the degree of 'pp' is 0: use 1 to 65,536"),
         (lambda: Plan(pp_index=1), "pp_index is 1 but pp can follow at most 0 axes: use 0 to 0"),

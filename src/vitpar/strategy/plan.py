@@ -88,7 +88,7 @@ class Plan:
             (first, one), (second, other), *_ = sizes.items()
             raise StrategyError(
                 f"'{one}' takes {count(first, 'rank')} of a stage but '{other}' takes {second}: "
-                "give all layers strategies with the same number of ranks"
+                "give all layers strategies of the same size"
             )
         ranks, kinds = max(sizes, default=1), len(self.kinds)
         if ranks * kinds > MAX_LAYOUT_PARTS:

@@ -59,7 +59,7 @@ CLASHES = (
         Clash(
             schedule,
             "compile",
-            "it computes input and weight gradients in separate backwards, which a compiled block cannot (pytorch#161904)",
+            "input and weight gradients are computed separately, which a compiled block cannot do (pytorch#161904)",
             "leave out compile, or use schedule 1f1b or interleaved1f1b",
         )
         for schedule in SPLIT_BACKWARD
@@ -68,7 +68,7 @@ CLASHES = (
         Clash(
             schedule,
             checkpoint,
-            "it splits the backward and keeps, in between, what checkpointing would free (pytorch#136766)",
+            "the split backward keeps in between what checkpointing would free (pytorch#136766)",
             f"leave out {checkpoint}, or use schedule 1f1b or interleaved1f1b",
         )
         for schedule in SPLIT_BACKWARD

@@ -225,7 +225,7 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
         command = "vitpar profile hardware" if words[0] == "hardware" else "vitpar profile model --recipe FILE"
         raise PlannerError(
             f"no profile of {what} was found ({paths[0]}), and nothing is measured in the ranks of a launcher: run "
-            f"{command} there first, or plan by a data sheet with --cluster"
+            f"{command} there first, or plan from a data sheet with --cluster"
         )
     typer.echo(f"measuring {what}, once: a few minutes, kept in {target}", err=True)
     try:

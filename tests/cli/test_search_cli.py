@@ -188,14 +188,14 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
     ("arguments", "sentence"),
     [
         (("--memory", "24"), "--memory 24 is no size: use a number and a unit"),
-        (("--memory", "1MB"), "no plan fits into 1 MB a rank"),
+        (("--memory", "1MB"), "no plan fits into 1 MB per rank"),
         (("--batch-size", "a"), "--batch-size a is no number: use 256"),
         (("--without", "magic"), "unknown flag 'magic': use sp"),
         (("--roles", "dp,zp"), "unknown role 'zp': use pp"),
         (("--hardware", "x.json"), "--cluster is given beside a profile"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
-        (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of products in float8: plan for bf16"),
+        (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
         (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: name a file in a folder"),
     ],
 )
@@ -252,5 +252,5 @@ def test_a_profile_serves_models_that_differ_in_what_costs_nothing(tmp_path: Pat
     hardware.save(files[0])
     model.save(files[1])
     costs_of(recipe(model__init="timm", model__norm_eps=1e-12), None, *files, None)
-    with pytest.raises(PlannerError, match=r"is of a model with depth 8 but the recipe's has 4"):
+    with pytest.raises(PlannerError, match=r"was profiled with model depth 8 but the recipe has 4"):
         costs_of(recipe(model__depth=4), None, *files, None)

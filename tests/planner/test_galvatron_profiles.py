@@ -140,7 +140,7 @@ def test_micro_batches_below_the_profiled_batch_are_not_free(folder: Path, tmp_p
     [
         ({"computation_profiling_fp32_all.json": {"layertype_0_bsz8_seq257": 1.0}}, "no layertype_0 of 196 tokens"),
         ({"memory_profiling_fp32_all.json": {}}, "no layertype_0 of 196 tokens"),
-        ({"memory_profiling_fp32_all.json": [1]}, "holds no object"),
+        ({"memory_profiling_fp32_all.json": [1]}, "has no JSON object"),
         ({"computation_profiling_other.json": {}}, "2 files"),
         ({"allreduce_bandwidth_1nodes_8gpus_per_node.json": {}}, "no allreduce_size"),
     ],
@@ -161,7 +161,7 @@ def test_the_command_makes_profiles_that_a_search_reads(folder: Path, tmp_path: 
     invoke = CliRunner().invoke
     outs = ("--hardware-out", files[0], "--model-out", files[1])
     said = invoke(app, ["galvatron", "profiles", str(folder), str(folder), "--memory", "24GB", *model, *outs])
-    assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "taken as nothing: optimizer" in said.stdout
+    assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "counted as zero: optimizer" in said.stdout
     assert "in fp32" in said.stdout and "blocks profiled with batches of 8" in said.stdout
     assert f"vitpar {__version__}: vitpar" in said.stdout
     reads = ("--hardware", files[0], "--model-profile", files[1])

@@ -176,8 +176,8 @@ def test_a_page_says_where_its_figures_come_from(found: Findings) -> None:
         "batch 256",
         "MFU",
         "± 25.0 %",
-        "Which layers run where",
-        "Which rank is where",
+        "Layers and ranks",
+        "Ranks on each axis",
         "vitpar train --mesh plan.json",
         "blocks 1-11",
     ):
@@ -208,7 +208,7 @@ def test_a_frontier_of_one_plan_is_a_sentence(found: Findings) -> None:
 
 TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.startswith("gradients of"))
 TIME += ("gradients", "optimizer")
-SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "gradients of inputs"))}
+SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
 """Names of one meaning."""
 
 

@@ -233,7 +233,7 @@ def test_an_obvious_plan_outside_of_the_space_is_said_to_be() -> None:
     search = Search(Space(costs.config, 4, (16,), roles=("tp",)), costs)
     best = search.best(float("inf")).plans[0]
     found = {reason.plan: reason.why for reason in reasons(search, best, float("inf"))}
-    assert "more images/s, but outside of what was searched" in found["dp4"]
+    assert "more images/s, but outside the searched space" in found["dp4"]
 
 
 def test_what_is_listed_is_in_order_and_has_the_obvious_plans() -> None:

@@ -261,8 +261,8 @@ class LayerCosts:
         """Seconds between a device and its host."""
         if self.hardware.host is None:
             raise PlannerError(
-                f"{self.hardware.name} has no rate between devices and their host, which +offload needs: profile the "
-                "hardware again by vitpar profile hardware, or add [host] to the cluster's file"
+                f"{self.hardware.name} has no transfer rate between device and host, which +offload needs: profile "
+                "again with vitpar profile hardware, or add [host] to the cluster file"
             )
         return self.hardware.host.seconds(size)
 

@@ -46,7 +46,7 @@ class Links:
         if not candidates:
             raise PlannerError(
                 f"the hardware profile '{self._hardware.name}' has no {operation}, which plans of more than one rank "
-                "need: measure with more ranks by vitpar profile hardware --ranks"
+                "need: measure more ranks with vitpar profile hardware --ranks"
             )
 
         def distance(link: Link) -> tuple[float, ...]:

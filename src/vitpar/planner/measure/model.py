@@ -180,7 +180,7 @@ def profile_model(
 
     processes: how many there are. Must not be called inside a process group: it pretends to be in others.
     """
-    assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
+    assert not dist.is_initialized(), "a process group is initialized already"
     if device.type == "cpu":
         keep_freed_memory()  # as ranks do
     attention = subject.choose_attention(device)

@@ -48,8 +48,8 @@ class Uncertainty:
     def source(self) -> str:
         """Origin of the uncertainty."""
         if self.estimated:
-            return f"{self}: mean error of such estimates on the runs that they were calibrated on"
-        return f"{self}: spread of the timings in the profiles, weighed by what each contributes to a step"
+            return f"{self}: mean error of estimates on the runs they were calibrated on"
+        return f"{self}: spread of the timings in the profiles, weighted by their share of a step"
 
     def covers(self, price: Price, other: Price) -> bool:
         """Whether the two are too close together to say which is faster."""

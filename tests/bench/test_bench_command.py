@@ -318,7 +318,7 @@ def test_the_command_prints_one_object_and_reads_no_data_if_told_so(tmp_path: Pa
         (["--set", "checkpoint.keep=1", "--recipe", "recipe.toml"], "changes nothing in a benchmark, which uses "),
         (["--recipe", "recipe.toml"], "nowhere"),
         (["--data", "here", "--synthetic"], "both --synthetic and --data here are given: keep one"),
-        (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 changes nothing where the data says it"),
+        (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 does nothing with data"),
         (
             ["--mesh", "tp2", "--model", "vit_tiny_patch16_224"],
             "tp2 does not divide the 3 heads of vit_tiny_patch16_224",

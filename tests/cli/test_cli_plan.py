@@ -76,7 +76,7 @@ def test_a_layerwise_plan_is_told_strategy_by_strategy(run: Run) -> None:
     assert "stage 1 4-7 blocks 6-11, head 49.7 % 10.8 M 173.2 MB" in lines
     assert "batch 256 images = 4 data-parallel parts x 64, each 4 micro-batches x 16" in lines
     assert any("a rank sends 25.0 % of each" in f"{a} {b}" for a, b in pairwise(lines))
-    headings = ["embed: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistributed in front of"]
+    headings = ["embed: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistribution before"]
     places = [lines.index(heading) for heading in headings]
     assert places == sorted(places)
     names = [line.split(" ")[0] for line in lines[places[1] + 1 : places[2]]]
@@ -89,7 +89,7 @@ def test_a_layerwise_plan_is_told_strategy_by_strategy(run: Run) -> None:
 
 def test_equal_redistributions_stand_in_one_line(run: Run) -> None:
     lines = squeezed(run("pp1: 0=tp4, 2=tp4, 4=tp4, *=dp4", *BASE))
-    lines = lines[lines.index("redistributed in front of") + 1 :]
+    lines = lines[lines.index("redistribution before") + 1 :]
     assert " ".join(lines) == (
         "blocks 0, 2, 4 dp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients "
         "blocks 1, 3, 5 tp4 -> dp4: a rank receives up to 75.0 % of each gradient, nothing of activations"
@@ -307,7 +307,7 @@ def test_a_plan_is_predicted_for_a_cluster(run: Run) -> None:
         (("dp2", "--memory", "4GB"), "--memory is given without a machine"),
         (("dp16", *H100), "takes 16 ranks but 8xH100 has 8"),
         (("dp2", "--hardware", "x.json", "--num-classes", "5"), "--num-classes is given without --cluster"),
-        (("dp2", *H100, "--hardware", "x.json"), "--cluster is given beside a profile"),
+        (("dp2", *H100, "--hardware", "x.json"), "both --cluster and a profile are given"),
     ],
 )
 def test_predictions_refuse_what_they_cannot_use(run: Run, words: tuple[str, ...], sentence: str) -> None:

@@ -88,7 +88,7 @@ def test_a_layerwise_plan_has_a_line_for_every_strategy() -> None:
     assert str(
         draw_ranks(parse("pp2: embed=fsdp8, 0=tp4xdp2, 1=fsdp8, 2-3=tp8+2.5d, *=tp2xdp4+sp"), 80)
     ).splitlines() == [
-        "ranks of a stage, counted from 0; | stands between parts of the batch",
+        "ranks of a stage, counted from 0; | separates parts of the batch",
         "embed, 1  fsdp8       0 | 1 | 2 | 3 | 4 | 5 | 6 | 7",
         "0        tp4xdp2     0 2 4 6 | 1 3 5 7",
         "2-3      tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7",

@@ -189,14 +189,14 @@ def test_what_is_left_out_is_not_used(run: Run) -> None:
     [
         (("--memory", "24"), "--memory 24 is no size: use a number and a unit"),
         (("--memory", "1MB"), "no plan fits into 1 MB per rank"),
-        (("--batch-size", "a"), "--batch-size a is no number: use 256"),
+        (("--batch-size", "a"), "--batch-size a is not a number: use 256"),
         (("--without", "magic"), "unknown flag 'magic': use sp"),
         (("--roles", "dp,zp"), "unknown role 'zp': use pp"),
-        (("--hardware", "x.json"), "--cluster is given beside a profile"),
+        (("--hardware", "x.json"), "both --cluster and a profile are given"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
         (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
-        (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: name a file in a folder"),
+        (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: give a file in a writable folder"),
     ],
 )
 def test_wrong_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
@@ -216,7 +216,7 @@ def test_options_that_would_do_nothing_are_refused(run: Run) -> None:
     with pytest.raises(PlannerError, match="--num-classes is given without --cluster"):
         run("search", "--num-classes", "5")
     for plans in ((), ("plan.json",)):
-        with pytest.raises(PlannerError, match="--microbatches is given beside plans that have their own"):
+        with pytest.raises(PlannerError, match="--microbatches is given, but these plans have their own"):
             run("validate", *plans, "--microbatches", "2")
     with pytest.raises(PlannerError, match=r"cannot write no/rows\.json"):
         run("validate", "dp2", "--out", "no/rows.json")

@@ -246,7 +246,7 @@ BAD_INPUT = [
     (["--set", "optimizer.betas=[0.9, 1.5]"], "recipe key 'optimizer.betas.1' is 1.5"),
     (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.001: lower it"),
     (["--set", "data.std=[0.0, 1.0, 1.0]"], "must be positive in every channel"),
-    (["--device", "cuda"], "this machine shows no CUDA GPU: use --device cpu"),
+    (["--device", "cuda"], "this machine has no CUDA GPU: use --device cpu"),
     (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
 ]
 

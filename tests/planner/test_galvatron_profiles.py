@@ -167,4 +167,4 @@ def test_the_command_makes_profiles_that_a_search_reads(folder: Path, tmp_path: 
     reads = ("--hardware", files[0], "--model-profile", files[1])
     found = invoke(app, ["search", *model, *reads, "--batch-size", "64", "--memory", "20GB", "--roles", "dp,fsdp"])
     assert found.exit_code == 0 and "imported from Galvatron" in found.stdout
-    assert "not looked at, since the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr
+    assert "not searched, because the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr

@@ -144,4 +144,4 @@ def test_the_command_writes_what_it_shows(
     profile = Hardware.read(path)
     assert profile.name == "1xcpu" and f"written    {path}" in shown and "float32" in shown
     wrong = CliRunner().invoke(app, ["--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "no" / "one.json")])
-    assert "name a file in a folder that exists" in str(wrong.exception)
+    assert "give a file in a writable folder" in str(wrong.exception)

@@ -231,9 +231,9 @@ def test_a_world_that_is_claimed_for_galvatrons_plan() -> None:
         ("profile model --ranks 999999999 --device cpu", "the world takes 999,999,999 ranks: use at most 65,536"),
         ("search --cluster 99999x99xH100", "9,899,901 ranks: use at most 65,536"),
         ("search --cluster 8xH100 --batch-size 1000000000000", "--batch-size .* use 1 to 16,777,216"),
-        (f"search --cluster 8xH100 --batch-size {'9' * 5_000}", "--batch-size 9+… is no number"),
+        (f"search --cluster 8xH100 --batch-size {'9' * 5_000}", "--batch-size 9+… is not a number"),
         ("scaling --cluster 8xH100 --ranks 999999999", "--ranks .* use 1 to 65,536"),
-        ("scaling --cluster 8xH100 --ranks ²", "--ranks ² is no number"),
+        ("scaling --cluster 8xH100 --ranks ²", "--ranks ² is not a number"),
     ],
 )
 def test_options_that_claim_too_much(

@@ -210,7 +210,7 @@ def run(place: Path, vitpar: Command) -> Path:
     """The folder of a run over two ranks that streams from the web server."""
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "streamed")
     assert done.returncode == 0, done.stderr
-    assert "train-{0..3}.tar: 32 to train on, 17 to validate with" in " ".join(done.stdout.split())
+    assert "train-{0..3}.tar: 32 training and 17 validation images" in " ".join(done.stdout.split())
     assert "vitpar eval --checkpoint streamed/weights\n" in done.stdout
     return place / "streamed"
 

@@ -61,7 +61,7 @@ def noise_words(doubt: Uncertainty | None) -> str:
 
 def certainty(result: Result) -> str:
     """How much faster other plans may be."""
-    how = "no plan is 0.1 % faster" if result.exact else "not every plan was examined"
+    how = "no plan is more than 0.1 % faster" if result.exact else "not every plan was examined"
     return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"
 
 

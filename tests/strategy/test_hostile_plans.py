@@ -157,7 +157,7 @@ def test_files_that_are_no_plans(read: Callable[[Path], Any], tmp_path: Path) ->
     ("change", "message"),
     [
         ({"pp": HUGE}, "the degree of 'pp' is 10+…: use 1 to 65,536"),
-        ({"pp_index": HUGE}, "pp_index is 10+… but pp has 0 axes"),
+        ({"pp_index": HUGE}, "pp_index is 10+… but pp can follow at most 0 axes"),
         ({"vitpar_plan": HUGE}, "'vitpar_plan' is 10+…: this vitpar reads"),
         ({"schedule": "x" * 10**6}, "unknown schedule 'x{198}…'"),
         ({"split": "x" * 10**6}, "unknown split 'x{198}…'"),

@@ -90,17 +90,17 @@ def test_a_layerwise_plan_has_a_line_for_every_strategy() -> None:
     ).splitlines() == [
         "ranks of a stage, counted from 0; | separates parts of the batch",
         "embed, 1  fsdp8       0 | 1 | 2 | 3 | 4 | 5 | 6 | 7",
-        "0        tp4xdp2     0 2 4 6 | 1 3 5 7",
-        "2-3      tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7",
-        "*        tp2xdp4+sp  0 4 | 1 5 | 2 6 | 3 7",
+        "0         tp4xdp2     0 2 4 6 | 1 3 5 7",
+        "2-3       tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7",
+        "*         tp2xdp4+sp  0 4 | 1 5 | 2 6 | 3 7",
     ]
-    assert str(draw_ranks(parse("pp1: 0=dp2, *=tp2"), 80)).startswith("ranks; | stands between")
+    assert str(draw_ranks(parse("pp1: 0=dp2, *=tp2"), 80)).startswith("ranks; | separates parts")
 
 
 def test_what_does_not_fit_is_left_out_of_a_layerwise_plan() -> None:
     lines = str(draw_ranks(parse("pp1: 0=tp8xdp8, *=fsdp64+ckpt.selective+offload"), 40)).splitlines()
     assert lines == [
-        "ranks; | stands between parts of the ba…",
+        "ranks; | separates parts of the batch",
         "0  tp8xdp8",
         "  0 8 … 56 | 1 9 … 57 | 2 10 … 58 | …",
         "*  fsdp64+ckpt.selective+offload",

@@ -107,7 +107,7 @@ def test_outputs_say_how_they_came_to_be(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
     words = run("search", *H100, "--memory", "20GB")
     assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
-    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "a step of 256 images, MFU" in words
+    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "per step of 256 images, MFU" in words
     found = json.loads(run("search", *H100, "--memory", "20GB", "--json"))
     assert (found["vitpar"], found["precision"], found["model"]) == (__version__, "bf16", "vit_small_patch16_224")
     assert found["command"].endswith("'20 GB'") and 0 < found["plans"][0]["mfu"] < 1

@@ -190,8 +190,8 @@ def test_galvatrons_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused(lambda: import_hardware(tmp_path, 10**9, 8, 10**9, "x"), "8,000,000,000 ranks: use at most", StrategyError)
     path = tmp_path / "overlap_coefficient.json"
     for content, message in (
-        ("[" * 10**6, "is not a Galvatron profile:  it is nested too deeply"),
-        ("9" * 5_000, "is not a Galvatron profile:  Exceeds the limit"),
+        ("[" * 10**6, "is not a Galvatron profile: it is nested too deeply"),
+        ("9" * 5_000, "is not a Galvatron profile: Exceeds the limit"),
         (" " * (MAX_PROFILE_BYTES + 1), "it has more than 8,388,608 bytes"),
     ):
         path.write_text(content)

@@ -202,11 +202,11 @@ def test_reasons_within_the_noise_are_marked(found: Findings) -> None:
 
 def test_a_frontier_of_one_plan_is_a_sentence(found: Findings) -> None:
     lone = replace(found, frontier=found.frontier[:1])
-    assert "No plan that takes less memory than" in page(lone, 2)
+    assert "No plan with less memory than" in page(lone, 2)
     assert page(lone, 2).count("<svg") == page(replace(found, frontier=found.frontier[:1] * 2), 2).count("<svg") - 1
 
 
-TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.startswith("gradients of"))
+TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.endswith(" gradients"))
 TIME += ("gradients", "optimizer")
 SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
 """Names of one meaning."""

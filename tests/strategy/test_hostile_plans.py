@@ -51,7 +51,7 @@ def refused(make: Callable[[], Any], message: str) -> str:
         ("pp1: 1024=dp2", "'1024' names block 1024: models have at most 1,024 blocks"),
         ("pp1: " + ",".join(["0-1023=dp2"] * 5_000), "block 0 is in two groups"),
         ("pp1: " + ",".join(f"{i % 1024}=dp2" for i in range(7_000)), "block 0 is in two groups"),
-        ("pp1: " + ",".join(["embed=dp2"] * 7_000), "'embed' is in two groups"),
+        ("pp1: " + ",".join(["embed=dp2"] * 6_000), "'embed' is in two groups"),
         ("x" * MAX_STRATEGY_CHARS, "stray 'x' at position 1 of"),
         ("q" * MAX_STRATEGY_CHARS, "unknown role 'q{198}…' at position 1 of 'q{198}…'"),
         ("dp2" + "+" * 60_000, "empty flag at position 4 of"),

@@ -84,7 +84,9 @@ def choose(
     """
     parallel = recipe.parallel
     if idle := parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
-        raise PlannerError(f"parallel.{min(idle)} is searched with --mesh {AUTO}: leave it out, or name a mesh")
+        raise PlannerError(
+            f"parallel.{min(idle)} is searched with --mesh {AUTO}: leave it out, or give --mesh a strategy"
+        )
     ranks = _ranks(device, options.ranks)
 
     def find() -> Chosen:
@@ -139,7 +141,7 @@ def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, optio
     if options.cluster is None:
         costs = _profiled(recipe, config, device, ranks, options)
     elif options.hardware or options.model_profile:
-        raise PlannerError("--cluster is given beside a profile: give one of the two")
+        raise PlannerError("both --cluster and a profile are given: give one of the two")
     else:
         costs = estimated_costs(config, options.cluster, train.precision, train.compile, ranks)
     searching = make_search(
@@ -157,8 +159,8 @@ def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, optio
     plan = recipe.under(best.plan).plan(config)
     if not quiet:
         show_choice(Findings(result, limit, (), reasons(searching, best, limit), costs, origin()))
-    words = f"{speed_words(best, costs)}, {size(best.memory_bytes)} of {size(limit)} a rank"
-    return Chosen(plan, f"the plan was searched, and is predicted to do {words}")
+    words = f"{speed_words(best, costs)}, {size(best.memory_bytes)} of {size(limit)} per rank"
+    return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 
 def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions) -> LayerCosts:
@@ -224,16 +226,16 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
     if _given_launcher():
         command = "vitpar profile hardware" if words[0] == "hardware" else "vitpar profile model --recipe FILE"
         raise PlannerError(
-            f"no profile of {what} was found ({paths[0]}), and nothing is measured in the ranks of a launcher: run "
-            f"{command} there first, or plan by a data sheet with --cluster"
+            f"no profile of {what} found ({paths[0]}), and ranks of a launcher cannot measure one: run "
+            f"{command} first, or  plan from a data sheet with --cluster"
         )
-    typer.echo(f"measuring {what}, once: a few minutes, kept in {target}", err=True)
+    typer.echo(f"measuring {what}, once: a few minutes, saved to {target}", err=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlannerError(
             f"cannot make the folder {target.parent} for profiles: {error.strerror}: run in a writable folder, or "
-            "name profiles with --hardware and --model-profile"
+            "give profiles with --hardware and --model-profile"
         ) from None
     # -P: do not import modules from the current folder.
     command_line = [sys.executable, "-P", "-m", "vitpar_cli.main", "profile", *words, "--out", str(target)]

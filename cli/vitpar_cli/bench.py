@@ -25,11 +25,11 @@ def bench(
     data: o.DataDir = None,
     synthetic: Annotated[
         bool,
-        typer.Option("--synthetic", help="Read no data; the default without --recipe and --data."),
+        typer.Option("--synthetic", help="Use random images.  \\[default: without --recipe and --data]"),
     ] = False,
     model: o.ModelName = None,
     num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=2, help="Classes if no data is read.  \\[default: 10]")
+        int | None, typer.Option("--num-classes", min=2, help="Number of classes without data.  \\[default: 10]")
     ] = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
@@ -39,15 +39,15 @@ def bench(
     split: o.Split = None,
     precision: o.Precision = None,
     compile_blocks: o.Compile = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed together.")] = 10,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="How often so many steps are timed.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps per repeat.")] = 10,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed repeats of --steps steps.")] = 5,
     warmup: Annotated[
         int | None,
-        typer.Option("--warmup", min=1, help="Steps that do not count, at first.  \\[default: until they are steady]"),
+        typer.Option("--warmup", min=1, help="Untimed steps at the start.  \\[default: until step times are steady]"),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="DIR", help="Write a trace of every rank there, and show the top kernels."),
+        typer.Option("--profile", metavar="DIR", help="Write a trace of every rank to DIR, and show the top kernels."),
     ] = None,
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
@@ -64,7 +64,9 @@ def bench(
         raise RecipeError(f"both --synthetic and --data {data} are given: keep one")
     reads = not synthetic and (recipe is not None or data is not None)
     if reads and num_classes is not None:
-        raise RecipeError(f"--num-classes {num_classes} changes nothing where the data says it: leave it out")
+        raise RecipeError(
+            f"--num-classes {num_classes} does nothing with data, which has its own classes: leave it out"
+        )
     o.refuse_idle(assignments, "a benchmark" if reads else "a benchmark without data")
     # A recipe must have a length, although a benchmark does not use it.
     merged = o.merged_recipe(recipe, {**o.checked_settings(bench, locals()), "train.steps": 1}, assignments)
@@ -110,4 +112,4 @@ def _make(folder: Path) -> None:
     except OSError as error:
         reason = error.strerror
     if reason:
-        raise RecipeError(f"cannot write traces into '{folder}' ({reason}): name a folder with --profile")
+        raise RecipeError(f"cannot write traces to '{folder}' ({reason}): give --profile a writable folder")

@@ -89,7 +89,7 @@ def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
     config, plan = found.config, found.plan
     batch = batch_arithmetic(plan, found.batch_size)
     parameters = sum(layer_parameters(config, Plan()).values())
-    flops = f"{_short(config.flops)}FLOP for a step of an image"
+    flops = f"{_short(config.flops)}FLOP per image and step"
     yield "model", f"{config.name}, {millions(parameters)} parameters, {flops}"
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {found.device}, {found.device_name}"
     if plan.pipeline_degree > 1:
@@ -97,9 +97,9 @@ def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
     yield "batch", batch_words(batch)
     attention = f", attention by {found.attention}" if found.attention else ""
     yield "precision", found.precision + (", blocks compiled" if found.compiled else "") + attention
-    yield "input", found.data.name if found.data else "synthetic: random images that are on the device"
+    yield "input", found.data.name if found.data else "synthetic: random images on the device"
     warm = found.warm_up
-    words = f"{count(warm.steps, 'step')}, the first of {warm.first:.1f} s" + (
+    words = f"{count(warm.steps, 'step')}, the first took {warm.first:.1f} s" + (
         "" if warm.steady else "; not steady yet"
     )
     yield "warm-up", words
@@ -112,13 +112,13 @@ def _reached(found: Benchmark) -> Iterator[tuple[str, str]]:
     yield "step", f"{_ms(found.seconds)} ms, mean ± deviation of {how}"
     yield "speed", f"{_spread(found.images_per_second, 1.0)} images/s"
     if found.mfu is not None and rates.peak is not None:
-        yield "MFU", f"{percent(found.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s a rank"
-    measured = f"{_short(rates.matmul)}FLOP/s a rank, at which matrix products of these shapes run here"
+        yield "MFU", f"{percent(found.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s per rank"
+    measured = f"{_short(rates.matmul)}FLOP/s per rank, the measured rate of matrix products of these shapes"
     yield "products", f"{percent(found.matmul_share)} of {measured}"
-    yield "memory", f"{size(found.memory_bytes)} at most on a rank"
+    yield "memory", f"{size(found.memory_bytes)} on the fullest rank"
     if found.data:
         share = _spread(found.data.share, 100.0, 1)
-        yield "data share", f"{share} % of a step; on synthetic input it takes {_ms(found.data.synthetic)} ms"
+        yield "data share", f"{share} % of a step; with synthetic input a step takes {_ms(found.data.synthetic)} ms"
 
 
 def _phases(found: Benchmark) -> Table:
@@ -137,7 +137,7 @@ def _phases(found: Benchmark) -> Table:
             "" if phase.limit is None else _milliseconds(phase.limit),
             percent(phase.limit_share) if limited and phase.limit_share is not None else "",
         )
-    table.add_row("between", _milliseconds(found.between), percent(found.between / whole))
+    table.add_row("between phases", _milliseconds(found.between), percent(found.between / whole))
     table.add_section()
     table.add_row("step, timed by phase", _ms(found.phased))
     return table

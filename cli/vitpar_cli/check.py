@@ -29,7 +29,7 @@ def check(
         typer.Option(
             "--recipe",
             metavar="FILE",
-            help="TOML recipe whose training is checked.  \\[default: a tiny ViT with everything on]",
+            help="TOML recipe whose training is checked.  \\[default: a tiny ViT with all features on]",
         ),
     ] = None,
     model: o.ModelName = None,
@@ -42,7 +42,7 @@ def check(
             "train.batch_size",
             "--batch-size",
             min=1,
-            help="Images of a step over all ranks.  \\[default: 16 or the next that divides]",
+            help="Images per step over all ranks.  \\[default: the smallest from 16 that the plan allows]",
         ),
     ] = None,
     microbatches: o.Microbatches = None,
@@ -56,7 +56,7 @@ def check(
         float | None,
         typer.Option(
             "--tolerance",
-            help="Relative error allowed for everything.  \\[default: a multiple of each tensor's rounding noise]",
+            help="Allowed relative error.  \\[default: a multiple of each tensor's rounding noise]",
         ),
     ] = None,
     device: o.DeviceName = None,
@@ -140,6 +140,6 @@ def _print(result: "CheckResult") -> None:
     verdict = "[green]passed[/]" if result.passed else "[red]FAILED[/]"
     worst = result.worst
     console.print(
-        f"{verdict}: nearest to its limit is {worst.name}, off by {worst.error:.1e} of {worst.allowed:.1e} allowed",
+        f"{verdict}: closest to its limit is {worst.name}, error {worst.error:.1e} of {worst.allowed:.1e} allowed",
         highlight=False,
     )

@@ -25,11 +25,11 @@ app = typer.Typer(
     short_help="Show, verify, compare and export checkpoints; import weights from elsewhere.",
 )
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
-Path_ = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run, whose newest it is.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the weights go, a new folder.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Path_ = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run to use its newest checkpoint.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="New folder for the weights.")]
 ShardSize = Annotated[
-    str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of a file, as in 500MB or 5GB.")
+    str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _GROUPS = ("model", "optimizer", "ema")  # first parts of the names of tensors in a checkpoint
@@ -41,7 +41,7 @@ def _refuse_missing(path: Path) -> None:
     if not path.is_dir():
         from vitpar.errors import CheckpointError
 
-        raise CheckpointError(f"there is no folder '{path}': name a run such as runs/mine, or a checkpoint in it")
+        raise CheckpointError(f"there is no folder '{path}': give a run such as runs/mine, or a checkpoint in it")
 
 
 def _opened(path: Path) -> "Checkpoint":
@@ -55,7 +55,9 @@ def _opened(path: Path) -> "Checkpoint":
         return Checkpoint.open(path)
     there = checkpoints_of(path)
     if not there.steps():
-        raise CheckpointError(f"'{path}' is neither a checkpoint nor a run that has one: name runs/… or one in it")
+        raise CheckpointError(
+            f"'{path}' is neither a checkpoint nor a run with one: give a run such as runs/mine, or a checkpoint in it"
+        )
     return Checkpoint.open(there.path(there.steps()[-1]))
 
 
@@ -72,7 +74,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
 
     there = checkpoints_of(run)
     if not there.steps():
-        raise CheckpointError(f"'{run}' has no checkpoints: name the folder of a run that was trained with some")
+        raise CheckpointError(f"'{run}' has no checkpoints: give the folder of a run that saved some")
     found: list[dict[str, Any]] = []
     best = None  # according to the newest checkpoint
     for step in there.steps():
@@ -165,7 +167,7 @@ def verify_command(path: Path_) -> None:
     if problems:
         raise typer.Exit(1)
     size = decimal(sum(stored.bytes for _, stored in files))
-    typer.echo(f"{checkpoint.path}: {len(files)} files, {size}, all as they were written")
+    typer.echo(f"{checkpoint.path}: {len(files)} files, {size}, all checksums match")
 
 
 @app.command("diff")
@@ -196,7 +198,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
         table = Table("tensor", "largest difference", "largest value")
         for d in sorted(apart, key=lambda d: -(d.largest if d.largest is not None else float("inf")))[:_WORST]:
             if d.largest is None or d.magnitude is None:
-                table.add_row(d.name, "only in one, or of another shape", "")
+                table.add_row(d.name, "missing in one, or different shapes", "")
             else:
                 table.add_row(d.name, f"{d.largest:.2e}", f"{d.magnitude:.2e}")
         if apart:
@@ -221,7 +223,7 @@ def export_command(
     out: Out,
     shard_size: ShardSize = "5GB",
     plain: Annotated[
-        bool, typer.Option("--no-averages", help="The parameters themselves, where there are running averages too.")
+        bool, typer.Option("--no-averages", help="Export the parameters instead of their running averages.")
     ] = False,
 ) -> None:
     """Write the parameters of a checkpoint as safetensors, for `vitpar eval` and readers of Hugging Face's layout.
@@ -240,28 +242,31 @@ def export_command(
             averages=False if plain else None,
             progress=moved,
         )
-    typer.echo(f"step {checkpoint.facts.step:,} is in {out}: {len(files)} file{'s' * (len(files) > 1)}")
+    typer.echo(f"step {checkpoint.facts.step:,} written to {out}: {len(files)} file{'s' * (len(files) > 1)}")
 
 
 @app.command("import")
 def import_command(
     source: Annotated[
         Path,
-        typer.Argument(metavar="FILE|FOLDER", help="What was downloaded: a model's folder, or a .safetensors or .pth."),
+        typer.Argument(metavar="FILE|FOLDER", help="Downloaded model folder, or .safetensors or .pth file."),
     ],
     out: Out,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="timm's name, if no config.json has the number of heads."),
+        typer.Option(
+            "--model", metavar="NAME", help="timm model name, needed if no config.json gives the number of heads."
+        ),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option("--classes", min=1, help="Classes; if the number differs, the classifier is new.")
+        int | None,
+        typer.Option("--classes", min=1, help="Number of classes; a different number gives a new classifier."),
     ] = None,
     image_size: Annotated[
         int | None, typer.Option("--image-size", min=1, help="Interpolate positions for images of this size in pixels.")
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Load a .pth or .bin that holds more than tensors, which runs code from it.")
+        bool, typer.Option("--trust", help="Load a .pth or .bin with more than tensors, which runs code from it.")
     ] = False,
     shard_size: ShardSize = "5GB",
     as_json: AsJson = False,

@@ -58,8 +58,8 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one a core")]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder with shards and their index.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder with shards and their index.")]
 
 
 @app.command("pack")
@@ -74,19 +74,18 @@ def pack_command(
             "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`.",
         ),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
     val_fraction: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of every class that becomes `val` if SRC has no such split; 0 for none: runs then do not "
-            "evaluate.",
+            help="Fraction of each class used as `val` if SRC has no val split; 0: none, runs do not evaluate.",
             show_default="0.2",
         ),
     ] = None,
-    shard_samples: Annotated[int, typer.Option(help="Images in a shard.")] = 5000,
+    shard_samples: Annotated[int, typer.Option(help="Images per shard.")] = 5000,
     short_side: Annotated[
         int | None,
-        typer.Option(help="Pixels of the shorter side to which larger images are resized.", show_default="as they are"),
+        typer.Option(help="Resize larger images to this shorter side, as JPEG.", show_default="unchanged"),
     ] = None,
     quality: Annotated[
         int | None, typer.Option(help="JPEG quality with --short-side, 1 to 100.", show_default="90")
@@ -98,7 +97,7 @@ def pack_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
     skip_damaged: Annotated[
         bool,
-        typer.Option("--skip-damaged", help="Leave out files that are no images, and list them in DST/skipped.txt."),
+        typer.Option("--skip-damaged", help="Leave out files that are not images, and list them in DST/skipped.txt."),
     ] = False,
 ) -> None:
     """Pack images into WebDataset shards and write an index of them.
@@ -136,20 +135,23 @@ def pack_command(
 
 @app.command("index")
 def index_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that the .tar files are in.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the .tar files.")],
     split: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=PATTERN",
-            help="Which files are of a split, such as train=imagenet-*.tar; several.",
-            show_default="by the words train, val and test in their names",
+            help="Files of a split, such as train=imagenet-*.tar; repeatable.",
+            show_default="by train, val and test in file names",
         ),
     ] = None,
     label: Annotated[
-        str, typer.Option(metavar="cls|json:FIELD|folder", help="Where an image's label is: beside it, or its folder.")
+        str,
+        typer.Option(
+            metavar="cls|json:FIELD|folder", help="Source of labels: .cls or .json files of the images, or folders."
+        ),
     ] = "cls",
     classes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Names of the classes, a line each, in label order.")
+        Path | None, typer.Option(metavar="FILE", help="Class names, one per line, in label order.")
     ] = None,
     workers: Workers = None,
 ) -> None:
@@ -166,7 +168,7 @@ def index_command(
         (text for text, (name, _, pattern) in zip(split or (), pairs, strict=True) if not (name and pattern)), None
     )
     if wrong is not None:
-        raise DataError(f"'{wrong}' is no split: write NAME=PATTERN, such as train=imagenet-*.tar")
+        raise DataError(f"'{wrong}' is not a split: write NAME=PATTERN, such as train=imagenet-*.tar")
     with _progress() as progress:
         index(
             folder,
@@ -233,7 +235,7 @@ def info_command(
     from vitpar.data.survey import survey
 
     if preview is None and (recipe is not None or assignments):
-        raise DataError("--recipe and --set say how images are augmented, which only --preview shows: give it a file")
+        raise DataError("--recipe and --set do nothing without --preview: add --preview FILE.png, or leave them out")
     refuse_unwritable(preview)
     found = survey(folder)
     if preview is not None:
@@ -262,13 +264,13 @@ def _print_survey(found: "Survey") -> None:
     console = Console()
     splits = found["splits"]
     console.print(found["folder"], markup=False, soft_wrap=True)
-    table = Table("split", "samples", "shards", "size", "width", "height", "kB an image")
+    table = Table("split", "samples", "shards", "size", "width", "height", "kB/image")
     for name, split in splits.items():
         spans = (_span(split["width"]), _span(split["height"]), _span([size / 1e3 for size in split["image_bytes"]]))
         counts = (f"{split['samples']:,}", str(split["shards"]), decimal(split["bytes"]))
         table.add_row(_name(name), *counts, *spans)
     console.print(table)
-    console.print("smallest, (quartiles) and largest, of images spread over each split", style="dim")
+    console.print("minimum (quartiles) maximum, of images sampled from each split", style="dim")
     first = next(iter(splits.values()))["per_class"]
     classes = Table("label", "class", *splits, "")
     names = found["class_names"] or found["classes"]
@@ -282,7 +284,7 @@ def _print_survey(found: "Survey") -> None:
         low, high = (pick(range(len(first)), key=first.__getitem__) for pick in (min, max))
         console.print(f"and {hidden:,} more classes; --json lists them all", markup=False)
         words = (f"{_name(names[label])} ({first[label]:,})" for label in (low, high))
-        console.print("samples of a class: from {} to {}".format(*words))
+        console.print("samples per class: from {} to {}".format(*words))
 
 
 def _name(name: str) -> str:

@@ -25,7 +25,7 @@ def evaluate(
             "data.path", "--data", to=str, metavar="DIR", help="Packed data.  \\[default: what it was trained on]"
         ),
     ] = None,
-    split: Annotated[str, typer.Option("--data-split", help="Which part of the data: val or train.")] = "val",
+    split: Annotated[str, typer.Option("--data-split", help="Split to evaluate: val or train.")] = "val",
     mesh: Annotated[str, typer.Option("--mesh", metavar="STRATEGY", help="Mesh to evaluate under.")] = "dp1",
     batch_size: o.BatchSize = None,
     precision: o.Precision = None,
@@ -43,7 +43,7 @@ def evaluate(
     from vitpar.errors import DataError
 
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
-        raise DataError(f"'{checkpoint}' holds no weights (there is no such folder): name a run such as runs/mine")
+        raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
     checkpoint = _weights_of(checkpoint)
     from vitpar.training.input import open_split, transforms
     from vitpar.training.recipe import read_recipe
@@ -59,7 +59,7 @@ def evaluate(
     if images.num_classes != config.num_classes:
         raise DataError(
             f"'{images.place}' has {images.num_classes} classes but the weights in '{checkpoint}' "
-            f"know {config.num_classes}: name the data they were trained on with --data"
+            f"have {config.num_classes}: give the data they were trained on with --data"
         )
     kind = choose_device(device)
     # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.

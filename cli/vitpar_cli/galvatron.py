@@ -22,7 +22,7 @@ app = typer.Typer(
 @app.command("import")
 def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Galvatron's JSON, with pp_deg and tp_sizes_enc.")],
-    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Ranks it is for; the file does not say.")],
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, which is not in the file.")],
     model: o.ModelName = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")
@@ -55,7 +55,7 @@ def import_command(
     typer.echo(f"{read.plan}")
     typer.echo(origin())
     parts = count(read.plan.microbatches or 1, "micro-batch")
-    typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} a step")
+    typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} per step")
     for note in read.notes:
         typer.echo(f"note: {note}")
     if out is not None:
@@ -99,11 +99,11 @@ def profiles_command(
         typer.Argument(metavar="MODEL", help="Folder with computation_profiling_*.json and memory_profiling_*.json."),
     ],
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Of a GPU, as in 40GB; the files do not say.")
+        str, typer.Option("--memory", metavar="SIZE", help="Memory of a GPU, such as 40GB, which is not in the files.")
     ],
     model: o.ModelName = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Of the hardware profile that is read.")] = 1,
-    devices: Annotated[int, typer.Option("--devices", min=1, help="GPUs of a node, of the same.")] = 8,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the hardware profile.")] = 1,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="GPUs per node of the hardware profile.")] = 8,
     precision: o.Precision = None,
     recipe: o.RecipeFile = None,
     hardware_out: Annotated[

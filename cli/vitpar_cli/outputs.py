@@ -63,7 +63,7 @@ def refuse_unwritable(*paths: Path | None) -> None:
             continue
         folder = path.absolute().parent
         if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
-            raise PlannerError(f"cannot write {path}: name a file in a folder that exists and may be written to")
+            raise PlannerError(f"cannot write {path}: give a file in a writable folder")
 
 
 def write(path: Path, text: str) -> None:

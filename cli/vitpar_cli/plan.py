@@ -30,7 +30,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="STRATEGY",
-            help="Roles and degrees, such as pp2xtp2xdp2, for all layers or for each, or a plan.json.  "
+            help="Roles and degrees, such as pp2xtp2xdp2, for all layers or per layer, or a plan.json.  "
             "\\[default: the recipe's]",
         ),
     ] = None,
@@ -41,7 +41,7 @@ def plan(
     ] = None,
     batch_size: o.BatchSize = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="Ranks there will be; fills a degree left open.")
+        int | None, typer.Option("--world-size", min=1, help="Number of ranks; fills an open degree.")
     ] = None,
     microbatches: o.Microbatches = None,
     microbatch_size: o.MicrobatchSize = None,
@@ -52,18 +52,18 @@ def plan(
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster", metavar="NAME", help="Predict time and memory on 8xH100, 4x8xA100-40GB, a TOML file."
+            "--cluster",
+            metavar="NAME",
+            help="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
         ),
     ] = None,
     hardware: Annotated[
         Path | None,
-        typer.Option("--hardware", metavar="FILE", help="Predict from profiles: what `vitpar profile hardware` wrote."),
+        typer.Option("--hardware", metavar="FILE", help="Predict from this hardware profile."),
     ] = None,
     model_profile: Annotated[
         Path | None,
-        typer.Option(
-            "--model-profile", metavar="FILE", help="Predict from profiles: what `vitpar profile model` wrote."
-        ),
+        typer.Option("--model-profile", metavar="FILE", help="Predict from this model profile."),
     ] = None,
     memory: profiled.MemorySize = None,
     as_json: o.AsJson = False,
@@ -89,7 +89,7 @@ def plan(
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     if memory is not None and not predicted:
-        raise PlannerError("--memory is given without a machine: name one with --cluster, or --hardware for profiles")
+        raise PlannerError("--memory is given without a machine: add --cluster, or --hardware for profiles")
     budget = None if memory is None else parse_size(memory)
     whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
     asked = merged
@@ -152,7 +152,7 @@ def _predict(
     if ranks > machine.ranks:
         raise PlannerError(
             f"'{shown(plan)}' takes {count(ranks, 'rank')} but {machine.name} has {machine.ranks}: use a smaller "
-            "product of degrees, or name a larger cluster"
+            "product of degrees, or a larger cluster"
         )
     precision, compiled = costs.model.precision, costs.model.compiled
     try:

@@ -100,13 +100,13 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
     for part in summary.strategies:
         rows = [row for rows in _axis_rows(kinds[part.strategy], part) for row in rows]
         heading = f"{layer_words(consecutive(part.layers))}: {part.strategy}"
-        yield heading, [*rows, *_flag_rows(part)] or [("", "nothing is sent")]
+        yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
     changes: dict[str, list[str]] = {}
     for change in summary.redistributions:
         changes.setdefault(redistribution_words(change), []).append(change.layer)
     if changes:
         rows = [(layer_words(consecutive(layers)), words) for words, layers in changes.items()]
-        yield "redistributed in front of", rows
+        yield "redistribution before", rows
 
 
 def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:

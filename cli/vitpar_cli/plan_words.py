@@ -44,7 +44,9 @@ def redistribution_words(change: Redistribution) -> str:
     shares = {"activation": change.forward, "gradient": change.backward}
     some = [f"{percent(share)} of each {what}" for what, share in shares.items() if share]
     none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
-    words = f"a rank receives up to {', '.join(some)}{none}" if some else "nothing is sent, ranks have what they need"
+    words = (
+        f"a rank receives up to {', '.join(some)}{none}" if some else "no communication, ranks already have their parts"
+    )
     return f"{change.source} -> {change.target}: {words}"
 
 

@@ -38,13 +38,15 @@ app = typer.Typer(no_args_is_help=True, help="Measure this machine, for the plan
 def hardware(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Ranks to measure with.  \\[default: one a GPU, or one a CPU core]"),
+        typer.Option("--ranks", min=1, help="Ranks to measure with.  \\[default: one per GPU, or per CPU core]"),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="The profile, a JSON file.")] = Path("hardware.json"),
-    name: Annotated[str | None, typer.Option("--name", help="What to call it.  \\[default: 4xcpu, 8xcuda]")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="Time to spend on each point, about.")] = 0.25,
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write the profile to.")] = Path("hardware.json"),
+    name: Annotated[str | None, typer.Option("--name", help="Name of the profile.  \\[default: 4xcpu, 8xcuda]")] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.001, help="Approximate seconds per measured point.")
+    ] = 0.25,
     device: o.DeviceName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Also print the profile as JSON.")] = False,
 ) -> None:
     """Measure matrix products, memory, links between ranks, and how they slow each other down.
 
@@ -90,14 +92,16 @@ def model(
         int | None,
         typer.Option("--ranks", min=1, help="Ranks of the largest stage to plan for.  \\[default: GPUs or CPU cores]"),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="The profile, a JSON file.")] = Path("model.json"),
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write the profile to.")] = Path("model.json"),
     precision: o.Precision = None,
     compile_blocks: Annotated[
         bool, o.setting("train.compile", "--compile", to=lambda on: on or None, help="Compile each block.")
     ] = False,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="Time to spend on each point, about.")] = 0.1,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.001, help="Approximate seconds per measured point.")
+    ] = 0.1,
     device: o.DeviceName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Also print the profile as JSON.")] = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Measure a model's layers on one device: time and memory of every tensor-parallel shard, forward and backward.
@@ -167,7 +171,7 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
     console = Console()
     console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
-    table = Table("", "GFLOP/s by side of the matrices", box=box.SIMPLE)
+    table = Table("", "GFLOP/s by matrix size", box=box.SIMPLE)
     for matmul in profile.matmuls:
         rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
         table.add_row(matmul.dtype, "  ".join(rates))
@@ -181,7 +185,7 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
     if profile.overlap:
         o = profile.overlap
         console.print(
-            f"together   products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
+            f"overlap    matrix products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
             highlight=False,
         )
     curves = [*profile.matmuls, *copies, *profile.links]
@@ -195,7 +199,7 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     console = Console()
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
-    title = "a block of the first rank, without what is sent"
+    title = "a block on the first rank, without communication"
     table = Table("strategy", "rows", box=box.SIMPLE, title=title, title_justify="left")
     for heading in ("forward ms", "backward ms", "images/s", "saved MB"):
         table.add_column(heading, justify="right")
@@ -208,19 +212,19 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
             table.add_row(layer.tensor + flag, str(rows), *figures, f"{layer.saved.of(rows) / 1e6:,.2f}")
     console.print(table)
     optimizer = profile.optimizer.timings[-1]
-    words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms a million parameters, with the norm"
+    words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms per million parameters, including the norm"
     console.print(words, highlight=False)
-    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms besides its layers", highlight=False)
+    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms in addition to its layers", highlight=False)
     curves = [curve for layer in profile.layers for curve in (layer.forward, layer.backward)]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
 
 
 def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
     spread = statistics.median(timing.spread for timing in timings)
-    console.print(f"spread     {spread:.0%} of a point, in the middle of all", highlight=False)
+    console.print(f"spread     {spread:.0%} of a point (median of all points)", highlight=False)
     if spread > BUSY:
         console.print(
-            "warning: figures scatter, as ranks share cores or other programs run: measure again when it is idle",
+            "warning: timings vary because ranks share cores or other programs run: measure again on an idle machine",
             style="yellow",
         )
     console.print(f"written    {out}", highlight=False, soft_wrap=True)

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 HardwareFile = Annotated[
     Path | None,
     typer.Option(
-        "--hardware", metavar="FILE", help="What `vitpar profile hardware` wrote.  \\[default: hardware.json]"
+        "--hardware", metavar="FILE", help="Hardware profile of `vitpar profile hardware`.  \\[default: hardware.json]"
     ),
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option("--model-profile", metavar="FILE", help="What `vitpar profile model` wrote.  \\[default: model.json]"),
+    typer.Option(
+        "--model-profile", metavar="FILE", help="Model profile of `vitpar profile model`.  \\[default: model.json]"
+    ),
 ]
 
 ClusterName = Annotated[
@@ -38,16 +40,19 @@ NumClasses = Annotated[
 ReportFile = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
 ]
+ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page with charts.")]
 MemorySize = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]"),
+    typer.Option(
+        "--memory", metavar="SIZE", help="Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"
+    ),
 ]
 
 
 def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None, num_classes: int | None) -> None:
     """Raise PlannerError if options contradict each other or a profile is missing."""
     if cluster and (hardware or model):
-        raise PlannerError("--cluster is given beside a profile: give one of the two")
+        raise PlannerError("both --cluster and a profile are given: give one of the two")
     if num_classes is not None and not cluster:
         raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
     if not cluster:
@@ -68,10 +73,10 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
-        raise PlannerError(f"{option} {shown(text)} is no number: use 256, or several as in 256,512,1024")
+        raise PlannerError(f"{option} {shown(text)} is not a number: use 256, or several as in 256,512,1024")
     found = tuple(map(int, parts))
     if wrong := [number for number in found if not 1 <= number <= most]:
-        raise PlannerError(f"{option} has {wrong[0]}: use 1 to {most:,}")
+        raise PlannerError(f"{option} is {wrong[0]}: use 1 to {most:,}")
     return found
 
 

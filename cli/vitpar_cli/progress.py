@@ -202,10 +202,10 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
         yield "", draw_ranks(plan, width)
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
-    yield "memory", f"{decimal(header.state_bytes)} a rank for {state_words(recipe)}"
-    yield "data", f"{recipe.data_name}: {header.train_samples:,} to train on, {header.val_samples:,} to validate with"
+    yield "memory", f"{decimal(header.state_bytes)} per rank for {state_words(recipe)}"
+    yield "data", f"{recipe.data_name}: {header.train_samples:,} training and {header.val_samples:,} validation images"
     yield "batch", batch_words(batch)
-    yield "steps", f"{header.steps:,}, that is {epochs:,.1f} epochs"
+    yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder
 

@@ -40,7 +40,7 @@ def draw_ranks(plan: Plan, width: int) -> Text:
     layerwise plan gets a line per strategy, with the ranks of a stage grouped by their part of the batch.
     """
     if plan.world_size == 1:
-        return Text("rank 0 holds the whole model and sees the whole batch")
+        return Text("rank 0 holds the complete model and batch")
     if not plan.is_uniform:
         return Text("\n").join(_strategies(plan, width))
     if plan.world_size <= MOST_RANKS:
@@ -170,7 +170,7 @@ def _strategies(plan: Plan, width: int) -> list[Text]:
     names = {strategy: _cut(", ".join(selectors), LAYERS_WIDTH) for strategy, selectors in layers.items()}
     name, kind = (max(map(len, column)) for column in (names.values(), map(str, layers)))
     counted = "ranks of a stage, counted from 0" if plan.pipeline_degree > 1 else "ranks"
-    lines = [Text(_cut(f"{counted}; | stands between parts of the batch", width), "dim")]
+    lines = [Text(_cut(f"{counted}; | separates parts of the batch", width), "dim")]
     for strategy, selectors in names.items():
         parts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(strategy.size):

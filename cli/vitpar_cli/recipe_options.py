@@ -103,18 +103,24 @@ ModelName = Annotated[
         "model.name",
         "--model",
         metavar="NAME",
-        help="timm's name, such as vit_small_patch16_224; its sizes replace the recipe's.",
+        help="timm model name, such as vit_small_patch16_224; its sizes replace the recipe's.",
     ),
 ]
 BatchSize = Annotated[
-    int | None, setting("train.batch_size", "--batch-size", min=1, help="Images of a step over all ranks.")
+    int | None,
+    setting("train.batch_size", "--batch-size", min=1, help="Global batch size: images per step over all ranks."),
 ]
 Microbatches = Annotated[
-    int | None, setting("parallel.microbatches", "--microbatches", min=1, help="Micro-batches of a step.")
+    int | None, setting("parallel.microbatches", "--microbatches", min=1, help="Micro-batches per step.")
 ]
 MicrobatchSize = Annotated[
     int | None,
-    setting("parallel.microbatch_size", "--microbatch-size", min=1, help="Images of a micro-batch, instead."),
+    setting(
+        "parallel.microbatch_size",
+        "--microbatch-size",
+        min=1,
+        help="Images per micro-batch, instead of --microbatches.",
+    ),
 ]
 Schedule = Annotated[
     str | None,
@@ -126,7 +132,7 @@ VirtualStages = Annotated[
         "parallel.virtual_stages",
         "--virtual-stages",
         min=1,
-        help="Stages a rank holds: 2 or more with interleaved schedules, 2 with zbvzerobubble and dualpipev, else 1.",
+        help="Stages per rank: 2 or more with interleaved schedules, 2 with zbvzerobubble and dualpipev, else 1.",
     ),
 ]
 Split = Annotated[
@@ -136,7 +142,7 @@ Split = Annotated[
         "--split",
         to=parse_split,
         metavar="HOW",
-        help="Blocks to stages: even, balanced (by cost), or the blocks of each, as in 5,7.",
+        help="Blocks per stage: even, balanced (by cost), or a list such as 5,7.",
     ),
 ]
 Precision = Annotated[
@@ -157,9 +163,7 @@ Compile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cpu or cuda.  \\[default: cuda where there is a GPU]")
-]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu or cuda.  \\[default: cuda if there is a GPU]")]
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Any other recipe setting; may be repeated.")
 ]

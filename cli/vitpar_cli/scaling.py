@@ -37,7 +37,7 @@ def scaling(
             "train.batch_size",
             "--batch-size",
             min=1,
-            help="Images of a step: on the most ranks (weak), on any (strong).",
+            help="Images per step: on the most ranks (weak), on any number (strong).",
         ),
     ] = None,
     memory: profiled.MemorySize = None,

@@ -34,12 +34,12 @@ def search(
     ] = None,
     batch_sizes: Annotated[
         str | None,
-        typer.Option("--batch-size", metavar="N[,N…]", help="Images of a step; of several the best is chosen."),
+        typer.Option("--batch-size", metavar="N[,N…]", help="Images per step; with several, the best is chosen."),
     ] = None,
     microbatches: Annotated[
         str | None,
         typer.Option(
-            "--microbatches", metavar="N[,N…]", help="Micro-batches of a step.  \\[default: all that divide the batch]"
+            "--microbatches", metavar="N[,N…]", help="Micro-batches per step.  \\[default: all that divide the batch]"
         ),
     ] = None,
     precision: o.Precision = None,
@@ -48,11 +48,12 @@ def search(
         str, typer.Option("--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe.")
     ] = "",
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="Longest time to search, once a plan is found.")
+        float, typer.Option("--seconds", min=0.1, help="Maximum search time in seconds, once a plan is found.")
     ] = 20.0,
     report: profiled.ReportFile = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write the best plan's step, for chrome://tracing.")
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."),
     ] = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
@@ -113,7 +114,7 @@ def search(
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not left_out & {*name.split("+")}]:
-            typer.echo(f"not looked at, since the profiles lack it: {', '.join(missing)}", err=True)
+            typer.echo(f"not searched, because the profiles lack it: {', '.join(missing)}", err=True)
 
 
 def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe: Path | None, model: str | None) -> str:

@@ -87,7 +87,7 @@ def show_prediction(found: "Prediction", origin: "Provenance") -> None:
     for note in (*provenance(costs.hardware, costs.model), *([doubt.source] if doubt else [])):
         console.print(note, style="yellow", soft_wrap=True)
     over = price.memory_bytes - found.budget
-    fits = "yes" if found.fits else f"no: {size(over)} too much; more ranks, +ckpt, fsdp or micro-batches need less"
+    fits = "yes" if found.fits else f"no: {size(over)} too much; use more ranks, +ckpt, fsdp or more micro-batches"
     print_rows(console, [("speed", speed_words(price, costs)), *cost_rows(price, found.budget), ("fits", fits)])
 
 
@@ -103,7 +103,7 @@ def _show_best(console: Console, found: "Findings") -> None:
         console.print(note, style="yellow", soft_wrap=True)
     pipeline = ""
     if best.plan.pipeline_degree > 1:
-        blocks = "" if isinstance(best.plan.split, str) else f", blocks {','.join(map(str, best.plan.split))} of stages"
+        blocks = "" if isinstance(best.plan.split, str) else f", blocks per stage {','.join(map(str, best.plan.split))}"
         pipeline = f", {best.plan.schedule}{blocks}"
     rows = [
         ("speed", speed_words(best, costs)),

@@ -80,7 +80,7 @@ def train(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Most a rank may take, as in 24GB.  \\[default: 90 % of a device]",
+            help="Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]",
             rich_help_panel=SEARCHED,
         ),
     ] = None,
@@ -93,7 +93,7 @@ def train(
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster", metavar="NAME", help="Plan by a data sheet, such as 8xH100.", rich_help_panel=SEARCHED
+            "--cluster", metavar="NAME", help="Plan from a data sheet, such as 8xH100.", rich_help_panel=SEARCHED
         ),
     ] = None,
     hardware: Annotated[
@@ -148,7 +148,7 @@ def train(
 
     went = resumed(resume, run_dir)
     if went.source is None and allow_change:
-        raise RecipeError(f"--allow-change {allow_change[0]} has no use without --resume: leave it out")
+        raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
     run_dir = run_dir or went.run
     own_recipe = recipe is None and went.recipe is not None
     if own_recipe and mesh is None:

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 def validate(
     plans: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: some of every kind]"),
+        typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"),
     ] = None,
     recipe: o.RecipeFile = None,
     hardware: HardwareFile = None,
     model_profile: ModelFile = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Time to spend on each run of a plan.")] = 2.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Approximate seconds per run of a plan.")] = 2.0,
     device: o.DeviceName = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON.")] = None,
     correct: Annotated[
@@ -43,7 +43,7 @@ def validate(
         typer.Option(
             "--correct",
             metavar="FOLDER",
-            help="Write both profiles there, corrected by what was measured, for a search.",
+            help="Write both profiles to FOLDER, corrected by the measurements.",
         ),
     ] = None,
     as_json: o.AsJson = False,
@@ -65,7 +65,7 @@ def validate(
 
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):
-        raise PlannerError("--microbatches is given beside plans that have their own: give it with strategies alone")
+        raise PlannerError("--microbatches is given, but these plans have their own: give it only with strategies")
     corrected = None if correct is None else _corrected_files(correct, hardware, model_profile)
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
@@ -82,7 +82,7 @@ def validate(
         chosen = list(example_plans(costs.config, machine.ranks, images, profile.precision, profile.compiled))
     if not chosen:
         raise PlannerError(
-            f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: name plans, or another "
+            f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: give plans, or another "
             "--batch-size"
         )
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
@@ -125,7 +125,7 @@ def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) ->
     files = folder / "hardware.json", folder / "model.json"
     for path, source in zip(files, (hardware, model), strict=True):
         if path.resolve() == (source or Path(path.name)).resolve():
-            raise PlannerError(f"--correct {folder} would overwrite the profile {path}: name another folder")
+            raise PlannerError(f"--correct {folder} would overwrite the profile {path}: use another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -197,31 +197,33 @@ def _show(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) ->
     ]
     print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
     found, doubt, mfu = accuracy(rows), uncertainty(best, costs), best.mfu(costs)
-    console.print(f"\ntime       {found.time[0]:.1%} off in the mean, {found.time[1]:.1%} at most")
+    console.print(f"\ntime       {found.time[0]:.1%} off on average, {found.time[1]:.1%} at most")
     if doubt:
         console.print(f"expected   {doubt.source}", soft_wrap=True)
     if mfu is not None:
         console.print(f"MFU        {mfu * 100:.1f} % predicted for the fastest")
     if found.memory:
-        console.print(f"memory     {found.memory[0]:.1%} off in the mean, {found.memory[1]:.1%} at most")
-    console.print(f"order      rank correlation {found.rank:.3f}; predicted to be the fastest and {found.chosen:.1%}")
-    console.print("           slower than the fastest that was measured")
+        console.print(f"memory     {found.memory[0]:.1%} off on average, {found.memory[1]:.1%} at most")
+    console.print(
+        f"order      rank correlation {found.rank:.3f}; the plan predicted to be fastest is {found.chosen:.1%}"
+    )
+    console.print("           slower than the fastest measured plan")
     if found.slowdown != 1:
-        console.print(f"pace       the same work took {found.slowdown:.0%} of the cores' time that it took when")
-        console.print("           they were profiled; times are divided by that, step by step;")
+        console.print(f"pace       the same work took {found.slowdown:.0%} of the core time that it took when it")
+        console.print("           was profiled; measured times are divided by this ratio, step by step;")
         console.print(
-            f"           by the clock predictions are {found.clocked[0]:.1%} off, {found.clocked[1]:.1%} at most"
+            f"           without it, predictions are {found.clocked[0]:.1%} off, {found.clocked[1]:.1%} at most"
         )
     if found.repeat:
-        console.print(f"repeat     measured again, plans took {found.repeat[0]:.1%} more or less in the mean,")
-        console.print(f"           {found.repeat[1]:.1%} at most: no prediction can be known to be nearer than that")
+        console.print(f"repeat     repeated measurements of a plan differ by {found.repeat[0]:.1%} on average,")
+        console.print(f"           {found.repeat[1]:.1%} at most: predictions cannot be checked more closely")
     others = others_used(rows)
     if others is not None:
         verdict = ": figures are not reliable" if others >= BUSY else ""
         words = f"other programs used {others:.0%} of the cores while plans were measured{verdict}"
     elif load is not None and load >= BUSY:
         words = f"programs used {load:.0%} of the cores in the minute before plans were measured (load average): "
-        words += "figures are not reliable if they went on"
+        words += "figures are not reliable if they kept running"
     else:
         return
     console.print(f"others     {words}", soft_wrap=True)

@@ -36,7 +36,7 @@ def choose_device(name: str | None) -> Device:
     if name not in ("cpu", "cuda"):
         raise LaunchError(f"unknown device '{name}': use cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise LaunchError("device 'cuda' was asked for but this machine shows no CUDA GPU: use --device cpu")
+        raise LaunchError("device is 'cuda' but this machine has no CUDA GPU: use --device cpu")
     return "cuda" if name == "cuda" else "cpu"
 
 

@@ -318,12 +318,15 @@ def test_synthetic_bench_prints_one_json_object(tmp_path: Path) -> None:
         (["--set", "checkpoint.keep=1", "--recipe", "recipe.toml"], "changes nothing in a benchmark, which uses "),
         (["--recipe", "recipe.toml"], "nowhere"),
         (["--data", "here", "--synthetic"], "both --synthetic and --data here are given: keep one"),
-        (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 changes nothing where the data says it"),
+        (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 does nothing with data"),
         (
             ["--mesh", "tp2", "--model", "vit_tiny_patch16_224"],
             "tp2 does not divide the 3 heads of vit_tiny_patch16_224",
         ),
-        (["--profile", "recipe.toml"], "cannot write traces into 'recipe.toml' (File exists): name a folder"),
+        (
+            ["--profile", "recipe.toml"],
+            "cannot write traces to 'recipe.toml' (File exists): give --profile a writable folder",
+        ),
     ],
 )
 def test_invalid_bench_options_are_refused(

@@ -76,12 +76,12 @@ def test_layerwise_plan_is_shown_strategy_by_strategy(run: Run) -> None:
     assert "stage 1 4-7 blocks 6-11, head 49.7 % 10.8 M 173.2 MB" in lines
     assert "batch 256 images = 4 data-parallel parts x 64, each 4 micro-batches x 16" in lines
     assert any("a rank sends 25.0 % of each" in f"{a} {b}" for a, b in pairwise(lines))
-    headings = ["embed: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistributed in front of"]
+    headings = ["embed: fsdp4", "blocks 0-5: tp2xfsdp2", "blocks 6-11, head: fsdp4+ckpt", "redistribution before"]
     places = [lines.index(heading) for heading in headings]
     assert places == sorted(places)
     names = [line.split(" ")[0] for line in lines[places[1] + 1 : places[2]]]
     assert "tp2" in names and "fsdp2" in names and "fsdp4" not in names
-    assert any(line.startswith("+ckpt layers keep their input") for line in lines[places[2] :])
+    assert any(line.startswith("+ckpt layers keep only their input") for line in lines[places[2] :])
     assert lines[places[3] + 1].startswith("block 0 fsdp4 -> tp2xfsdp2: a rank receives up to 50.0 % of each")
     assert lines[places[3] + 3].startswith("block 6 tp2xfsdp2 -> fsdp4+ckpt: a rank receives up to 25.0 % of each")
     assert any("gradients not yet reduced" in line for line in lines)
@@ -89,7 +89,7 @@ def test_layerwise_plan_is_shown_strategy_by_strategy(run: Run) -> None:
 
 def test_equal_redistributions_share_one_line(run: Run) -> None:
     lines = squeezed(run("pp1: 0=tp4, 2=tp4, 4=tp4, *=dp4", *BASE))
-    lines = lines[lines.index("redistributed in front of") + 1 :]
+    lines = lines[lines.index("redistribution before") + 1 :]
     assert " ".join(lines) == (
         "blocks 0, 2, 4 dp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients "
         "blocks 1, 3, 5 tp4 -> dp4: a rank receives up to 75.0 % of each gradient, nothing of activations"
@@ -309,7 +309,7 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
         (("dp2", "--memory", "4GB"), "--memory is given without a machine"),
         (("dp16", *H100), "takes 16 ranks but 8xH100 has 8"),
         (("dp2", "--hardware", "x.json", "--num-classes", "5"), "--num-classes is given without --cluster"),
-        (("dp2", *H100, "--hardware", "x.json"), "--cluster is given beside a profile"),
+        (("dp2", *H100, "--hardware", "x.json"), "both --cluster and a profile are given"),
     ],
 )
 def test_predictions_refuse_unusable_options(run: Run, words: tuple[str, ...], sentence: str) -> None:

@@ -188,11 +188,11 @@ def test_search_assumes_the_clusters_precision_and_says_so(tmp_path: Path) -> No
     words = ("--model", "vit_tiny_patch4_32", "--batch-size", "64", "--seconds", "1")
     for cluster, precision in (("2xH100", "bf16"), (str(tmp_path / "old.toml"), "fp32")):
         assumed = printed(search, "--cluster", cluster, *words)
-        assert f"precision {precision} is assumed: name another with --precision" in assumed
+        assert f"precision {precision} is assumed: set another with --precision" in assumed
         assert f"vit_tiny_patch4_32 in {precision}" in assumed
     named = printed(search, "--cluster", "2xH100", *words, "--precision", "fp32")
     assert "vit_tiny_patch4_32 in fp32" in named and "assumed" not in named
     page = tmp_path / "report.html"
     told = json.loads(printed(search, "--cluster", "2xH100", *words, "--json", "--report", str(page)))
     assert "<td>precision</td><td>bf16, compiled</td>" in page.read_text()
-    assert "precision bf16 is assumed: name another with --precision" in told["notes"]
+    assert "precision bf16 is assumed: set another with --precision" in told["notes"]

@@ -99,10 +99,10 @@ def test_header_describes_the_run(plain: Shown) -> None:
     assert "model      vit_nano_patch2_8, 0.90 M parameters, 10 classes" in lines
     assert "mesh       pp2xtp2xdp2 on 8 ranks of cuda" in lines
     assert "           stage 1 │  4     6   │  5     7   │" in lines
-    assert "memory     4.2 MB a rank for parameters, gradients, adamw state in float32" in lines
-    assert "data       data shards/digits: 1,437 to train on, 360 to validate with" in lines
+    assert "memory     4.2 MB per rank for parameters, gradients, adamw state in float32" in lines
+    assert "data       data shards/digits: 1,437 training and 360 validation images" in lines
     assert "batch      128 images = 2 data-parallel parts x 64, each 4 micro-batches x 16" in lines
-    assert "steps      100, that is 8.9 epochs" in lines
+    assert "steps      100 (8.9 epochs)" in lines
     assert "optimizer  adamw, weight decay 0.05, gradients clipped at norm 1" in lines
     assert "lr         0.001 from the first step, cosine to 0" in lines
     assert "augment    crop 0.08-1, flip 0.5" in lines

@@ -88,19 +88,19 @@ def test_layerwise_plan_has_one_line_per_strategy() -> None:
     assert str(
         draw_ranks(parse("pp2: embed=fsdp8, 0=tp4xdp2, 1=fsdp8, 2-3=tp8+2.5d, *=tp2xdp4+sp"), 80)
     ).splitlines() == [
-        "ranks of a stage, counted from 0; | stands between parts of the batch",
+        "ranks of a stage, counted from 0; | separates parts of the batch",
         "embed, 1  fsdp8       0 | 1 | 2 | 3 | 4 | 5 | 6 | 7",
         "0         tp4xdp2     0 2 4 6 | 1 3 5 7",
         "2-3       tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7",
         "*         tp2xdp4+sp  0 4 | 1 5 | 2 6 | 3 7",
     ]
-    assert str(draw_ranks(parse("pp1: 0=dp2, *=tp2"), 80)).startswith("ranks; | stands between")
+    assert str(draw_ranks(parse("pp1: 0=dp2, *=tp2"), 80)).startswith("ranks; | separates parts")
 
 
 def test_too_long_lines_of_a_layerwise_plan_are_shortened() -> None:
     lines = str(draw_ranks(parse("pp1: 0=tp8xdp8, *=fsdp64+ckpt.selective+offload"), 40)).splitlines()
     assert lines == [
-        "ranks; | stands between parts of the ba…",
+        "ranks; | separates parts of the batch",
         "0  tp8xdp8",
         "  0 8 … 56 | 1 9 … 57 | 2 10 … 58 | …",
         "*  fsdp64+ckpt.selective+offload",

@@ -107,7 +107,7 @@ def test_outputs_name_version_command_and_machine(run: Run, monkeypatch: pytest.
     monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
     words = run("search", *H100, "--memory", "20GB")
     assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
-    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "a step of 256 images, MFU" in words
+    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "per step of 256 images, MFU" in words
     found = json.loads(run("search", *H100, "--memory", "20GB", "--json"))
     assert (found["vitpar"], found["precision"], found["model"]) == (__version__, "bf16", "vit_small_patch16_224")
     assert found["command"].endswith("'20 GB'") and 0 < found["plans"][0]["mfu"] < 1
@@ -188,15 +188,18 @@ def test_excluded_features_are_not_used(run: Run) -> None:
     ("arguments", "sentence"),
     [
         (("--memory", "24"), "--memory 24 is not a size: use a number and a unit"),
-        (("--memory", "1MB"), "no plan fits into 1 MB a rank"),
-        (("--batch-size", "a"), "--batch-size a is no number: use 256"),
+        (("--memory", "1MB"), "no plan fits into 1 MB per rank"),
+        (("--batch-size", "a"), "--batch-size a is not a number: use 256"),
         (("--without", "magic"), "unknown flag 'magic': use sp"),
         (("--roles", "dp,zp"), "unknown role 'zp': use pp"),
-        (("--hardware", "x.json"), "--cluster is given beside a profile"),
+        (("--hardware", "x.json"), "both --cluster and a profile are given"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
-        (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of products in float8: plan for bf16"),
-        (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: name a file in a folder"),
+        (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
+        (
+            ("--out", "no/such/folder/plan.json"),
+            "cannot write no/such/folder/plan.json: give a file in a writable folder",
+        ),
     ],
 )
 def test_invalid_search_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
@@ -216,7 +219,7 @@ def test_options_without_effect_are_refused(run: Run) -> None:
     with pytest.raises(PlannerError, match="--num-classes is given without --cluster"):
         run("search", "--num-classes", "5")
     for plans in ((), ("plan.json",)):
-        with pytest.raises(PlannerError, match="--microbatches is given beside plans that have their own"):
+        with pytest.raises(PlannerError, match="--microbatches is given, but these plans have their own"):
             run("validate", *plans, "--microbatches", "2")
     with pytest.raises(PlannerError, match=r"cannot write no/rows\.json"):
         run("validate", "dp2", "--out", "no/rows.json")
@@ -252,5 +255,5 @@ def test_profile_is_valid_for_models_of_equal_cost(tmp_path: Path) -> None:
     hardware.save(files[0])
     model.save(files[1])
     costs_of(recipe(model__init="timm", model__norm_eps=1e-12), None, *files, None)
-    with pytest.raises(PlannerError, match=r"is of a model with depth 8 but the recipe's has 4"):
+    with pytest.raises(PlannerError, match=r"was profiled with model depth 8 but the recipe has 4"):
         costs_of(recipe(model__depth=4), None, *files, None)

@@ -222,12 +222,12 @@ BAD_INPUT = [
     (["--mesh", "tp2+2d"], "2d"),
     (["--mesh", "tp3"], "tp3 does not divide the 2 heads of vit_custom: use tp2"),
     (["--mesh", "pp8"], "pp8 makes 8 stages but vit_custom has 4 blocks: use at most 4 stages"),
-    (["--mesh", "pp2", "--microbatches", "3"], "3 micro-batches cannot share the 8 images"),
+    (["--mesh", "pp2", "--microbatches", "3"], "3 micro-batches cannot split the 8 images"),
     (["--mesh", "pp2", "--microbatch-size", "3"], "micro-batches of 3 images do not divide the 8 images"),
     (["--mesh", "dp3"], "a batch of 8 images does not divide into the 3 data-parallel parts"),
     (["--mesh", "pp2", "--schedule", "zigzag"], "unknown schedule 'zigzag'"),
     (["--mesh", "pp2", "--schedule", "1fb1"], "did you mean '1f1b'?"),
-    (["--mesh", "pp2", "--split", "1,2"], "split 1,2 deals 3 blocks but the model has 4"),
+    (["--mesh", "pp2", "--split", "1,2"], "split 1,2 has 3 blocks but the model has 4"),
     (["--mesh", "pp2", "--split", "uneven"], "unknown split 'uneven'"),
     (["--data", "nowhere"], "no data set at 'nowhere': make one with `vitpar data pack"),
     (["--data", "empty"], "no data set at 'empty'"),
@@ -248,7 +248,7 @@ BAD_INPUT = [
     (["--set", "optimizer.betas=[0.9, 1.5]"], "recipe key 'optimizer.betas.1' is 1.5"),
     (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.001: lower it"),
     (["--set", "data.std=[0.0, 1.0, 1.0]"], "must be positive in every channel"),
-    (["--device", "cuda"], "this machine shows no CUDA GPU: use --device cpu"),
+    (["--device", "cuda"], "this machine has no CUDA GPU: use --device cpu"),
     (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
 ]
 

@@ -31,7 +31,10 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("scaling dp2", "unexpected argument dp2: see vitpar scaling --help"),
         ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),
         ("search --cluster H100", "cluster 'H100' does not say how many devices: use 8xH100, or 4x8xH100"),
-        ("search --hardware no.json", "make one with vitpar profile hardware, or plan by a data sheet with --cluster"),
+        (
+            "search --hardware no.json",
+            "make one with vitpar profile hardware, or plan from a data sheet with --cluster",
+        ),
         (
             "train --set optimizer.learning_rate=1",
             "unknown recipe key 'optimizer.learning_rate' (did you mean 'optimizer.lr'?)",

@@ -208,7 +208,7 @@ def test_index_command_works(foreign):
     assert done.exit_code == 0 and "bee" in done.output and "val" not in done.output
     for options, message in (
         (["--label", "xml"], "unknown label location 'xml'"),
-        (["--split", "train"], "'train' is no split"),
+        (["--split", "train"], "'train' is not a split"),
         (["--classes", str(foreign / "none")], "cannot read the classes"),
     ):
         with pytest.raises(DataError, match=message):

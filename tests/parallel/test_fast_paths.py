@@ -168,7 +168,7 @@ def test_fastest_attention_is_chosen_on_gpus_and_kept_on_resume(alone: None, mon
     rates.update(flash=math.inf, cudnn=math.inf)
     without = choose_attention("auto", config, plan, BATCH, precision, CUDA)
     assert without.backend is None and without.warning is not None
-    assert "no attention kernel computes heads of 8 features in torch.bfloat16 on this GPU" in without.warning
+    assert "no attention kernel supports heads of 8 features in torch.bfloat16 on this GPU" in without.warning
     assert "(cudnn, flash, efficient were tried)" in without.warning
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(RecipeError, match=r"'flash' cannot compute heads of 8 features in torch.bfloat16 on this cuda"):

@@ -152,7 +152,7 @@ def test_communication_setting_without_effect_is_refused(
     refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
     if setting != "bucket_cap_mb":
         refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # 2d shards weights over one of its axes
-    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing under '"):
+    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing with '"):
         refuse_unused(parse(mesh), precision, {**nothing, setting: value})
 
 

@@ -57,13 +57,13 @@ def test_optimizer_with_less_state_needs_less_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"memory": "1MB"}, r"^no plan fits into 1 MB a rank: allow more memory"),
-        ({"microbatches": 7}, r"^a batch of 64 images is no multiple of 7 micro-batches"),
+        ({"memory": "1MB"}, r"^no plan fits into 1 MB per rank: allow more memory"),
+        ({"microbatches": 7}, r"^a batch of 64 images is not divisible by 7 micro-batches"),
         ({"roles": ("pp", "xp")}, r"^unknown role 'xp'"),
         ({"without": ("turbo",)}, r"^unknown flag 'turbo'"),
         ({"ranks": 16}, r"^16 ranks do not fit the 4 devices"),
         ({"batch_size": 0}, r"^batch_size is 0"),
-        ({"hardware": "x.json"}, r"^a cluster is given beside profiles"),
+        ({"hardware": "x.json"}, r"^both a cluster and profiles are given"),
         ({"memory": "8 apples"}, r"^memory 8 apples is no size"),
         ({"cluster": None, "hardware": "gone.json"}, r"gone\.json"),
     ],

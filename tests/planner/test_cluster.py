@@ -82,7 +82,7 @@ intra = { bandwidth = 1e11, latency = 1e-5 }
     with pytest.raises(PlannerError, match="9 ranks do not fit the 8 devices"):
         cluster.hardware(9)
     path.write_text(text + "speed = 1\n")
-    with pytest.raises(PlannerError, match=r"mine.toml is not a cluster, unknown key 'speed'"):
+    with pytest.raises(PlannerError, match=r"mine.toml is not a valid cluster file, unknown key 'speed'"):
         find_cluster(str(path))
 
 

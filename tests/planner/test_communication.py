@@ -156,8 +156,8 @@ def test_more_stages_than_fit_are_gathered_again() -> None:
     ("strategy", "flags"),
     [
         ("dp4", {}),
-        ("dp4+ckpt", {"+ckpt": "their forward again"}),
-        ("tp4+ckpt", {"+ckpt": "their forward, with what tp sends there, again"}),
+        ("dp4+ckpt", {"+ckpt": "recompute their forward in"}),
+        ("tp4+ckpt", {"+ckpt": "recompute their forward, including tp communication, in"}),
         ("tp4+ckpt.selective+offload", {"+ckpt.selective": "matrix products", "+offload": "host memory"}),
     ],
 )

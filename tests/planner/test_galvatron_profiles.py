@@ -143,7 +143,7 @@ def test_microbatches_below_the_profiled_batch_are_not_free(folder: Path, tmp_pa
     [
         ({"computation_profiling_fp32_all.json": {"layertype_0_bsz8_seq257": 1.0}}, "no layertype_0 of 196 tokens"),
         ({"memory_profiling_fp32_all.json": {}}, "no layertype_0 of 196 tokens"),
-        ({"memory_profiling_fp32_all.json": [1]}, "holds no object"),
+        ({"memory_profiling_fp32_all.json": [1]}, "has no JSON object"),
         ({"computation_profiling_other.json": {}}, "2 files"),
         ({"allreduce_bandwidth_1nodes_8gpus_per_node.json": {}}, "no allreduce_size"),
     ],
@@ -166,10 +166,10 @@ def test_profiles_from_the_command_are_readable_by_search(folder: Path, tmp_path
     invoke = CliRunner().invoke
     outs = ("--hardware-out", files[0], "--model-out", files[1])
     said = invoke(app, ["galvatron", "profiles", str(folder), str(folder), "--memory", "24GB", *model, *outs])
-    assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "taken as nothing: optimizer" in said.stdout
+    assert said.exit_code == 0 and "tp1, tp2, tp4, tp8" in said.stdout and "counted as zero: optimizer" in said.stdout
     assert "in fp32" in said.stdout and "blocks profiled with batches of 8" in said.stdout
     assert f"vitpar {__version__}: vitpar" in said.stdout
     reads = ("--hardware", files[0], "--model-profile", files[1])
     found = invoke(app, ["search", *model, *reads, "--batch-size", "64", "--memory", "20GB", "--roles", "dp,fsdp"])
     assert found.exit_code == 0 and "imported from Galvatron" in found.stdout
-    assert "not looked at, since the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr
+    assert "not searched, because the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr

@@ -145,4 +145,4 @@ def test_profile_command_writes_and_prints_the_profile(
     profile = Hardware.read(path)
     assert profile.name == "1xcpu" and f"written    {path}" in shown and "float32" in shown
     wrong = CliRunner().invoke(app, ["--ranks", "1", "--device", "cpu", "--out", str(tmp_path / "no" / "one.json")])
-    assert "name a file in a folder that exists" in str(wrong.exception)
+    assert "give a file in a writable folder" in str(wrong.exception)

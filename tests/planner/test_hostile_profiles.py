@@ -86,11 +86,14 @@ def test_profile_with_an_invalid_model_is_refused(
     (tmp_path / "hardware.json").write_text(json.dumps(HARDWARE))
     write_profiles(tmp_path)
     profile = json.loads(import_model(tmp_path, vit_huge_32(), "fp32").model_dump_json())
-    for change, message in (({"depth": 10**9}, "depth of .* is 1000000000: it must be"), ({"x": 1}, "it says 'x'")):
+    for change, message in (
+        ({"depth": 10**9}, "depth of .* is 1000000000: it must be"),
+        ({"x": 1}, "unknown model field 'x'"),
+    ):
         (tmp_path / "model.json").write_text(json.dumps(profile | {"model": profile["model"] | change}))
         words = f"search --hardware {tmp_path}/hardware.json --model-profile {tmp_path}/model.json"
         said = refusal(words.split(), monkeypatch, capsys)
-        assert re.search(f"is of no model: {message}", said), said
+        assert re.search(f"does not describe a valid model: {message}", said), said
 
 
 # clusters
@@ -112,7 +115,7 @@ inter = { bandwidth = 1e10, latency = 1e-5 }
     ("old", "new", "message"),
     [
         ("nodes = 2", "nodes = 999999999", "nodes: Input should be less than or equal to 65536"),
-        ("nodes = 2", f"nodes = {'9' * 5_000}", "is not a cluster: Exceeds the limit"),
+        ("nodes = 2", f"nodes = {'9' * 5_000}", "is not a valid cluster file: Exceeds the limit"),
         ("memory_bandwidth = 1e12", "memory_bandwidth = nan", "memory_bandwidth: Input should be"),
         ("memory_bandwidth = 1e12", "memory_bandwidth = inf", "memory_bandwidth: Input should be"),
         ("memory_bandwidth = 1e12", "memory_bandwidth = 1e-300", "memory_bandwidth: Input should be"),
@@ -172,8 +175,8 @@ def test_files_that_are_not_clusters_are_refused(tmp_path: Path) -> None:
         ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": HUGE}, "pp_size_2 in .* is 10+…: give 0"),
         ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": 1e-320}, "pp_size_2 in .* is .*: give 0"),
         ("overlap_coefficient.json", {"overlap_coe": 1e300}, "overlap_coe in .* is 1e.300: give 0"),
-        ("overlap_coefficient.json", ["x"], "it holds no object"),
-        ("overlap_coefficient.json", "[" * 10**6, "it is nested too deeply|it holds no object"),
+        ("overlap_coefficient.json", ["x"], "it has no JSON object"),
+        ("overlap_coefficient.json", "[" * 10**6, "it is nested too deeply|it has no JSON object"),
     ],
 )
 def test_oversized_galvatron_hardware_is_refused(file: str, content: Any, message: str, tmp_path: Path) -> None:
@@ -187,8 +190,8 @@ def test_unreadable_galvatron_files_are_refused(tmp_path: Path) -> None:
     refused(lambda: import_hardware(tmp_path, 10**9, 8, 10**9, "x"), "8,000,000,000 ranks: use at most", StrategyError)
     path = tmp_path / "overlap_coefficient.json"
     for content, message in (
-        ("[" * 10**6, "no profile of Galvatron's: it is nested too deeply"),
-        ("9" * 5_000, "no profile of Galvatron's: Exceeds the limit"),
+        ("[" * 10**6, "is not a Galvatron profile: it is nested too deeply"),
+        ("9" * 5_000, "is not a Galvatron profile: Exceeds the limit"),
         (" " * (MAX_PROFILE_BYTES + 1), "it has more than 8,388,608 bytes"),
     ):
         path.write_text(content)

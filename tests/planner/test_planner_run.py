@@ -97,7 +97,7 @@ def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitp
         assert row["measured_seconds"] > 0 and len(row["measured_memory_bytes"]) == 2
     vitpar("validate", "dp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--correct", "better")
     files = ("--hardware", "better/hardware.json", "--model-profile", "better/model.json")
-    assert "profiles were corrected: computing x" in vitpar("search", *recipe, *files, "--memory", "1GB")
+    assert "profiles were corrected: computation x" in vitpar("search", *recipe, *files, "--memory", "1GB")
     vitpar("check", "--mesh", "plan.json", *recipe, "--batch-size", "8")
 
 

@@ -176,8 +176,8 @@ def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
         "batch 256",
         "MFU",
         "± 25.0 %",
-        "Which layers run where",
-        "Which rank is where",
+        "Layers and ranks",
+        "Ranks on each axis",
         "vitpar train --mesh plan.json",
         "blocks 1-11",
     ):
@@ -202,13 +202,13 @@ def test_reasons_within_the_uncertainty_are_marked(found: Findings) -> None:
 
 def test_frontier_of_one_plan_is_text_instead_of_a_chart(found: Findings) -> None:
     lone = replace(found, frontier=found.frontier[:1])
-    assert "No plan that takes less memory than" in page(lone, 2)
+    assert "No plan with less memory than" in page(lone, 2)
     assert page(lone, 2).count("<svg") == page(replace(found, frontier=found.frontier[:1] * 2), 2).count("<svg") - 1
 
 
-TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.startswith("gradients of"))
+TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.endswith(" gradients"))
 TIME += ("gradients", "optimizer")
-SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "gradients of inputs"))}
+SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
 """Pairs of names with the same meaning, which share a colour."""
 
 

@@ -204,7 +204,7 @@ def test_chunks_follow_galvatrons_rule(changes: dict[str, Any], ranks: int, micr
 def test_indivisible_chunks_are_refused() -> None:
     """The rule rounds 18 / 4 up to 5; Galvatron then runs micro-batches of unequal sizes, which vitpar does not."""
     data = SMALL | {"chunks": -1, "global_bsz": 36, "vtp": 1, "tp_sizes_enc": "1,1,1,1"}
-    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot share the 18 images .* equally: use 2, 3 or 6$"):
+    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot split the 18 images .* evenly: use 2, 3 or 6$"):
         from_galvatron(data, 4)
 
 
@@ -258,8 +258,8 @@ def test_keys_change_the_imported_layers(changes: dict[str, Any], text: str) -> 
 
 PRECISION = "The file does not say the precision."
 PRECISION_AND_SP = "The file does not say the precision, nor whether tp has sequence parallelism (+sp)."
-ZERO2 = "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless run-time options change that."
-FLAGS = "Galvatron has run-time flags for what the file leaves out, read by their defaults: "
+ZERO2 = "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options differ."
+FLAGS = "The file lacks keys that are run-time flags in Galvatron, assumed as default: "
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ FLAGS = "Galvatron has run-time flags for what the file leaves out, read by thei
     [
         (HUGE, 4, [f"{FLAGS}embed_sdp as 0.", PRECISION_AND_SP]),
         (HUGE | {"vocab_sdp": 0}, 4, [PRECISION_AND_SP]),
-        (HUGE | {"vocab_sdp": 0, "chunks": -1}, 4, ["chunks is -1, which Galvatron's rule makes 1.", PRECISION_AND_SP]),
+        (HUGE | {"vocab_sdp": 0, "chunks": -1}, 4, ["chunks is -1, which Galvatron resolves to 1.", PRECISION_AND_SP]),
         (HUGE | {"vtp": 4}, 4, [PRECISION_AND_SP]),
         (LAYERWISE, 8, [PRECISION_AND_SP]),
         (LAYERWISE | {"chunks": 2}, 8, [ZERO2, PRECISION_AND_SP]),
@@ -277,7 +277,7 @@ FLAGS = "Galvatron has run-time flags for what the file leaves out, read by thei
             SMALL | {"chunks": -1, "global_bsz": 128},
             8,
             [
-                "chunks is -1, which Galvatron's rule makes 8.",
+                "chunks is -1, which Galvatron resolves to 8.",
                 f"{FLAGS}pipeline_type as gpipe, default_dp_type as ddp, embed_sdp as 0.",
                 PRECISION_AND_SP,
             ],

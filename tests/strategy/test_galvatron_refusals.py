@@ -20,9 +20,9 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
     ("changes", "message"),
     [
         # keys and types
-        ({"pp_size": 2}, "'pp_size' belongs to another kind of file: give one with pp_deg and tp_sizes_enc"),
+        ({"pp_size": 2}, "'pp_size' is a key of another file format: use a file with pp_deg and tp_sizes_enc"),
         ({"use_sq": "0,0,0,0"}, r"unknown key 'use_sq' in the Galvatron plan: keys are .* \(did you mean 'use_sp'\?\)"),
-        ({"embed_sdp": 0, "vocab_sdp": 1}, "embed_sdp is 0 but vocab_sdp, its other name, 1: leave out one of them"),
+        ({"embed_sdp": 0, "vocab_sdp": 1}, "embed_sdp is 0 but its alias vocab_sdp is 1: leave out one of them"),
         ({"pp_deg": "2"}, f"'pp_deg' in the Galvatron plan is \"2\": {DEGREE}"),
         ({"pp_deg": True}, f"'pp_deg' in the Galvatron plan is true: {DEGREE}"),
         ({"pp_deg": 0}, f"'pp_deg' in the Galvatron plan is 0: {DEGREE}"),
@@ -83,11 +83,11 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ),
         (
             {"pp_division": "3,2"},
-            "pp_division: split 3,2 deals 5 blocks but the model has 4: give 2 numbers with sum 4",
+            "pp_division: split 3,2 has 5 blocks but the model has 4: give 2 numbers with sum 4",
         ),
         ({"pp_division": "4"}, "pp_division: split 4 is for 1 stage but the plan has 2: give 2 numbers with sum 4"),
         ({"pp_division": "4,0"}, "pp_division: split 4,0 gives 0 blocks to stage 1: give every stage at least 1"),
-        ({"chunks": 3}, r"3 micro-batches cannot share the 8 images of a data-parallel part .* equally: use 1, 2 or 4"),
+        ({"chunks": 3}, r"3 micro-batches cannot split the 8 images of a data-parallel part .* evenly: use 1, 2 or 4"),
         ({"global_bsz": 15}, "a batch of 15 images does not divide into the 2 data-parallel parts of .*: use 14 or 16"),
     ],
 )
@@ -105,7 +105,7 @@ def test_import_requires_every_key(key: str) -> None:
 
 
 def test_import_refuses_contradictions_with_the_model() -> None:
-    with pytest.raises(StrategyError, match=r"^chunks is -1, whose rule depends on the .* older file: give a number$"):
+    with pytest.raises(StrategyError, match=r"^chunks is -1, which depends on the .* older file: set a number$"):
         from_galvatron(OLD | {"chunks": -1}, 16)
     with pytest.raises(StrategyError, match=r"^tp_sizes_enc has 4 blocks but the model 12: use a file made for it$"):
         from_galvatron(SMALL, 8, num_blocks=12)
@@ -113,14 +113,14 @@ def test_import_refuses_contradictions_with_the_model() -> None:
         from_galvatron([], 8)  # type: ignore[arg-type]
 
 
-CANNOT = "which Galvatron's file cannot say"
+CANNOT = "which Galvatron's file cannot express"
 
 
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
         ("pp", {}, f"the plan (pp) has an open degree, {CANNOT}: give pp a number"),
-        ("dp2xpp2", {}, f"the plan (dp2xpp2) has pp behind another axis, {CANNOT}: use pp2xdp2"),
+        ("dp2xpp2", {}, f"the plan (dp2xpp2) has pp inside another axis, {CANNOT}: use pp2xdp2"),
         (
             "pp2",
             {"schedule": "zbvzerobubble"},
@@ -130,7 +130,7 @@ CANNOT = "which Galvatron's file cannot say"
         (
             "pp2",
             {"microbatches": None},
-            "the plan (pp2) has no number of micro-batches, which Galvatron's file needs: give one",
+            "the plan (pp2) has no number of micro-batches, which Galvatron's file needs: give microbatches",
         ),
         (
             "pp2",
@@ -142,7 +142,7 @@ CANNOT = "which Galvatron's file cannot say"
             {"split": "balanced"},
             "split 'balanced' needs the cost of every layer: give the costs or use split 'even'",
         ),
-        ("pp2", {"split": (3, 2)}, "split 3,2 deals 5 blocks but the model has 4: give 2 numbers with sum 4"),
+        ("pp2", {"split": (3, 2)}, "split 3,2 has 5 blocks but the model has 4: give 2 numbers with sum 4"),
         (
             "pp1: 0-7=dp2",
             {},
@@ -190,7 +190,7 @@ CANNOT = "which Galvatron's file cannot say"
         (
             "dp4",
             {"microbatches": 5},
-            "5 micro-batches cannot share the 4 images of a data-parallel part (batch 16 over 'dp4') equally: "
+            "5 micro-batches cannot split the 4 images of a data-parallel part (batch 16 over 'dp4') evenly: "
             "use 1, 2 or 4",
         ),
     ],
@@ -205,7 +205,7 @@ def test_export_refuses_plans_galvatron_cannot_express(text: str, fields: dict[s
     ("content", "message"),
     [
         (json.dumps(SMALL | {"pp_deg": 3}), "{path}: pp_deg 3 does not divide 8 ranks: use 1, 2 or 4"),
-        ('{"pp_deg": 1, "pp_deg": 2}', "{path}: key 'pp_deg' stands twice: give it once"),
+        ('{"pp_deg": 1, "pp_deg": 2}', "{path}: key 'pp_deg' is repeated: give it once"),
         ('{"pp_deg": ', "{path} is not JSON: Expecting value: line 1 column 12 (char 11)"),
         (None, "cannot read the plan {path}: No such file or directory"),
     ],

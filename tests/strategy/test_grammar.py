@@ -107,7 +107,7 @@ def test_canonical_form(text: str, canonical: str) -> None:
 
 FLAGS = "sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, offload"
 READ_AS = "an axis is a role and a degree, as in dp2, and axes are joined by 'x'"
-ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
+ONE_X = "write one 'x' between two axes, as in dp2xtp2"
 
 
 @pytest.mark.parametrize(
@@ -123,29 +123,29 @@ ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
         (
             "tpxdp",
             "both 'tp' and 'dp' at position 4 of 'tpxdp' have no degree: "
-            "only one axis can take what is left of the ranks, give 'dp' a degree",
+            "only one axis can take the remaining ranks, give 'dp' a degree",
         ),
-        ("tp2xtp3", "role 'tp' stands again at position 5 of 'tp2xtp3': give each role once, as in tp6"),
-        ("tpxtp3", "role 'tp' stands again at position 4 of 'tpxtp3': give each role once"),
-        ("dp1xdp1", "role 'dp' stands again at position 5 of 'dp1xdp1': give each role once, as in dp1"),
+        ("tp2xtp3", "role 'tp' is repeated at position 5 of 'tp2xtp3': give each role once, as in tp6"),
+        ("tpxtp3", "role 'tp' is repeated at position 4 of 'tpxtp3': give each role once"),
+        ("dp1xdp1", "role 'dp' is repeated at position 5 of 'dp1xdp1': give each role once, as in dp1"),
         ("x", f"stray 'x' at position 1 of 'x': {ONE_X}"),
         ("xdp2", f"stray 'x' at position 1 of 'xdp2': {ONE_X}"),
         ("dp2x", f"stray 'x' at position 4 of 'dp2x': {ONE_X}"),
         ("dp2xxtp2", f"stray 'x' at position 4 of 'dp2xxtp2': {ONE_X}"),
         ("dp2xtp2x+ckpt", f"stray 'x' at position 8 of 'dp2xtp2x+ckpt': {ONE_X}"),
-        ("dp2 xtp2", "white space at position 4 of 'dp2 xtp2': write the strategy without it"),
-        ("dp2xtp2+ ckpt", "white space at position 9 of 'dp2xtp2+ ckpt': write the strategy without it"),
+        ("dp2 xtp2", "whitespace at position 4 of 'dp2 xtp2': remove it"),
+        ("dp2xtp2+ ckpt", "whitespace at position 9 of 'dp2xtp2+ ckpt': remove it"),
         ("4xdp2", f"cannot read '4' at position 1 of '4xdp2': {READ_AS}"),
         ("tp2dp2", f"cannot read 'tp2dp2' at position 1 of 'tp2dp2': {READ_AS}"),
         ("dp2xtp2.5", f"cannot read 'tp2.5' at position 5 of 'dp2xtp2.5': {READ_AS}"),
         ("dp２", f"cannot read 'dp２' at position 1 of 'dp２': {READ_AS}"),
         ("dp" + "9" * 10, f"cannot read 'dp9999999999' at position 1 of 'dp9999999999': {READ_AS}"),
         ("dp2:tp2", f"cannot read 'dp2:tp2' at position 1 of 'dp2:tp2': {READ_AS}"),
-        ("+ckpt", "no axis stands before the '+' at position 1 of '+ckpt': write one, as in dp1+ckpt"),
+        ("+ckpt", "no axis before the '+' at position 1 of '+ckpt': write one, as in dp1+ckpt"),
         ("dp2+", "empty flag at position 4 of 'dp2+': write a flag after the '+', as in +ckpt, or drop it"),
         ("dp2++ckpt", "empty flag at position 4 of 'dp2++ckpt': write a flag after the '+', as in +ckpt, or drop it"),
-        ("dp2+ckpt+ckpt", "flag 'ckpt' stands again at position 10 of 'dp2+ckpt+ckpt': give each flag once"),
-        ("dp2+ckpt.full+ckpt", "flag 'ckpt' stands again at position 15 of 'dp2+ckpt.full+ckpt': give each flag once"),
+        ("dp2+ckpt+ckpt", "flag 'ckpt' is repeated at position 10 of 'dp2+ckpt+ckpt': give each flag once"),
+        ("dp2+ckpt.full+ckpt", "flag 'ckpt' is repeated at position 15 of 'dp2+ckpt.full+ckpt': give each flag once"),
         (
             "dp2+ckp",
             "unknown flag 'ckp' at position 5 of 'dp2+ckp': flags are " + FLAGS + " (did you mean 'ckpt'?)",
@@ -155,8 +155,8 @@ ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
             "unknown checkpoint policy 'ful' at position 5 of 'dp2+ckpt.ful': policies are full, selective "
             "(did you mean 'full'?)",
         ),
-        ("dp2+zero1+zero2", "a zero stands again at position 11 of 'dp2+zero1+zero2': give each flag once"),
-        ("tp4+2d+3d", "a tensor mode stands again at position 8 of 'tp4+2d+3d': give each flag once"),
+        ("dp2+zero1+zero2", "a zero is repeated at position 11 of 'dp2+zero1+zero2': give each flag once"),
+        ("tp4+2d+3d", "a tensor mode is repeated at position 8 of 'tp4+2d+3d': give each flag once"),
         (
             "dp2+2.5d@",
             "unknown flag '2.5d@' at position 5 of 'dp2+2.5d@': flags are " + FLAGS + " (did you mean '2.5d'?)",
@@ -164,7 +164,7 @@ ONE_X = "one 'x' stands between two axes, as in dp2xtp2"
         (
             "dp2+tp2",
             "unknown flag 'tp2' at position 5 of 'dp2+tp2': "
-            "axes are joined by 'x' and stand before the flags, as in dp2xtp2+ckpt",
+            "axes are joined by 'x' and come before the flags, as in dp2xtp2+ckpt",
         ),
         ("dp2xckpt", "'ckpt' at position 5 of 'dp2xckpt' is a flag, not an axis: write +ckpt at the end"),
         ("dp2xzero1", "'zero1' at position 5 of 'dp2xzero1' is a flag, not an axis: write +zero1 at the end"),
@@ -176,7 +176,7 @@ def test_refusals_point_at_the_position(text: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-ALIKE = "give all layers strategies of as many ranks"
+ALIKE = "give all layers strategies of the same size"
 
 
 @pytest.mark.parametrize(
@@ -187,17 +187,17 @@ ALIKE = "give all layers strategies of as many ranks"
         ("pp2: dp2", "cannot read 'dp2' at position 6 of 'pp2: dp2': a group is layers=strategy, as in 0-11=dp2"),
         (
             "pp2: blk=dp2",
-            "'blk' names no layers: use embed, head, a block as in 3, blocks as in 0-11, or * "
+            "'blk' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, or * "
             "(at position 6 of 'pp2: blk=dp2')",
         ),
         ("pp2: 5-3=dp2", "blocks '5-3' run backwards: write 3-5 (at position 6 of 'pp2: 5-3=dp2')"),
-        ("pp2: *=dp2x", "stray 'x' at position 11 of 'pp2: *=dp2x': one 'x' stands between two axes, as in dp2xtp2"),
+        ("pp2: *=dp2x", "stray 'x' at position 11 of 'pp2: *=dp2x': write one 'x' between two axes, as in dp2xtp2"),
         (
             "pp2: *=pp2xdp2",
-            "'pp2' stands in a group at position 6 of 'pp2: *=pp2xdp2': pp is the same for all layers, before the ':'",
+            "'pp2' is inside a group at position 6 of 'pp2: *=pp2xdp2': write pp once for all layers, before the ':'",
         ),
-        ("pp1: 0-3=dp2, 3-5=fsdp2", "block 3 stands in two groups: give it one strategy"),
-        ("pp1: embed=dp2, embed=dp2, *=dp2", "'embed' stands in two groups: give it one strategy"),
+        ("pp1: 0-3=dp2, 3-5=fsdp2", "block 3 is in two groups: give it one strategy"),
+        ("pp1: embed=dp2, embed=dp2, *=dp2", "'embed' is in two groups: give it one strategy"),
         ("pp1: embed=dp2", "no block has a strategy (layers named: embed): add a group such as *=dp2"),
         ("pp2: 0-3=dp4, *=dp2", f"'0-3=dp4' takes 4 ranks of a stage but '*=dp2' takes 2: {ALIKE}"),
         ("pp: 0-3=dp, *=dp2", "both pp and a degree of a layer are open: give one of them a number"),

@@ -49,9 +49,9 @@ def refused(make: Callable[[], Any], message: str) -> str:
         ("pp65536: *=dp2", "pp65536xdp2 takes 131,072 ranks: use at most 65,536"),
         ("pp1: 0-999999999=dp2", "'0-999999999' names block 999999999: models have at most 1,024 blocks"),
         ("pp1: 1024=dp2", "'1024' names block 1024: models have at most 1,024 blocks"),
-        ("pp1: " + ",".join(["0-1023=dp2"] * 5_000), "block 0 stands in two groups"),
-        ("pp1: " + ",".join(f"{i % 1024}=dp2" for i in range(7_000)), "block 0 stands in two groups"),
-        ("pp1: " + ",".join(["embed=dp2"] * 6_000), "'embed' stands in two groups"),
+        ("pp1: " + ",".join(["0-1023=dp2"] * 5_000), "block 0 is in two groups"),
+        ("pp1: " + ",".join(f"{i % 1024}=dp2" for i in range(7_000)), "block 0 is in two groups"),
+        ("pp1: " + ",".join(["embed=dp2"] * 6_000), "'embed' is in two groups"),
         ("x" * MAX_STRATEGY_CHARS, "stray 'x' at position 1 of"),
         ("q" * MAX_STRATEGY_CHARS, "unknown role 'q{198}…' at position 1 of 'q{198}…'"),
         ("dp2" + "+" * 60_000, "empty flag at position 4 of"),
@@ -59,7 +59,7 @@ def refused(make: Callable[[], Any], message: str) -> str:
         ("dp2+ckpt." + "q" * 60_000, "unknown checkpoint policy 'q{198}…'"),
         ("pp2:" + "," * 60_000, "empty group at position 5 of"),
         ("pp2:" + "=" * 60_000, "cannot read '={198}…' at position 5 of"),
-        ("dp2\0" * 10_000, "is no line of text"),
+        ("dp2\0" * 10_000, "is not a line of text"),
         ("dp2x" * 250_000, "has 1,000,000 characters: write at most 65,536"),
     ],
 )
@@ -88,7 +88,7 @@ def test_oversized_plan_fields_are_refused() -> None:
         refused(lambda number=number: Plan(microbatches=number), "microbatches is .*: use 1 to 16,777,216")
         refused(lambda number=number: Plan(microbatch_size=number), "microbatch_size is .*: use 1 to 16,777,216")
         refused(lambda number=number: batch_arithmetic(Plan(), number), "the batch size is .*: use 1 to 16,777,216")
-    refused(lambda: Plan(split=(1,) * 1_025), "split is for 1,025 stages: give the blocks of at most 1,024")
+    refused(lambda: Plan(split=(1,) * 1_025), "split has 1,025 stages: use at most 1,024")
     refused(lambda: Strategy((Axis("tp", 8),), "2.5d", HUGE), "needs tp to be 10+… times a square, not 8")
 
 
@@ -133,7 +133,7 @@ LAYER = PLAN["layers"][0]
 def test_files_that_are_not_plans_are_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
     twice = "{" + ",".join(f'"k{index}":1' for index in range(300_000)) + ',"k299999":2}'
     for content, message in (
-        (twice, "key 'k299999' stands twice: give it once"),
+        (twice, "key 'k299999' is repeated: give it once"),
         ('{"' + "k" * 10**6 + '": 1}', "unknown key 'k{198}…' in"),
         ("[" * 1_000_000, "is not JSON: it is nested too deeply"),
         ('{"pp": ' + "[" * 900 + "]" * 900 + "}", r"(unknown key 'pp'|'pp' in the plan is \[+…)"),
@@ -157,20 +157,20 @@ def test_files_that_are_not_plans_are_refused(read: Callable[[Path], Any], tmp_p
     ("change", "message"),
     [
         ({"pp": HUGE}, "the degree of 'pp' is 10+…: use 1 to 65,536"),
-        ({"pp_index": HUGE}, "pp_index is 10+… but pp has 0 axes"),
+        ({"pp_index": HUGE}, "pp_index is 10+… but pp can follow at most 0 axes"),
         ({"vitpar_plan": HUGE}, "'vitpar_plan' is 10+…: this vitpar reads"),
         ({"schedule": "x" * 10**6}, "unknown schedule 'x{198}…'"),
         ({"split": "x" * 10**6}, "unknown split 'x{198}…'"),
-        ({"split": [1] * 10**6}, "split is for 1,000,000 stages"),
+        ({"split": [1] * 10**6}, "split has 1,000,000 stages"),
         ({"layers": [LAYER] * 1_028}, "'layers' in the plan is .*…: give a list of at most 1,027 objects"),
-        ({"layers": [LAYER | {"layers": "x" * 10**6}]}, "'x{198}…' names no layers"),
+        ({"layers": [LAYER | {"layers": "x" * 10**6}]}, "'x{198}…' is not a layer selector"),
         ({"layers": [LAYER | {"axes": [["dp", 2]] * 10**6}]}, r"'axes' in layers\[0\] is .*…: give a list"),
         ({"layers": [LAYER | {"axes": [["x" * 10**6, 2]]}]}, "unknown role 'x{198}…'"),
         ({"layers": [LAYER | {"axes": [["tp", 10**18]], "tensor_mode": "2.5d"}]}, "the degree of 'tp' is 10+: use 1"),
         ({"layers": [LAYER | {"tensor_mode": "x" * 10**6}]}, "unknown tensor mode 'x{198}…'"),
         ({"layers": [LAYER | {"checkpoint": "x" * 10**6}]}, "unknown checkpoint policy 'x{198}…'"),
         ({"layers": [LAYER | {"zero": HUGE}]}, "zero is 10+…: use 0, 1 or 2"),
-        ({"layers": [LAYER | {"depth": HUGE}]}, r"depth 10+… is given beside \+1d"),
+        ({"layers": [LAYER | {"depth": HUGE}]}, r"depth 10+… is given with tensor mode 1d"),
     ],
 )
 def test_oversized_plan_files_are_refused(change: dict[str, Any], message: str) -> None:
@@ -225,15 +225,15 @@ def test_oversized_world_for_a_galvatron_plan_is_refused() -> None:
         ),
         ("plan pp2 --split 9,²", "unknown split '9,²': use even, balanced or the blocks of each stage"),
         (f"plan pp2 --split {'9' * 5_000}", "unknown split '9+…'"),
-        (f"plan pp2 --split {','.join('9' * 2_000)}", "split is for 2,000 stages"),
+        (f"plan pp2 --split {','.join('9' * 2_000)}", "split has 2,000 stages"),
         (f"plan {'x' * 100_000}.json", "cannot read the plan x+…: File name too long"),
         ("profile hardware --ranks 999999999 --device cpu", "is 999999999: use 1 to 65,536"),
         ("profile model --ranks 999999999 --device cpu", "the world takes 999,999,999 ranks: use at most 65,536"),
         ("search --cluster 99999x99xH100", "9,899,901 ranks: use at most 65,536"),
         ("search --cluster 8xH100 --batch-size 1000000000000", "--batch-size .* use 1 to 16,777,216"),
-        (f"search --cluster 8xH100 --batch-size {'9' * 5_000}", "--batch-size 9+… is no number"),
+        (f"search --cluster 8xH100 --batch-size {'9' * 5_000}", "--batch-size 9+… is not a number"),
         ("scaling --cluster 8xH100 --ranks 999999999", "--ranks .* use 1 to 65,536"),
-        ("scaling --cluster 8xH100 --ranks ²", "--ranks ² is no number"),
+        ("scaling --cluster 8xH100 --ranks ²", "--ranks ² is not a number"),
     ],
 )
 def test_oversized_command_line_options_are_refused(

@@ -98,12 +98,12 @@ def test_open_degree_has_no_world_size() -> None:
         (lambda: Axis("dp", 0), "the degree of 'dp' is 0: use 1 to 65,536"),
         (
             lambda: Strategy((Axis("pp", 2),)),
-            "'pp2' stands in a layer's strategy: give the pipeline degree as the plan's pp",
+            "'pp2' is in a layer's strategy: set the pipeline degree with the plan's pp",
         ),
-        (lambda: Strategy((Axis("tp", 1),)), "'tp1' stands in a strategy: leave out axes of degree 1"),
+        (lambda: Strategy((Axis("tp", 1),)), "'tp1' has degree 1: leave the axis out"),
         (
             lambda: Strategy((Axis("tp", 2), Axis("tp", 4))),
-            "role 'tp' stands twice in a strategy: give each role once",
+            "role 'tp' is repeated in a strategy: give each role once",
         ),
         (
             lambda: Strategy(checkpoint="ful"),
@@ -116,15 +116,15 @@ def test_open_degree_has_no_world_size() -> None:
         (lambda: Strategy(zero=3), "zero is 3: use 0, 1 or 2, or the role fsdp for ZeRO-3"),
         (
             lambda: Strategy((Axis("tp", 4),), depth=2),
-            "depth 2 is given beside +1d: only 2.5d has a depth",
+            "depth 2 is given with tensor mode 1d: only 2.5d has a depth",
         ),
         (lambda: Plan(layers=()), "no block has a strategy (layers named: none): add a group such as *=dp2"),
         (
             lambda: Plan(layers=(("0", Strategy()), ("*", Strategy((Axis("dp", 2),))))),
-            "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies of as many ranks",
+            "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies of the same size",
         ),
         (lambda: Plan(pp=0), "the degree of 'pp' is 0: use 1 to 65,536"),
-        (lambda: Plan(pp_index=1), "pp_index is 1 but pp has 0 axes to stand behind: use 0 to 0"),
+        (lambda: Plan(pp_index=1), "pp_index is 1 but pp can follow at most 0 axes: use 0 to 0"),
         (lambda: Plan(virtual_stages=0), "virtual_stages is 0: use 1 to 1,024"),
         (lambda: Plan(microbatches=0), "microbatches is 0: use 1 to 16,777,216"),
         (lambda: Plan(microbatch_size=-1), "microbatch_size is -1: use 1 to 16,777,216"),

@@ -118,7 +118,7 @@ KEYS = "keys are vitpar_plan, pp, pp_index, layers, schedule, virtual_stages, mi
         ({"pp": "2"}, "'pp' in the plan is \"2\": give a whole number or null"),
         ({"pp": True}, "'pp' in the plan is true: give a whole number or null"),
         ({"pp": 2.0}, "'pp' in the plan is 2.0: give a whole number or null"),
-        ({"pp_index": 3}, "pp_index is 3 but pp has 2 axes to stand behind: use 0 to 2"),
+        ({"pp_index": 3}, "pp_index is 3 but pp can follow at most 2 axes: use 0 to 2"),
         ({"schedule": 1}, "'schedule' in the plan is 1: give text"),
         (
             {"schedule": "gpip"},
@@ -162,12 +162,15 @@ LAYER_KEYS = "keys are layers, axes, tensor_mode, depth, sequence_parallel, zero
         ({"axes": [["dp", "2"]]}, f'\'axes\' in layers[0] is [["dp", "2"]]: give {AXES}'),
         ({"axes": [["ddp", 2]]}, "layers[0]: unknown role 'ddp': roles are pp, dp, fsdp, tp (did you mean 'dp'?)"),
         ({"axes": [["dp", -1]]}, "layers[0]: the degree of 'dp' is -1: use 1 to 65,536"),
-        ({"axes": [["dp", 1]]}, "layers[0]: 'dp1' stands in a strategy: leave out axes of degree 1"),
+        ({"axes": [["dp", 1]]}, "layers[0]: 'dp1' has degree 1: leave the axis out"),
         ({"checkpoint": True}, "'checkpoint' in layers[0] is true: give text or null"),
         ({"checkpoint": "some"}, "layers[0]: unknown checkpoint policy 'some': policies are full, selective"),
         ({"zero": 1.0}, "'zero' in layers[0] is 1.0: give a whole number"),
         ({"sequence_parallel": 1}, "'sequence_parallel' in layers[0] is 1: give true or false"),
-        ({"layers": "blocks"}, "'blocks' names no layers: use embed, head, a block as in 3, blocks as in 0-11, or *"),
+        (
+            {"layers": "blocks"},
+            "'blocks' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, or *",
+        ),
     ],
 )
 def test_refusals_name_the_layer(change: dict[str, Any], message: str) -> None:
@@ -184,7 +187,7 @@ def test_refusals_name_the_layer(change: dict[str, Any], message: str) -> None:
         ("{}", "the plan has no key 'vitpar_plan': add it, the value is a whole number"),
         ('{"vitpar_plan": 1}', "the plan has no key 'layers': add it, the value is a list of at most 1,027 objects"),
         ("[]", f"the plan is []: give an object with the {KEYS.replace('keys are', 'keys')}"),
-        ('{"pp": 1, "pp": 2}', "key 'pp' stands twice: give it once"),
+        ('{"pp": 1, "pp": 2}', "key 'pp' is repeated: give it once"),
     ],
 )
 def test_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -153,7 +153,7 @@ def test_valid_splits_are_kept(split: str | tuple[int, ...]) -> None:
         (
             plan_of("pp2", split=(4, 5)),
             Shape(),
-            "split 4,5 deals 9 blocks but the model has 8: give 2 numbers with sum 8",
+            "split 4,5 has 9 blocks but the model has 8: give 2 numbers with sum 8",
         ),
         (
             plan_of("dp2", split=(4, 4)),
@@ -179,7 +179,7 @@ def test_valid_splits_are_kept(split: str | tuple[int, ...]) -> None:
         (
             plan_of("pp2", schedule="gpipe", virtual_stages=2),
             Shape(),
-            "schedule gpipe holds 1 stage a rank, not 2: set virtual_stages to 1, or use schedule interleaved1f1b",
+            "schedule gpipe has 1 stage per rank, not 2: set virtual_stages to 1, or use schedule interleaved1f1b",
         ),
         (
             plan_of("dp2", microbatches=2, microbatch_size=4),
@@ -214,7 +214,7 @@ def test_plans_that_do_not_fit_the_model_are_refused(
         (
             plan_of("dp2", microbatches=12),
             64,
-            "12 micro-batches cannot share the 32 images of a data-parallel part (batch 64 over 'dp2') equally: "
+            "12 micro-batches cannot split the 32 images of a data-parallel part (batch 64 over 'dp2') evenly: "
             "use 4, 8 or 16",
         ),
         (
@@ -253,13 +253,13 @@ def test_plans_that_do_not_fit_the_model_are_refused(
         (
             parse("tp4xdp2+sp"),
             20,
-            "the 10 images of a data-parallel part (batch 20 over 'tp4xdp2+sp') cannot be cut into 4, as "
-            "'tp4xdp2+sp' cuts a micro-batch over tp: use a batch of 16 or 24",
+            "the 10 images of a data-parallel part (batch 20 over 'tp4xdp2+sp') cannot be split into 4, as "
+            "'tp4xdp2+sp' splits a micro-batch over tp: use a batch of 16 or 24",
         ),
         (
             plan_of("tp4xdp2+sp", microbatches=4),
             16,
-            "micro-batches of 2 images cannot be cut into 4, as 'tp4xdp2+sp' does over tp: use 1 or 2",
+            "micro-batches of 2 images cannot be split into 4, as 'tp4xdp2+sp' does over tp: use 1 or 2",
         ),
     ],
 )

@@ -215,7 +215,7 @@ def run(place: Path, vitpar: Command) -> Path:
     """Train on two ranks from the web server and return the run's folder."""
     done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "streamed")
     assert done.returncode == 0, done.stderr
-    assert "train-{0..3}.tar: 32 to train on, 17 to validate with" in " ".join(done.stdout.split())
+    assert "train-{0..3}.tar: 32 training and 17 validation images" in " ".join(done.stdout.split())
     assert "vitpar eval --checkpoint streamed/weights\n" in done.stdout
     return place / "streamed"
 

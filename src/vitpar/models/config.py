@@ -108,9 +108,7 @@ class ViTConfig:
                 f"{self.num_heads} heads do not divide embed_dim {self.embed_dim} of {name}: change one of the two"
             )
         if self.position == "sincos2d" and self.embed_dim % 4:
-            raise ModelError(
-                f"2-D sincos positions need an embed_dim that 4 divides, {name} has {self.embed_dim}: change it"
-            )
+            raise ModelError(f"embed_dim of {name} is {self.embed_dim}: 2-D sincos positions need a multiple of 4")
         if self.distillation and self.pool != "cls":
             raise ModelError(f"the distillation token of {name} needs pool 'cls', not '{self.pool}'")
         if self.num_reg_tokens < 0:
@@ -187,8 +185,8 @@ def config_from_json(said: Mapping[str, Any]) -> ViTConfig:
     if unknown := said.keys() - FIELDS:
         name = min(unknown)
         if present := present_field(name):
-            raise ModelError(f"its field '{name}' is now called '{present}': rename it")
-        raise ModelError(f"it says '{shown(name)}', which no model has")
+            raise ModelError(f"field '{name}' is now called '{present}': rename it")
+        raise ModelError(f"unknown model field '{shown(name)}'")
     try:
         return TypeAdapter(ViTConfig).validate_json(json.dumps(said), strict=True)
     except ValidationError as error:

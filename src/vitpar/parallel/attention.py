@@ -89,13 +89,13 @@ def choose_attention(
     shape = f"heads of {config.embed_dim // config.num_heads} features in {precision.compute}"
     if wanted != "auto":
         raise RecipeError(
-            f"train.attention '{wanted}' cannot compute {shape} on this {device.type} device, or not in its memory: "
+            f"train.attention '{wanted}' does not support {shape} on this {device.type} device, or runs out of memory: "
             "use auto"
         )
     use_attention(None)
     warning = (
-        f"no attention kernel computes {shape} on this GPU but matrix products, which keep weights of tokens x tokens "
-        f"a head in memory ({', '.join(seconds)} were tried): use bf16, or heads of 64 or 128 features"
+        f"no attention kernel supports {shape} on this GPU (tried {', '.join(seconds)}), only matrix products, which "
+        "store tokens x tokens weights per head: use bf16, or heads of 64 or 128 features"
     )
     return AttentionChoice(None, tuple(seconds.items()), warning)
 

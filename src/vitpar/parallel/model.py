@@ -169,8 +169,8 @@ class ParallelModel:
         """
         if self.config.stochastic and keys is None:
             raise ModelError(
-                f"{self.config.name} has drop-path or dropout, whose random numbers follow the samples: pass keys, "
-                "int64 [batch], one for each sample and epoch"
+                f"{self.config.name} has drop-path or dropout, whose random numbers depend on the samples: pass keys, "
+                "int64 [batch], one per sample and epoch"
             )
         for stage in self.stages.values():
             if not stage.training:  # train() walks through every module, which costs host time
@@ -216,7 +216,7 @@ class ParallelModel:
                 self._schedule.step(*args, return_outputs=False, **kwargs)
         else:
             (stage,) = self.stages.values()
-            assert images is not None, "a model without pipeline takes images on every rank"
+            assert images is not None, "without a pipeline every rank needs images"
             count = self.batch.microbatches
             parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, labels, keys)]
             for number, (part, target, key) in enumerate(zip(*parts, strict=True), start=1):

@@ -86,8 +86,8 @@ def resolve_precision(name: str, reduce_dtype: str | None = None) -> Precision:
     if reduce_dtype is None:
         return precision
     if reduce_dtype not in ("fp32", REDUCE_DTYPES.get(name)) or name not in REDUCE_DTYPES:
-        kinds = f"fp32 or {REDUCE_DTYPES[name]}" if name in REDUCE_DTYPES else "itself alone"
-        raise RecipeError(f"{name} cannot reduce gradients in '{reduce_dtype}': it reduces in {kinds}")
+        fix = f"use fp32 or {REDUCE_DTYPES[name]}" if name in REDUCE_DTYPES else "leave train.reduce_dtype out"
+        raise RecipeError(f"{name} cannot reduce gradients in '{reduce_dtype}': {fix}")
     return replace(precision, reduce=PRECISIONS[reduce_dtype].compute)
 
 
@@ -98,7 +98,7 @@ def slow_here(name: str, device: torch.device) -> str | None:
         return None
     if name in known and torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, known[name])():
         return None
-    return f"this CPU has no instructions for {name}, so that steps take far longer than in fp32"
+    return f"this CPU has no {name} instructions: steps take far longer than in fp32"
 
 
 class _Copies(torch.autograd.Function):

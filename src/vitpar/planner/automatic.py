@@ -66,7 +66,7 @@ def search(
     from vitpar.training.recipe import read_recipe
 
     if cluster is not None and (hardware is not None or model_profile is not None):
-        raise PlannerError("a cluster is given beside profiles: give one of the two")
+        raise PlannerError("both a cluster and profiles are given: give one of the two")
     config = model_config(model, num_classes=1000) if isinstance(model, str) else model
     if cluster is None:
         files = (None if file is None else Path(file) for file in (hardware, model_profile))
@@ -122,8 +122,8 @@ def make_search(
     machine = costs.hardware
     if ranks is not None and ranks > machine.ranks:
         raise PlannerError(
-            f"{count(ranks, 'rank')} are more than the {machine.ranks} of {machine.name}: profile the hardware with as "
-            "many, or plan for a cluster by its data sheet"
+            f"{count(ranks, 'rank')} are more than the {machine.ranks} of {machine.name}: profile the hardware with "
+            "that many, or plan for a cluster from its data sheet"
         )
     space = Space(
         costs.config,
@@ -150,10 +150,10 @@ def run_search(searching: Search, budget: float, progress: Progress | None = Non
     if counts is not None and not any(batch % number == 0 for batch in space.batch_sizes for number in counts):
         batches = " or ".join(f"{batch:,}" for batch in space.batch_sizes)
         raise PlannerError(
-            f"a batch of {batches} images is no multiple of {counts[0]} micro-batches: use another number"
+            f"a batch of {batches} images is not divisible by {counts[0]} micro-batches: use another number"
         )
     raise PlannerError(
-        f"no plan fits into {size(budget)} a rank: allow more memory, more ranks, a smaller batch, other numbers of "
+        f"no plan fits into {size(budget)} per rank: allow more memory, more ranks, a smaller batch, other numbers of "
         "micro-batches, or leave out fewer roles and flags"
     )
 
@@ -162,5 +162,5 @@ def _several(numbers: int | Sequence[int], name: str) -> tuple[int, ...]:
     """Return one or several positive numbers as a tuple, else raise PlannerError about the parameter `name`."""
     found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not found or min(found) < 1:
-        raise PlannerError(f"{name} is {shown(numbers)}: use whole numbers from 1")
+        raise PlannerError(f"{name} is {shown(numbers)}: use whole numbers of at least 1")
     return found

@@ -224,11 +224,13 @@ def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
     """Return the summaries of the strategy's flags that no axis describes."""
     found = []
     if strategy.checkpoint == "full":
-        sent = ", with what tp sends there," if strategy.has("tp") else ""
-        words = f"layers keep their input alone and compute their forward{sent} again in backward"
+        sent = ", including tp communication," if strategy.has("tp") else ""
+        words = f"layers keep only their input and recompute their forward{sent} in backward"
         found.append(FlagSummary("+ckpt", words))
     elif strategy.checkpoint:
-        words = "layers keep what matrix products, attention and tp give, and compute the rest again in backward"
+        words = (
+            "layers keep outputs of matrix products, attention and tp communication, and recompute the rest in backward"
+        )
         found.append(FlagSummary(f"+ckpt.{strategy.checkpoint}", words))
     if strategy.offload:
         words = "parameters, gradients and optimizer state are in host memory; layers copy parameters in to compute"
@@ -291,7 +293,7 @@ _TENSOR_WORDS = {
     ("1d", "j"): {
         "blocks.": "all-reduce activations, twice a block in forward and twice in backward" + _EVERY,
         "head": "all-reduce the classifier's sums" + _EVERY,
-        "embed": "compute the same; send nothing",
+        "embed": "compute the same on all ranks; send nothing",
     },
     ("sp", "j"): {
         "blocks.": "split the batch; " + _PARTS + _EVERY + _SUMS,

@@ -104,7 +104,7 @@ def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.
     if ranks * need.total <= there:
         return None
     where = "the GPU has" if device.type == "cuda" else f"{count(ranks, 'rank')} of this machine share"
-    return f"{memory_words(need)} a rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
+    return f"{memory_words(need)} per rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
 
 
 def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> str:

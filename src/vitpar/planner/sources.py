@@ -43,13 +43,13 @@ def profiled_costs(
     try:
         config = config_from_json(profile.model)
     except ModelError as error:
-        raise PlannerError(f"{path} is of no model: {error}: profile the model again") from None
+        raise PlannerError(f"{path} does not describe a valid model: {error}: profile the model again") from None
     wanted = asdict(model(config.num_classes))
     for field, value in asdict(config).items():
         if field not in NO_COSTS and value != wanted[field]:
             raise PlannerError(
-                f"{path} is of a model with {field} {value} but the recipe's has {wanted[field]}: profile the recipe's "
-                "model by vitpar profile model --recipe, or name the recipe that was profiled"
+                f"{path} was profiled with model {field} {value} but the recipe has {wanted[field]}: profile the "
+                "recipe's model with vitpar profile model --recipe, or use the profiled recipe"
             )
     if precision == "auto":
         precision = automatic_precision(profile.precision, profile.device)

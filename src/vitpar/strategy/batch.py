@@ -115,7 +115,7 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
     part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{shown(plan)}')"
     if local % unit:
         raise StrategyError(
-            f"the {part} cannot be cut into {unit}, as '{_most_cut(plan)}' cuts a micro-batch over tp: "
+            f"the {part} cannot be split into {unit}, as '{_most_cut(plan)}' splits a micro-batch over tp: "
             f"use a batch of {either(n * unit * plan.data_parallel for n in (local // unit, local // unit + 1) if n)}"
         )
     working = [n for n in divisors(local // unit) if not schedule_objection(plan, n)]
@@ -128,7 +128,7 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
     if plan.microbatches is not None:
         number = plan.microbatches
         if local % number:
-            problem = f"{count(number, 'micro-batch')} cannot share the {part} equally"
+            problem = f"{count(number, 'micro-batch')} cannot split the {part} evenly"
         else:
             problem = schedule_objection(plan, number) or _cut_objection(plan, local // number) or ""
         fix = f"use {either(closest(working, number))}"
@@ -152,7 +152,7 @@ def _cut_objection(plan: Plan, size: int) -> str | None:
     unit = smallest_microbatch(plan)
     if size % unit == 0:
         return None
-    return f"micro-batches of {count(size, 'image')} cannot be cut into {unit}, as '{_most_cut(plan)}' does over tp"
+    return f"micro-batches of {count(size, 'image')} cannot be split into {unit}, as '{_most_cut(plan)}' does over tp"
 
 
 def _most_cut(plan: Plan) -> Strategy:

@@ -92,7 +92,9 @@ def parse(text: str) -> Plan:
             f"the strategy '{shown(text)}' has {len(text):,} characters: write at most {MAX_STRATEGY_CHARS:,}"
         )
     if not text.isprintable():
-        raise StrategyError(f"the strategy {literal(text)} is no line of text: write roles and degrees, as in dp2xtp2")
+        raise StrategyError(
+            f"the strategy {literal(text)} is not a line of text: write roles and degrees, as in dp2xtp2"
+        )
     if match := _LAYERED.match(whole.word):
         pipeline = _parse_axis(whole.part(*match.span(1)))
         groups = [_parse_group(piece) for piece in whole.part(match.end(), len(text)).split(",")]
@@ -123,7 +125,7 @@ def _parse_group(span: _Span) -> tuple[str, Strategy]:
     for axis in axes:
         if axis.role == "pp":
             raise StrategyError(
-                f"'{axis}' stands in a group {span.place}: pp is the same for all layers, before the ':'"
+                f"'{axis}' is inside a group {span.place}: write pp once for all layers, before the ':'"
             )
     return selector.word, _strategy(axes, flags)
 
@@ -137,7 +139,7 @@ def _strategy(axes: tuple[Axis, ...], flags: dict[str, Any]) -> Strategy:
 def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
     """Parse one strategy: return its axes, including pp and degrees of 1, and the fields that its flags set."""
     if space := re.search(r"\s", span.word):
-        raise StrategyError(f"white space {span.part(*space.span()).place}: write the strategy without it")
+        raise StrategyError(f"whitespace {span.part(*space.span()).place}: remove it")
     axes_span, *flag_spans = span.split("+")
     return _parse_axes(axes_span), _parse_flags(flag_spans)
 
@@ -145,24 +147,24 @@ def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
 def _parse_axes(span: _Span) -> tuple[Axis, ...]:
     """Parse axes joined by `x`, as in `dp2xtp2`; at most one can have an open degree."""
     if not span.word:
-        raise StrategyError(f"no axis stands before the '+' {span.place}: write one, as in dp1+ckpt")
+        raise StrategyError(f"no axis before the '+' {span.place}: write one, as in dp1+ckpt")
     axes: dict[str, Axis] = {}
     open_span = None
     pieces = span.split("x")
     for index, piece in enumerate(pieces):
         if not piece.word:
             stray = piece.part(-1, 0) if index else piece
-            raise StrategyError(f"stray 'x' {stray.place}: one 'x' stands between two axes, as in dp2xtp2")
+            raise StrategyError(f"stray 'x' {stray.place}: write one 'x' between two axes, as in dp2xtp2")
         axis = _parse_axis(piece)
         if axis.role in axes:
             degrees = (axes[axis.role].degree, axis.degree)
             fix = f", as in {axis.role}{degrees[0] * degrees[1]}" if degrees[0] and degrees[1] else ""
-            raise StrategyError(f"role '{axis.role}' stands again {piece.place}: give each role once{fix}")
+            raise StrategyError(f"role '{axis.role}' is repeated {piece.place}: give each role once{fix}")
         if axis.degree is None:
             if open_span:
                 raise StrategyError(
                     f"both '{open_span.word}' and '{piece.word}' {piece.place} have no degree: "
-                    f"only one axis can take what is left of the ranks, give '{piece.word}' a degree"
+                    f"only one axis can take the remaining ranks, give '{piece.word}' a degree"
                 )
             open_span = piece
         axes[axis.role] = axis
@@ -203,7 +205,7 @@ def _parse_flags(spans: list[_Span]) -> dict[str, Any]:
         kind = _CHOICE.get(name, f"flag '{name}'")
         if kind in seen:
             kind = kind if kind.startswith("flag") else f"a {kind}"
-            raise StrategyError(f"{kind} stands again {span.place}: give each flag once")
+            raise StrategyError(f"{kind} is repeated {span.place}: give each flag once")
         seen.add(kind)
         flags |= fields
     return flags
@@ -238,7 +240,7 @@ def _about_flags(word: str) -> str:
     """Return the hint of a message about an unknown flag."""
     match = _AXIS.fullmatch(word)
     if match and match[1] in _ROLE_NAMED:
-        return f"axes are joined by 'x' and stand before the flags, as in dp2x{word}+ckpt"
+        return f"axes are joined by 'x' and come before the flags, as in dp2x{word}+ckpt"
     if word == "zero3":
         return "use the role fsdp instead of dp, which shards parameters as ZeRO-3 does"
     return f"flags are {', '.join(FLAGS)}{nearest(word, FLAGS)}"

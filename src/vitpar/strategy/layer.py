@@ -86,11 +86,11 @@ class Strategy:
         roles = [axis.role for axis in self.axes]
         for axis in self.axes:
             if axis.role == "pp":
-                raise StrategyError(f"'{axis}' stands in a layer's strategy: give the pipeline degree as the plan's pp")
+                raise StrategyError(f"'{axis}' is in a layer's strategy: set the pipeline degree with the plan's pp")
             if axis.degree == 1:
-                raise StrategyError(f"'{axis}' stands in a strategy: leave out axes of degree 1")
+                raise StrategyError(f"'{axis}' has degree 1: leave the axis out")
             if roles.count(axis.role) > 1:
-                raise StrategyError(f"role '{axis.role}' stands twice in a strategy: give each role once")
+                raise StrategyError(f"role '{axis.role}' is repeated in a strategy: give each role once")
 
     def _check_choices(self) -> None:
         """Raise StrategyError for an unknown tensor mode, checkpointing policy or ZeRO stage."""
@@ -117,7 +117,9 @@ class Strategy:
                 "activations everywhere already"
             )
         if self.depth is not None and self.tensor_mode != "2.5d":
-            raise StrategyError(f"depth {shown(self.depth)} is given beside +{self.tensor_mode}: only 2.5d has a depth")
+            raise StrategyError(
+                f"depth {shown(self.depth)} is given with tensor mode {self.tensor_mode}: only 2.5d has a depth"
+            )
         if self.depth is not None and self.depth < 1:
             raise StrategyError(f"+2.5d@{shown(self.depth)} has no depth: use 1 or more")
         if self.tensor_mode != "1d" and self.degree_or_open("tp") is not None:

@@ -54,7 +54,7 @@ class Plan:
         outermost = len(self.strategy.axes) if self.is_uniform and self.pp != 1 else 0
         if not 0 <= self.pp_index <= outermost:
             raise StrategyError(
-                f"pp_index is {shown(self.pp_index)} but pp has {outermost} axes to stand behind: use 0 to {outermost}"
+                f"pp_index is {shown(self.pp_index)} but pp can follow at most {outermost} axes: use 0 to {outermost}"
             )
         for name, most in _COUNTS.items():
             value = getattr(self, name)
@@ -71,7 +71,7 @@ class Plan:
                 f"{nearest(self.split, SPLITS)}"
             )
         if not isinstance(self.split, str) and len(self.split) > MAX_BLOCKS:
-            raise StrategyError(f"split is for {len(self.split):,} stages: give the blocks of at most {MAX_BLOCKS:,}")
+            raise StrategyError(f"split has {len(self.split):,} stages: use at most {MAX_BLOCKS:,}")
 
     def _check_layers(self) -> None:
         """Raise StrategyError if no block has a strategy, or strategies take different numbers of ranks.
@@ -90,14 +90,12 @@ class Plan:
             (first, one), (second, other), *_ = sizes.items()
             raise StrategyError(
                 f"'{one}' takes {count(first, 'rank')} of a stage but '{other}' takes {second}: "
-                "give all layers strategies of as many ranks"
+                "give all layers strategies of the same size"
             )
         ranks, kinds = max(sizes, default=1), len(self.kinds)
         if ranks * kinds > MAX_LAYOUT_PARTS:
             raise StrategyError(
-                f"stages of {ranks} ranks have {kinds} different strategies: use at most {MAX_LAYOUT_PARTS // ranks} "
-                "for "
-                "so many ranks"
+                f"stages of {ranks} ranks have {kinds} different strategies: use at most {MAX_LAYOUT_PARTS // ranks}"
             )
 
     @property
@@ -179,7 +177,7 @@ class Plan:
 
         Raises StrategyError if the product of the degrees does not match `world_size`.
         """
-        assert world_size >= 1, f"a world has at least one rank, not {world_size}"
+        assert world_size >= 1, f"the world size is {world_size}: use at least 1"
         refuse_many_ranks(world_size, "the world")
         if not self.is_open:
             if self.world_size != world_size:

@@ -25,13 +25,15 @@ def blocks_of(selector: str) -> range | None:
         raise StrategyError(f"the layer '{selector}' is now called '{present}': write {present}=…")
     if not match:
         raise StrategyError(
-            f"'{shown(selector)}' names no layers: use embed, head, a block as in 3, blocks as in 0-11, or *"
+            f"'{shown(selector)}' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, or *"
         )
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise StrategyError(f"blocks '{selector}' run backwards: write {last}-{first}")
     if last >= MAX_BLOCKS:
-        raise StrategyError(f"'{selector}' names block {last}: models have at most {MAX_BLOCKS:,} blocks, from 0 on")
+        raise StrategyError(
+            f"'{selector}' names block {last}: models have at most {MAX_BLOCKS:,} blocks, numbered from 0"
+        )
     return range(first, last + 1)
 
 
@@ -47,7 +49,7 @@ def canonical(groups: Groups) -> Groups:
         span = blocks_of(selector)
         if span is None:
             if selector in words:
-                raise StrategyError(f"'{selector}' stands in two groups: give it one strategy")
+                raise StrategyError(f"'{selector}' is in two groups: give it one strategy")
             words[selector] = strategy
         else:
             blocks.append((span, strategy))
@@ -55,7 +57,7 @@ def canonical(groups: Groups) -> Groups:
     joined: list[tuple[range, Strategy]] = []
     for span, strategy in blocks:
         if joined and span.start < joined[-1][0].stop:
-            raise StrategyError(f"block {span.start} stands in two groups: give it one strategy")
+            raise StrategyError(f"block {span.start} is in two groups: give it one strategy")
         if joined and span.start == joined[-1][0].stop and strategy == joined[-1][1]:
             span = range(joined.pop()[0].start, span.stop)
         joined.append((span, strategy))

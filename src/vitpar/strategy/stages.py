@@ -29,7 +29,7 @@ def split_blocks(
     Raises StrategyError if there are more stages than blocks, if given sizes do not fit, or if the costs are missing or
     invalid.
     """
-    assert num_stages >= 1, f"a pipeline has at least one stage, not {num_stages}"
+    assert num_stages >= 1, f"the pipeline has {num_stages} stages: use at least 1"
     if num_stages > num_blocks:
         raise StrategyError(
             f"{count(num_blocks, 'block')} cannot fill {num_stages} stages: use at most {count(num_blocks, 'stage')}"
@@ -74,7 +74,7 @@ def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> 
         if size < 1:
             raise StrategyError(f"{said} gives {shown(size)} blocks to stage {stage}: give every stage at least 1")
     if sum(sizes) != num_blocks:
-        raise StrategyError(f"{said} deals {shown(count(sum(sizes), 'block'))} but the model has {num_blocks}: {fix}")
+        raise StrategyError(f"{said} has {shown(count(sum(sizes), 'block'))} but the model has {num_blocks}: {fix}")
     return sizes
 
 
@@ -89,7 +89,7 @@ def _checked_costs(costs: Sequence[float] | None, num_blocks: int) -> Sequence[f
         )
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
-            raise StrategyError(f"split 'balanced' got a cost of {cost}: costs are finite and not negative")
+            raise StrategyError(f"split 'balanced' got a cost of {cost}: give finite costs of at least 0")
     return costs
 
 

@@ -40,7 +40,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 
 Layers of one plan can differ in data, tensor, checkpoint and offload.
 """
-APART = "gradients of weights come in a backward of their own, where they cannot be reduced at once"
+APART = "weight gradients are computed in a separate backward, where they cannot be reduced at once"
 SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
 
 
@@ -63,7 +63,7 @@ CLASHES = (
         Clash(
             schedule,
             "compile",
-            "it computes gradients of inputs and of weights apart, which a compiled block cannot (pytorch#161904)",
+            "input and weight gradients are computed separately, which a compiled block cannot do (pytorch#161904)",
             "leave out compile, or use schedule 1f1b or interleaved1f1b",
         )
         for schedule in SPLIT_BACKWARD
@@ -72,7 +72,7 @@ CLASHES = (
         Clash(
             schedule,
             checkpoint,
-            "between its two halves of a backward it keeps what checkpointing would free (pytorch#136766)",
+            "the split backward keeps in between what checkpointing would free (pytorch#136766)",
             f"leave out {checkpoint}, or use schedule 1f1b or interleaved1f1b",
         )
         for schedule in SPLIT_BACKWARD
@@ -90,8 +90,8 @@ CLASHES = (
     Clash(
         "+ckpt.selective",
         "compile",
-        "inside a compiled block no single operation can be chosen to be saved",
-        "use +ckpt, or train.activation_memory_budget, by which the compiler chooses",
+        "a compiled block cannot select single operations to save",
+        "use +ckpt, or train.activation_memory_budget, which lets the compiler choose",
     ),
 )
 """All pairs of features that clash.
@@ -165,7 +165,7 @@ def _communication(names: str, needs: str, test: Callable[[Strategy, Rules], boo
         rules = Rules.under(case.plan, case.precision)
         return any(test(strategy, rules) for strategy in case.plan.kinds)
 
-    refusal = f"{{key}} is {{value}}, which does nothing under {{case}}: leave it out, it is for {needs}"
+    refusal = f"{{key}} is {{value}}, which does nothing with {{case}}: leave it out, it is for {needs}"
     return Effect(tuple(f"communication.{name}" for name in names.split()), used, refusal)
 
 
@@ -208,14 +208,14 @@ def combinations(dimensions: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 def page() -> str:
     """Return the matrix as Markdown: a table for every two dimensions with a clash, then the reasons."""
-    lines = ["# What goes with what", "", PREFACE, ""]
+    lines = ["# Support matrix", "", PREFACE, ""]
     names = list(DIMENSIONS)
     for index, down in enumerate(names):
         for across in names[index + 1 :]:
             clashing = [c for c in CLASHES if {c.first, c.second} & set(DIMENSIONS[down])]
             if any({c.first, c.second} & set(DIMENSIONS[across]) for c in clashing):
                 lines += [f"## {down} and {across}", "", *_table(down, across), ""]
-    lines += ["## Why, and what to use instead", ""]
+    lines += ["## Reasons and alternatives", ""]
     reasons: dict[tuple[str, str], list[Clash]] = {}
     for clash in CLASHES:
         reasons.setdefault((clash.because, clash.second), []).append(clash)
@@ -225,9 +225,9 @@ def page() -> str:
 
 
 PREFACE = """<!-- written by `make docs` from src/vitpar/strategy/support.py -->
-Each layer chooses one of every row below, the schedule, precision and compilation are the plan's. Whatever is not
-refused here runs, and its gradients equal those of one process; the tests go through the same table. Degrees have to
-divide what they split, which `vitpar plan` checks for a model and a batch.
+Each layer chooses one feature of every row below; schedule, precision and compilation apply to the complete plan.
+Every combination that is not refused here runs, and its gradients equal those of one process; the tests use the same
+table. Degrees must divide what they split, which `vitpar plan` checks for a model and a batch.
 
 """ + "\n".join(f"- **{name}**: {', '.join(f'`{f}`' for f in features)}" for name, features in DIMENSIONS.items())
 

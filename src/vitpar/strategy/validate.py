@@ -128,7 +128,7 @@ def _check_schedule(plan: Plan) -> None:
         )
     if schedule.stages == "one" and plan.virtual_stages > 1:
         raise StrategyError(
-            f"schedule {plan.schedule} holds 1 stage a rank, not {plan.virtual_stages}: "
+            f"schedule {plan.schedule} has 1 stage per rank, not {plan.virtual_stages}: "
             "set virtual_stages to 1, or use schedule interleaved1f1b"
         )
 

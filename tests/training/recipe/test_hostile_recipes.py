@@ -159,7 +159,7 @@ def test_very_long_runs_are_accepted() -> None:
         ("parallel.mesh=" + "dp2x" * 25_000, "has 100,000 characters: write at most 65,536"),
         ("parallel.virtual_stages=999999999", "virtual_stages is 999999999: use 1 to 1,024"),
         ("parallel.microbatches=999999999", "microbatches is 999999999: use 1 to 16,777,216"),
-        ("parallel.split=[" + "1," * 20_000 + "]", "split is for 20,000 stages"),
+        ("parallel.split=[" + "1," * 20_000 + "]", "split has 20,000 stages"),
         ("parallel.split=" + "x" * 100_000, "unknown split 'x{198}…'"),
         ("parallel.schedule=" + "x" * 100_000, "unknown schedule 'x{198}…'"),
     ],

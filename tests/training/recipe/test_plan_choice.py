@@ -83,7 +83,7 @@ def test_communication_settings_apply_only_to_plans_that_use_them() -> None:
     assert made.communication_under(chosen(made, 4).plan).prefetch == 2
     assert made.communication_under(chosen(made, 2).plan).prefetch is None
     first = made.model_copy(update={"parallel": made.parallel.model_copy(update={"mesh": "dp2"})})
-    with pytest.raises(StrategyError, match=r"communication\.prefetch is 2, which does nothing under 'dp2'"):
+    with pytest.raises(StrategyError, match=r"communication\.prefetch is 2, which does nothing with 'dp2'"):
         first.plan(first.config(10))
 
 

@@ -293,8 +293,8 @@ class LayerCosts:
         """
         if self.hardware.host is None:
             raise PlannerError(
-                f"{self.hardware.name} has no rate between devices and their host, which +offload needs: profile the "
-                "hardware again by vitpar profile hardware, or add [host] to the cluster's file"
+                f"{self.hardware.name} has no transfer rate between device and host, which +offload needs: profile "
+                "again with vitpar profile hardware, or add [host] to the cluster file"
             )
         return self.hardware.host.seconds(size)
 

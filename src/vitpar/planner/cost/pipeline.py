@@ -179,7 +179,7 @@ def replay(
                     heappush(travelling, (moment, ("B" if each == "I" else each, target, number)))
             lane.part = 0
         start(pp)
-    assert not any(lane.actions for lane in lanes.values()), "the ranks of the pipeline wait for each other for ever"
+    assert not any(lane.actions for lane in lanes.values()), "the ranks of the pipeline deadlock"
     return events
 
 

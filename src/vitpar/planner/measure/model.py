@@ -200,7 +200,7 @@ def profile_model(
 
     Must not be called inside a process group, because it creates fake ones.
     """
-    assert not dist.is_initialized(), "a process group stands in the way of pretended ones"
+    assert not dist.is_initialized(), "a process group is initialized already"
     if device.type == "cpu":
         keep_freed_memory()  # as ranks do
     attention = subject.choose_attention(device)

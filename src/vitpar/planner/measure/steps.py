@@ -226,7 +226,7 @@ def run_in_subprocess(work: Callable[[], T]) -> T:
         done, result = ours.recv()
     except EOFError:
         process.join()
-        raise RuntimeError(f"the process that ran a plan ended with code {process.exitcode}") from None
+        raise RuntimeError(f"the process that ran a plan exited with code {process.exitcode}") from None
     process.join()
     if not done:
         raise result

@@ -106,7 +106,9 @@ class Cluster(ProfileRecord):
                 f"{shown(ranks)} ranks do not fit the {most} devices of {shown(self.name)}: use at most {most}"
             )
         if ranks > self.devices_per_node and self.inter is None:
-            raise PlannerError(f"cluster {shown(self.name)} has several nodes but no inter: say how they are connected")
+            raise PlannerError(
+                f"cluster {shown(self.name)} has several nodes but no inter: add [inter] to the cluster file"
+            )
         links = [
             self._link(operation, size, stride)
             for size, stride in group_shapes(ranks)
@@ -205,9 +207,9 @@ def _read(path: Path) -> Cluster:
     except OSError as error:
         raise PlannerError(f"cannot read the cluster {shown(path)}: {error.strerror}") from None
     except ValidationError as error:
-        raise PlannerError(f"{shown(path)} is not a cluster, {first_wrong(error)}: correct it") from None
+        raise PlannerError(f"{shown(path)} is not a valid cluster file, {first_wrong(error)}: correct it") from None
     except ValueError as error:  # not UTF-8, or not TOML
-        raise PlannerError(f"{shown(path)} is not a cluster: {shown(error)}: correct it") from None
+        raise PlannerError(f"{shown(path)} is not a valid cluster file: {shown(error)}: correct it") from None
 
 
 def _line(latency: float, rate: float, sizes: tuple[int, ...]) -> tuple[Timing, ...]:

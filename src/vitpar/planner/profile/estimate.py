@@ -125,14 +125,14 @@ def estimate_model(
     copy = hardware.copy_
     if copy is None or not hardware.matmuls:
         raise PlannerError(
-            f"{hardware.name} has no rates to estimate a model from: profile the model, or use --cluster"
+            f"{hardware.name} has no rates to estimate a model with: profile the model, or use --cluster"
         )
     numbers = PRECISIONS[precision]
     rates = {matmul.dtype: matmul for matmul in hardware.matmuls}
     matmul = rates.get(str(numbers.compute).removeprefix("torch."), hardware.matmuls[0])
     if numbers.float8 and FLOAT8 not in rates:
         raise PlannerError(
-            f"{hardware.name} has no rate of products in float8: plan for bf16, or use GPUs that have it"
+            f"{hardware.name} has no rate of float8 matrix products: plan for bf16, or use GPUs that have it"
         )
     layers, weights = [], []
     for tensor in tensors:

@@ -50,7 +50,7 @@ NOTHING = 1e-12
 """Seconds for costs that were not measured: a profile needs positive times."""
 Forwards = tuple[tuple[int, float], ...]
 """(images, seconds of a forward), by rising images."""
-UNMEASURED = "taken as nothing: optimizer, gathering and reducing besides sending, working space"
+UNMEASURED = "counted as zero: optimizer, gathering and reducing except communication, workspace"
 
 
 def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_bytes: int, device_name: str) -> Hardware:
@@ -70,7 +70,7 @@ def import_hardware(folder: Path, nodes: int, devices_per_node: int, memory_byte
     collectives = list(_collectives(bandwidths, times, ranks, devices_per_node))
     if not collectives:
         raise PlannerError(
-            f"allreduce_bandwidth_{suffix} in {folder} has no allreduce_size_N_consec_0 or _1: name the folder that "
+            f"allreduce_bandwidth_{suffix} in {folder} has no allreduce_size_N_consec_0 or _1: use the folder that "
             "Galvatron's hardware profiler wrote"
         )
     coefficient = folder / "overlap_coefficient.json"
@@ -217,8 +217,8 @@ def _forwards(computed: Mapping[str, float], name: str, tokens: int, folder: Pat
     if not found:
         known = shown(", ".join(sorted({match[2] for match, _ in matches}))) or "none"
         raise PlannerError(
-            f"the computation profile in {folder} has no layertype_{name} of {tokens} tokens (it has {known}): name "
-            "the model that was profiled by --model or --set model.…"
+            f"the computation profile in {folder} has no layertype_{name} of {tokens} tokens (it has {known}): select "
+            "the profiled model with --model or --set model.…"
         )
     return tuple(sorted(found.items()))
 
@@ -238,7 +238,7 @@ def _section(memory: Mapping[str, Any], name: str, tokens: int, folder: Path) ->
     part = found.get(str(tokens)) if isinstance(found, dict) else None
     if not isinstance(part, dict):
         raise PlannerError(
-            f"the memory profile in {folder} has no {name} of {tokens} tokens: name the model that was profiled by "
+            f"the memory profile in {folder} has no {name} of {tokens} tokens: select the profiled model with "
             "--model or --set model.…"
         )
     return part
@@ -261,7 +261,7 @@ def _only(folder: Path, pattern: str) -> Path:
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         what = f"{len(found)} files" if found else "no file"
-        raise PlannerError(f"{folder} has {what} {pattern}: name a folder with exactly one")
+        raise PlannerError(f"{folder} has {what} {pattern}: use a folder with exactly one")
     return found[0]
 
 
@@ -271,9 +271,9 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise PlannerError(f"cannot read Galvatron's profile {path}: {error.strerror}") from None
     except ValueError as error:
-        raise PlannerError(f"{path} is no profile of Galvatron's: {shown(error)}") from None
+        raise PlannerError(f"{path} is not a Galvatron profile: {shown(error)}") from None
     if not isinstance(found, dict):
-        raise PlannerError(f"{path} is no profile of Galvatron's: it holds no object")
+        raise PlannerError(f"{path} is not a Galvatron profile: it has no JSON object")
     return found
 
 

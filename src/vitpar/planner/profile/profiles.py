@@ -76,7 +76,7 @@ class Curve(ProfileRecord):
     def _in_order(cls, timings: tuple[Timing, ...]) -> tuple[Timing, ...]:
         sizes = [timing.size for timing in timings]
         if sizes != sorted(set(sizes)):
-            raise ValueError(f"sizes {shown(sizes)} do not rise: sort them and give each once")
+            raise ValueError(f"sizes {shown(sizes)} are not ascending: sort them and give each once")
         return timings
 
     def slower(self, factor: float) -> Self:

@@ -50,7 +50,7 @@ class Profile(ProfileRecord):
         except OSError as error:
             raise PlannerError(
                 f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}: make one with vitpar profile "
-                f"{cls.kind}, or plan by a data sheet with --cluster 8xH100"
+                f"{cls.kind}, or plan from a data sheet with --cluster 8xH100"
             ) from None
         except ValidationError as error:
             wrong = f"{shown(path)} is not a {cls.kind} profile, {first_wrong(error)}"

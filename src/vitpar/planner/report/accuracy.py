@@ -197,8 +197,8 @@ class Correction:
 
     def __str__(self) -> str:
         return (
-            f"computing x {self.computing:.3f}, sending x {self.sending:.3f}, {self.memory_bytes / 1e6:.1f} MB more a "
-            f"rank, from {self.plans} plans"
+            f"computation x {self.computing:.3f}, communication x {self.sending:.3f}, "
+            f"{self.memory_bytes / 1e6:.1f} MB more per rank, from {self.plans} plans"
         )
 
     def _said(self, measured: dict[str, str]) -> dict[str, str]:

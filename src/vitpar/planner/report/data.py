@@ -18,9 +18,9 @@ from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.text import count, size
 
-COLUMNS = ("micro-batches", "images/s", "beside the best", "a rank")
+COLUMNS = ("micro-batches", "images/s", "vs. best", "memory")
 """Headings of `figures`."""
-SCALING_COLUMNS = ("ranks", "batch", "images/s", "a rank", "MFU", "efficiency", "gap")
+SCALING_COLUMNS = ("ranks", "batch", "images/s", "per rank", "MFU", "efficiency", "gap")
 """Headings of `scaling_rows`, without the last column, the plan."""
 
 
@@ -38,7 +38,7 @@ def speed_words(price: Price, costs: LayerCosts) -> str:
     """
     doubt, mfu = uncertainty(price, costs), price.mfu(costs)
     words = f"{price.images_per_second:,.1f} images/s{f' {doubt}' if doubt else ''}"
-    words += f", {duration(price.seconds)} a step of {price.batch_size:,} images"
+    words += f", {duration(price.seconds)} per step of {price.batch_size:,} images"
     return words + ("" if mfu is None else f", MFU {mfu * 100:.1f} %")
 
 
@@ -63,13 +63,13 @@ def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
 def noise_words(doubt: Uncertainty | None) -> str:
     """Return the meaning of `≈` in a table of `figures`; empty if no uncertainty is known."""
     within = "within the error of estimates" if doubt and doubt.estimated else "within the noise"
-    return f"≈ {within} ({doubt}) of the best: measure both to tell them apart" if doubt else ""
+    return f"≈ {within} ({doubt}) of the best: measure both to compare them" if doubt else ""
 
 
 def certainty(result: Result) -> str:
     """Return in words how much faster other plans may be."""
-    how = "no plan is faster by 0.1 %" if result.exact else "not every plan was looked at"
-    return f"{how}; no mix of strategies can be faster by more than {result.gap:.2%}"
+    how = "no plan is more than 0.1 % faster" if result.exact else "not every plan was examined"
+    return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"
 
 
 def schedule_words(plan: Plan) -> str:
@@ -88,7 +88,7 @@ def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
     if "estimated" in model.measured:
         notes.append("times are estimates: nothing was measured")
     if assumed := model.measured.get("assumed"):
-        notes.append(f"{assumed} is assumed: name another with --precision")
+        notes.append(f"{assumed} is assumed: set another with --precision")
     if source := model.measured.get("by"):
         notes.append(f"profiles were imported from {source}; {model.measured.get('unmeasured', '')}")
     if corrected := model.measured.get("corrected"):

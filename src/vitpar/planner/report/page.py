@@ -30,9 +30,8 @@ from vitpar.planner.search.expand import form
 from vitpar.planner.search.scaling import Point
 from vitpar.text import size
 
-SIMULATED = "Simulated, with the best plan for every number of devices"
-WORDS = {"weak": "as many images for each device", "strong": "as many images in all"}
-"""Description of each kind of scaling."""
+SIMULATED = "Simulated with the best plan for each number of devices"
+WORDS = {"weak": "fixed batch per device", "strong": "fixed total batch"}
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors on the speed of links in the sensitivity chart."""
 SHOWN = 5
@@ -75,28 +74,28 @@ def page(found: Findings, moments: float) -> str:
         f"<small>{escape(title.removeprefix(str(best.plan)))}</small></h1>",
         _facts(found),
         f"<h2>Train it</h2><pre>{escape(found.train)}</pre>" if found.train else "",
-        "<h2>Which layers run where</h2>",
+        "<h2>Layers and ranks</h2>",
         layer_map(costs.config, best.plan),
-        "<h2>Which rank is where</h2>",
+        "<h2>Ranks on each axis</h2>",
         rank_grid(best.plan),
         "<h2>Plans</h2>",
         _table(found),
         noise,
-        "<h2>Memory against speed</h2>",
+        "<h2>Speed and memory</h2>",
         _frontier(found),
-        "<h2>What a step is made of</h2>",
+        "<h2>Breakdown of a step</h2>",
     ]
     for number, shown in enumerate(_unlike(found)[:SHOWN]):
         parts.append(_plan(shown, found, opened=number == 0))
     parts += [
-        "<h2>If links were slower or faster</h2>",
+        "<h2>Sensitivity to link speed</h2>",
         svg.lines(
             _sensitivity(_unlike(found)[:SHOWN], costs, moments),
             [f"× {f:g}" for f in FACTORS],
             "images/s",
-            "Speed of the same plans, were every link so many times as fast",
+            "Speed of the same plans if every link were this many times as fast",
         ),
-        '<p class="note">The same plans, were every link so many times as fast.</p>',
+        '<p class="note">Speed of the same plans if every link were this many times as fast.</p>',
         "<h2>Why not</h2>",
         '<div class="scroll"><table>',
         *(f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(found.why(r))}</td></tr>" for r in found.reasons),
@@ -121,7 +120,7 @@ def _facts(found: Findings) -> str:
     return _about(
         {
             "speed": escape(speed_words(best, costs)),
-            "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, {size(found.budget)} allowed"),
+            "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, of {size(found.budget)} allowed"),
             **_source(costs, found.origin, best.plan.world_size),
             "figures": "<br>".join(map(escape, figures)),
         }
@@ -148,7 +147,7 @@ def _frontier(found: Findings) -> str:
     """Return the chart of speed over memory, or a sentence if there is only one point."""
     best = found.result.plans[0]
     if len(found.frontier) < 2:
-        return f"<p>No plan that takes less memory than {size(best.memory_bytes)} a rank was found.</p>"
+        return f"<p>No plan with less memory than {size(best.memory_bytes)} per rank was found.</p>"
     unit, scale = ("GB", 1e9) if best.memory_bytes >= 1e9 else ("MB", 1e6)
     points = [(p.memory_bytes / scale, p.images_per_second, plan_title(p.plan)) for p in found.frontier]
     words = "The fastest plan for each amount of memory. Point at a dot to see its plan."
@@ -189,7 +188,7 @@ def _plan(price: Price, found: Findings, opened: bool) -> str:
     time = {name: seconds for name, seconds in price.time.items() if seconds > 1e-3 * price.seconds}
     spans = timeline(price, found.costs)
     cut = f", the first {MOST_EVENTS} of {len(spans)} spans" if len(spans) > MOST_EVENTS else ""
-    each = "the fullest rank of every place on the pp axis" if len(price.memory) > 1 else "the fullest rank"
+    each = "the fullest rank at each pp index" if len(price.memory) > 1 else "the fullest rank"
     return (
         f"<details{' open' * opened}><summary>{escape(plan_title(price.plan))}: "
         f"{escape(speed_words(price, found.costs))}</summary>"
@@ -231,12 +230,12 @@ def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerC
     parts = [
         f"<h1>{escape(title)}</h1>",
         _about({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
-        "<h2>Images a second of a device, over the number of devices</h2>",
-        svg.lines(series, ticks, "images/s", "Images a second of a device over the number of devices"),
+        "<h2>Images/s per device by number of devices</h2>",
+        svg.lines(series, ticks, "images/s", "Images/s per device by number of devices"),
     ]
     for kind, points in found.items():
         rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
         parts.append(f"<h2>{kind.capitalize()} scaling: {WORDS[kind]}</h2>")
         parts.append(table([*SCALING_COLUMNS, "plan"], rows, numbers=slice(-1)))
-    parts.append('<p class="note">gap: by how much any plan could be faster at most.</p>')
+    parts.append('<p class="note">gap: upper bound on how much faster any plan could be.</p>')
     return document(title, parts)

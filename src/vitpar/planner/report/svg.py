@@ -52,7 +52,7 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str
     def at(x: float, y: float) -> tuple[float, float]:
         return LEFT + x / most_x * (WIDTH - LEFT - RIGHT), (height - bottom - 16) * (1 - y / most_y) + 16
 
-    parts = [_axes(height - bottom, most_x, most_y, f"{unit} of memory a rank", "images/s")]
+    parts = [_axes(height - bottom, most_x, most_y, f"{unit} of memory per rank", "images/s")]
     if limit <= most_x:
         x, _ = at(limit, 0)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{height - bottom}" class="limit"/>')

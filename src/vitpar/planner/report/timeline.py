@@ -14,7 +14,7 @@ from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.strategy import batch_arithmetic
 
-ACTIONS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Names of pipeline actions by `Event.kind`."""
 COMPUTES, SENDS = "computes", "sends"
 """Rows of a timeline without a pipeline."""

@@ -50,8 +50,8 @@ class Uncertainty:
     def source(self) -> str:
         """Origin of the uncertainty, in words."""
         if self.estimated:
-            return f"{self}: mean error of such estimates on the runs that they were calibrated on"
-        return f"{self}: spread of the timings in the profiles, weighed by what each contributes to a step"
+            return f"{self}: mean error of estimates on the runs they were calibrated on"
+        return f"{self}: spread of the timings in the profiles, weighted by their share of a step"
 
     def covers(self, price: Price, other: Price) -> bool:
         """Return whether two plans are too close to say which is faster."""

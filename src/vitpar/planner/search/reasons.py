@@ -27,7 +27,7 @@ SPENT = {
     "backward": "backward",
     "forward": "forward",
     "other": "the step's overhead",
-    "uneven": "waiting for ranks that are slower by chance",
+    "uneven": "waiting for randomly slower ranks",
 }
 """Description of each part of a step's time (`Price.time`)."""
 
@@ -84,7 +84,7 @@ def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:
     quickest = min(fitting, key=lambda price: price.seconds)
     slower = 1 - quickest.images_per_second / best.images_per_second
     if slower < -0.001:
-        return Reason(str(plan), quickest, f"{-slower:.1%} more images/s, but outside of what was searched")
+        return Reason(str(plan), quickest, f"{-slower:.1%} more images/s, but outside the searched space")
     if slower < 0.001:
         return Reason(str(plan), quickest, "is as fast")
     what, most = _more(quickest, best)
@@ -97,7 +97,7 @@ def _needs(price: Price) -> str:
     memory: Memory = price.memory[place]
     parts = sorted(((getattr(memory, name), name) for name in PARTS), reverse=True)
     listed = ", ".join(f"{name} {size(part)}" for part, name in parts if part > 0.02 * memory.total)
-    where = f"rank {place * price.plan.stage_size}" if price.plan.pp_index == 0 else f"place {place} of pp"
+    where = f"rank {place * price.plan.stage_size}" if price.plan.pp_index == 0 else f"pp index {place}"
     return f"{size(memory.total)} on {where}: {listed}"
 
 

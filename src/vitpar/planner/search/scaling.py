@@ -44,8 +44,8 @@ def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
         return batch_size
     if batch_size * ranks % most:
         raise PlannerError(
-            f"a batch of {batch_size} on {most} ranks leaves no whole number of images for {ranks}: use a --batch-size "
-            f"that {most} divides"
+            f"a batch of {batch_size} on {most} ranks does not scale to a whole number of images on {ranks}: use a "
+            f"--batch-size divisible by {most}"
         )
     return batch_size * ranks // most
 

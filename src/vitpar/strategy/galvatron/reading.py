@@ -56,7 +56,7 @@ _NUMBERS = re.compile(r" *[0-9]{1,9} *(, *[0-9]{1,9} *)*")
 def _numbers(text: object) -> list[int]:
     """Return the integers in text such as "2,2,4"; raise ValueError for anything else."""
     if not isinstance(text, str) or text.count(",") >= MAX_BLOCKS or not _NUMBERS.fullmatch(text):
-        raise ValueError("it is no text of numbers")
+        raise ValueError("it is not text with numbers")
     return [int(number) for number in text.split(",")]
 
 
@@ -146,7 +146,7 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
 
     Raises StrategyError naming the block or key that vitpar cannot run or read.
     """
-    assert world_size >= 1, f"a world has at least one rank, not {world_size}"
+    assert world_size >= 1, f"the world size is {world_size}: use at least 1"
     refuse_many_ranks(world_size, "the world")
     file = _checked(data)
     pp = file.pp_deg
@@ -190,11 +190,11 @@ def check_batch(plan: Plan, batch_size: int) -> None:
 def _checked(data: dict[str, Any]) -> GalvatronFile:
     """Return `data` as a record. Raises StrategyError if it is invalid or contradicts itself."""
     if isinstance(data, dict) and "pp_size" in data:
-        raise StrategyError("'pp_size' belongs to another kind of file: give one with pp_deg and tp_sizes_enc")
+        raise StrategyError("'pp_size' is a key of another file format: use a file with pp_deg and tp_sizes_enc")
     file = checked(GalvatronFile, data, "the Galvatron plan")
     here, there = file.embed_sdp, file.vocab_sdp
     if _says(file, "embed_sdp") and _says(file, "vocab_sdp") and here != there:
-        raise StrategyError(f"embed_sdp is {here} but vocab_sdp, its other name, {there}: leave out one of them")
+        raise StrategyError(f"embed_sdp is {here} but its alias vocab_sdp is {there}: leave out one of them")
     return file
 
 
@@ -258,7 +258,7 @@ def _chunks(file: GalvatronFile, stage: int) -> int:
     if file.chunks != -1:
         return file.chunks
     if _is_of_2022(file):
-        raise StrategyError("chunks is -1, whose rule depends on the Galvatron that ran this older file: give a number")
+        raise StrategyError("chunks is -1, which depends on the Galvatron version in this older file: set a number")
     return 1 if file.pp_deg == 1 else max(1, math.ceil(file.global_bsz // stage / 4))
 
 
@@ -278,14 +278,14 @@ def _split(file: GalvatronFile, depth: int) -> str | tuple[int, ...]:
 def _notes(file: GalvatronFile, plan: Plan) -> Iterator[str]:
     """Yield sentences on how Galvatron may run the file differently, and on what the file leaves out."""
     if file.chunks == -1:
-        yield f"chunks is -1, which Galvatron's rule makes {plan.microbatches}."
+        yield f"chunks is -1, which Galvatron resolves to {plan.microbatches}."
     if plan.microbatches != 1 and any(strategy.zero for strategy in plan.kinds):
-        yield "Galvatron's zero2 keeps whole gradients until the last micro-batch, unless run-time options change that."
+        yield "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options differ."
     silent = [("pipeline_type", "gpipe")] if plan.pp != 1 else []
     if not _is_of_2022(file):
         silent += [("default_dp_type", "ddp")] if any(strategy.has("dp") for strategy in plan.kinds) else []
         silent += [("embed_sdp", "0")] if plan.layers[0][1].has("dp") and not _says(file, "vocab_sdp") else []
     if absent := [f"{key} as {value}" for key, value in silent if not _says(file, key)]:
-        yield f"Galvatron has run-time flags for what the file leaves out, read by their defaults: {', '.join(absent)}."
+        yield f"The file lacks keys that are run-time flags in Galvatron, assumed as default: {', '.join(absent)}."
     tensor = any(strategy.has("tp") for strategy in plan.kinds)
     yield f"The file does not say the precision{', nor whether tp has sequence parallelism (+sp)' if tensor else ''}."

@@ -26,10 +26,10 @@ def to_galvatron(
     Raises StrategyError naming the layer or field that Galvatron's file cannot express.
     """
     for what, fix in _beyond_plan(plan):
-        raise StrategyError(f"the plan ({shown(plan)}) has {what}, which Galvatron's file cannot say: {fix}")
+        raise StrategyError(f"the plan ({shown(plan)}) has {what}, which Galvatron's file cannot express: {fix}")
     if plan.microbatches is None:
         raise StrategyError(
-            f"the plan ({shown(plan)}) has no number of micro-batches, which Galvatron's file needs: give one"
+            f"the plan ({shown(plan)}) has no number of micro-batches, which Galvatron's file needs: give microbatches"
         )
     names = ("embed", *(f"blocks.{index}" for index in range(num_blocks)), "head")
     layers = {name.replace("blocks.", "block "): layer for name, layer in plan.strategies(names).items()}
@@ -76,7 +76,7 @@ def _beyond_plan(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.pp is None:
         yield "an open degree", "give pp a number"
     if plan.pp_index:
-        yield "pp behind another axis", f"use {replace(plan, pp_index=0)}"
+        yield "pp inside another axis", f"use {replace(plan, pp_index=0)}"
     if plan.schedule not in SCHEDULE_NAMES.values():
         yield f"schedule {plan.schedule}", f"use {either(SCHEDULE_NAMES.values())}"
     if plan.virtual_stages > 1:
@@ -110,7 +110,7 @@ def _check_layers(layers: dict[str, Strategy]) -> None:
     """Raise StrategyError if the file cannot express the strategies. layers: strategies by name in messages"""
     for name, layer in layers.items():
         for what, fix in _beyond_layer(name, layer):
-            raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot say: {fix}")
+            raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot express: {fix}")
     embed, head = layers["embed"], layers["head"]
     if embed != head:
         raise StrategyError(

@@ -37,9 +37,6 @@ ClusterName = Annotated[
 NumClasses = Annotated[
     int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: the data's, or 1000]")
 ]
-ReportFile = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Write a page with charts, for a browser.")
-]
 ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page with charts.")]
 MemorySize = Annotated[
     str | None,

@@ -116,7 +116,7 @@ class PlanSummary:
     pipeline_axis: AxisSummary | None
     """The pp axis; None without pp."""
     travel: tuple[float, ...]
-    """For each stage but the last, the share of a micro-batch's complete activation that each rank sends on, 0 to 1."""
+    """Share of a micro-batch's complete activation that each rank sends on, 0 to 1, by stage; not for the last."""
     strategies: tuple[StrategySummary, ...]
     """The strategies, in the order of layers."""
     redistributions: tuple[Redistribution, ...]

@@ -26,7 +26,7 @@ from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
 
 REDUCE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""For each precision that computes in 16 or 8 bits, the type besides fp32 in which gradients can be reduced."""
+"""Type besides fp32 in which gradients can be reduced, by precision that computes in 16 or 8 bits."""
 
 Reduced = Literal["every micro-batch", "last micro-batch", "end of step"]
 """Time at which gradients are reduced: in each backward, in the last one, or after all of them."""

@@ -163,7 +163,7 @@ with Watchdog(0.005) as watchdog:
 def test_stacks_are_not_written_through_symlinks(known: bool, tmp_path: Path) -> None:
     """A planted symlink is not followed.
 
-    The fallback folder in /tmp has a random name, so nobody can create it first.
+    The fallback folder in /tmp has a random name, so it cannot be created in advance.
     """
     folder, victim = tmp_path / ("hang" if known else "vitpar-hang"), tmp_path / "victim"
     folder.mkdir()

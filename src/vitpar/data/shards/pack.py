@@ -316,7 +316,7 @@ class _Packing:
         return skipped
 
     def _checked(self, data: bytes, name: str) -> bytes:
-        """Return an encoded image, re-encoded if that is asked for.
+        """Return an encoded image, re-encoded if `reencode` is set.
 
         Raises BadImage for bytes that are no image.
         """

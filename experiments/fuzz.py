@@ -1,5 +1,7 @@
-"""Fuzz every reader of untrusted input: shards, indices, checkpoints, weights, pickles, recipes, strategies, plans,
-profiles, archives, images and web servers.
+"""Fuzz every reader of untrusted input.
+
+Targets: shards, indices, checkpoints, weights, pickles, recipes, strategies, plans, profiles, archives, images and web
+servers.
 
     make fuzz                                            # ten minutes, an even share for every target
     make fuzz FUZZ="--seconds 3600 --parallel 8"

@@ -227,8 +227,7 @@ def merged_recipe(
 
 
 def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
-    """Return the number of classes of a model that is not trained: `given`, else that of the recipe's data if they can
-    be found, else `default`."""
+    """Return `given`, else the number of classes of the recipe's data if they can be found, else `default`."""
     from vitpar.data.shards.manifest import MANIFEST, read_manifest
 
     path = recipe.data.path

@@ -1,6 +1,4 @@
-"""Benchmark programs in experiments/: they run, measure what they claim, and refuse contenders that compute
-differently.
-"""
+"""Benchmark programs in experiments/ run, measure what they claim, and refuse contenders that compute differently."""
 
 import json
 import os

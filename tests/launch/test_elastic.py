@@ -18,7 +18,7 @@ from helpers.small_data import pack_small
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
 
-# In seconds: a silent host counts as lost after 8 missed signs of life, and late hosts are awaited for last_call_timeout.
+# Seconds. A silent host counts as lost after 8 missed signs of life; late hosts are awaited for last_call_timeout.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=1"
 
 

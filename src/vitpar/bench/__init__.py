@@ -1,5 +1,4 @@
-"""Benchmark of training steps as the trainer runs them: speed, memory, cost of input, phases with their lower limits,
-kernels."""
+"""Benchmark of training steps as the trainer runs them: speed, memory, input, phases and their limits, kernels."""
 
 from vitpar.bench.kernels import Kernel
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Repeated

@@ -267,8 +267,10 @@ class CheckResult:
 
     @property
     def quantities(self) -> dict[str, list[Comparison]]:
-        """Comparisons by quantity, worst first: `gradient`, `SGD update`, `update` and `average` for tensors, `number`
-        for losses and norms."""
+        """Comparisons by quantity, worst first.
+
+        Quantities: `gradient`, `SGD update`, `update` and `average` for tensors, `number` for losses and norms.
+        """
         found: dict[str, list[Comparison]] = {}
         for comparison in self.comparisons:
             quantity, _, parameter = comparison.name.rpartition(" ")

@@ -1,5 +1,7 @@
-"""Reference training in one process: the plain model, one batch, complete tensors, and independent formulas for loss,
-mixing, clipping, optimizers and averages.
+"""Reference training in one process.
+
+It has the plain model, one batch, complete tensors, and independent formulas for loss, mixing, clipping, optimizers and
+averages.
 
 Its samples are random and equal on all ranks. Sources of the optimizers: AdamW arXiv 1711.05101, LAMB arXiv 1904.00962,
 LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv 2502.16982.
@@ -233,8 +235,10 @@ class Updates:
         return torch.stack(maps, 1).flatten(0, 2)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """Return `matrix` after the Newton-Schulz iterations x ← (a + b·xxᵀ + c·(xxᵀ)²)·x, times a factor that adjusts
-        the learning rate to its shape."""
+        """Return `matrix` after the Newton-Schulz iterations x ← (a + b·xxᵀ + c·(xxᵀ)²)·x.
+
+        It is multiplied by a factor that adjusts the learning rate to its shape.
+        """
         s, (rows, columns) = self._settings, matrix.shape
         factor = max(1.0, rows / columns) ** 0.5 if s.adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         x = matrix / matrix.norm().clamp(min=1e-7)

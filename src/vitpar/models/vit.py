@@ -39,8 +39,9 @@ def for_every_sample(parameter: Tensor) -> Tensor:
 
 
 def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
-    """Fixed 2-D sine-cosine positions, float32 [rows·columns, width]; a quarter of the features each for sin/cos of y
-    and x.
+    """Return fixed 2-D sine-cosine positions, float32 [rows·columns, width].
+
+    A quarter of the features each is for the sine and cosine of x and y.
 
     Source: "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
     """
@@ -239,8 +240,10 @@ class Block(Layer):
 
 
 class Head(Layer):
-    """Tokens [batch, tokens, width] -> logits [batch, classes]: norm, pooling, optional representation layer,
-    classifier."""
+    """Head layer: tokens [batch, tokens, width] -> logits [batch, classes].
+
+    Norm, pooling, optional representation layer, classifier.
+    """
 
     TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
         "norm": "norm",

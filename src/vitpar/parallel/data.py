@@ -1,5 +1,6 @@
-"""Data parallelism: replicated (dp), with sharded optimizer state and gradients (+zero1, +zero2), sharded (fsdp), or
-both replicated and sharded (HSDP).
+"""Data parallelism: replicated, sharded, or both.
+
+dp replicates, +zero1 and +zero2 also shard optimizer state and gradients, fsdp shards parameters, dp with fsdp is HSDP.
 
 ``vitpar.strategy.execution`` decides for each layer what is gathered and reduced, and when. ``fully_shard`` does all
 sharding and offloading. For layers that need neither it would only copy every parameter and gradient several times per

@@ -124,8 +124,7 @@ def _shard(
 def _connect(
     stage: StageModule, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
 ) -> None:
-    """Apply step 7: redistribute from the layout of the incoming tokens through those of the layers to the outgoing
-    one."""
+    """Apply step 7: redistribute from the incoming layout through those of the layers to the outgoing one."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
     layout = travel[index - 1] if index > 0 else image_layout(strategies["embed"])
     for name in stage.layers():

@@ -36,8 +36,7 @@ CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] =
 
 
 def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return the layer names of each stage: the blocks as the plan splits them, embed in the first, the head in the
-    last."""
+    """Return the layer names of each stage: blocks as the plan splits them, embed in the first, head in the last."""
     costs = [float(flops) for flops in config.layer_flops.values()]
     stages = [
         [f"blocks.{i}" for i in blocks] for blocks in split_blocks(config.depth, plan.num_stages, plan.split, costs)
@@ -132,8 +131,7 @@ def send_tokens(tokens: Tensor, index: int, plan: Plan, pipe: DeviceMesh) -> tup
 def receive_tokens(
     index: int, plan: Plan, pipe: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Receive the input of stage `index`, sent by `send_tokens` on the rank of the previous stage. Blocks until it is
-    here."""
+    """Receive the input of stage `index`, sent by `send_tokens` on the previous stage's rank. Blocking."""
     tokens = torch.empty(shape, dtype=dtype, device=device)
     dist.recv(tokens, group=pipe.get_group(), group_src=rank_of_stage(index - 1, plan))
     return tokens

@@ -209,7 +209,7 @@ def _redistributions(config: ViTConfig, plan: Plan) -> tuple[Redistribution, ...
 
 
 def _axis_words(strategy: Strategy, plan: Plan, layers: Collection[str]) -> tuple[AxisSummary, ...]:
-    """Return the summaries of a strategy's axes, outermost first. layers: names of the layers that have it"""
+    """Return the summaries of a strategy's axes, outermost first. layers: names of the layers that have it."""
     found = []
     for axis, degree in mesh_axes(strategy):
         if axis in ("dp", "fsdp", "d", "i"):
@@ -268,7 +268,7 @@ def _gathers(execution: LayerExecution, plan: Plan) -> str:
 
 
 def _tensor_words(axis: str, strategy: Strategy, layers: Collection[str]) -> str:
-    """Return the communication along an axis that splits products. layers: names of the layers with the strategy"""
+    """Return the communication along an axis that splits products. layers: names of the layers with the strategy."""
     # Blocks communicate most, so embed and head are only described if no block has the strategy.
     mode = "sp" if strategy.sequence_parallel else strategy.tensor_mode
     words = _TENSOR_WORDS[mode, axis]

@@ -131,7 +131,7 @@ def _parse_group(span: _Span) -> tuple[str, Strategy]:
 
 
 def _strategy(axes: tuple[Axis, ...], flags: dict[str, Any]) -> Strategy:
-    """Return the strategy on `axes` without pp and degrees of 1. flags: fields of Strategy"""
+    """Return the strategy on `axes` without pp and degrees of 1. flags: fields of Strategy."""
     kept = tuple(axis for axis in axes if axis.degree != 1 and axis.role != "pp")
     return Strategy(axes=kept, **flags)
 

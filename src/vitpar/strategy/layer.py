@@ -214,7 +214,7 @@ class Strategy:
 
 
 def refuse_many_ranks(number: int, what: object) -> None:
-    """Raise StrategyError if `number` exceeds MAX_RANKS. what: whatever needs the ranks, for the message"""
+    """Raise StrategyError if `number` exceeds MAX_RANKS. what: whatever needs the ranks, for the message."""
     if number > MAX_RANKS:
         raise StrategyError(f"{shown(what)} takes {shown(f'{number:,}')} ranks: use at most {MAX_RANKS:,}")
 

@@ -111,7 +111,7 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
 
 
 def _layer_from_json(record: dict[str, Any], where: str) -> tuple[str, Strategy]:
-    """Return the (selector, strategy) of a layer's JSON. where: its name in messages"""
+    """Return the (selector, strategy) of a layer's JSON. where: its name in messages."""
     said = checked(_LayerRecord, record, where)
     try:
         axes = tuple(Axis(cast(Role, role), degree) for role, degree in said.axes)  # Axis checks the role

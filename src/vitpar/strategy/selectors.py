@@ -38,8 +38,9 @@ def blocks_of(selector: str) -> range | None:
 
 
 def canonical(groups: Groups) -> Groups:
-    """Return the groups in canonical order (embed, blocks, head, *), with equal neighbours joined and repeated `*`
-    dropped.
+    """Return the groups in canonical order (embed, blocks, head, *).
+
+    Equal neighbours are joined and repeated `*` dropped.
 
     Raises StrategyError if a layer is named twice.
     """

@@ -165,7 +165,6 @@ def test_fault_on_one_rank_is_named_on_every_rank(
 
 def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
     """Train while rank 1 skips the collectives of step 2, with a wait of 1 s; runs on every rank."""
-
     patch = pytest.MonkeyPatch()
     patch.setattr(debug_checks, "WAIT_S", 1.0)
     try:

@@ -65,7 +65,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 
 
 def page(found: Findings, moments: float) -> str:
-    """Return the HTML page of a search. moments: bytes of optimizer state per byte of parameters"""
+    """Return the HTML page of a search. moments: bytes of optimizer state per byte of parameters."""
     best, result, costs, doubt = found.result.plans[0], found.result, found.costs, found.doubt
     title = f"{plan_title(best.plan)}, batch {best.batch_size:,}"
     noise = f'<p class="note">{escape(noise_words(doubt))}</p>' if doubt else ""
@@ -165,7 +165,7 @@ def _table(found: Findings) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice) -> str:
-    """Return a table of HTML cells. numbers: columns that are right-aligned"""
+    """Return a table of HTML cells. numbers: columns that are right-aligned."""
     right = range(len(headings))[numbers]
 
     def row(tag: str, cells: Sequence[str]) -> str:
@@ -177,7 +177,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice
 
 
 def _plan(price: Price, found: Findings, opened: bool) -> str:
-    """Return the charts of a plan's memory, time and timeline. opened: whether they are unfolded at first"""
+    """Return the charts of a plan's memory, time and timeline. opened: whether they are unfolded at first."""
     memory = [
         (
             f"pp {place}" if len(price.memory) > 1 else "memory",

@@ -66,7 +66,7 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str
 
 
 def lines(series: Mapping[str, Sequence[float]], ticks: Sequence[str], unit: str, words: str) -> str:
-    """Draw a line for each of `series` over equally distant `ticks`, with a legend. words: description of the chart"""
+    """Draw a line for each of `series` over equally distant `ticks`, with a legend. words: description of the chart."""
     height, bottom = 290, 34
     most = 1.1 * max(value for values in series.values() for value in values)
     step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(ticks) - 1)
@@ -169,7 +169,7 @@ def legend(names: Sequence[str]) -> str:
 
 
 def _svg(height: float, parts: Sequence[str], words: str) -> str:
-    """Return a chart in a box that scrolls on narrow pages. words: description for screen readers"""
+    """Return a chart in a box that scrolls on narrow pages. words: description for screen readers."""
     drawn = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(words)}">{"".join(parts)}</svg>'
     return f'<div class="scroll">{drawn}</div>'
 

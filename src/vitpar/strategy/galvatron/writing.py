@@ -107,7 +107,7 @@ def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
 
 
 def _check_layers(layers: dict[str, Strategy]) -> None:
-    """Raise StrategyError if the file cannot express the strategies. layers: strategies by name in messages"""
+    """Raise StrategyError if the file cannot express the strategies. layers: strategies by name in messages."""
     for name, layer in layers.items():
         for what, fix in _beyond_layer(name, layer):
             raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot express: {fix}")

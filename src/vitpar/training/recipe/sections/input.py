@@ -93,8 +93,10 @@ class DataSection(Section):
 
 
 class StreamSection(Section):
-    """Shards that are read by URL from begin to end, instead of `data.path`. All of train, val, samples, val_samples
-    and classes are needed."""
+    """Shards that are read by URL from begin to end, instead of `data.path`.
+
+    All of train, val, samples, val_samples and classes are needed.
+    """
 
     train: str | tuple[str, ...] | None = None
     """URLs of training shards, with braces: https://host/train-{000000..001023}.tar, s3://, gs://, paths,

@@ -1,5 +1,4 @@
-"""Sections about how a run is carried out, which never change its result: [checkpoint], [faults], [parallel] and
-[communication]."""
+"""Sections that never change the result of a run: [checkpoint], [faults], [parallel] and [communication]."""
 
 from __future__ import annotations
 

@@ -28,8 +28,11 @@ _OWN_DEFAULTS = {"lamb": {"eps": 1e-6}, "lars": {"momentum": 0.9}, "muon": {"mom
 
 
 class OptimizerSection(Section):
-    """The optimizer. Weight decay, and the trust ratios of LAMB and LARS, leave out biases, norms, position embeddings,
-    tokens and layer scales. Muon updates the matrices of blocks, AdamW everything else."""
+    """The optimizer.
+
+    Weight decay, and the trust ratios of LAMB and LARS, leave out biases, norms, position embeddings, tokens and layer
+    scales. Muon updates the matrices of blocks, AdamW everything else.
+    """
 
     name: Literal["adamw", "sgd", "lamb", "lars", "muon"] = "adamw"
     """Algorithm. lamb has eps 1e-6 by default, lars momentum 0.9, muon momentum 0.95 and nesterov."""

@@ -245,12 +245,12 @@ def test_eval_runs_no_command_from_the_weights_folder(
     settings = {"stream.val": command, "stream.allow_pipe": True}
     recipe.write_text(read_recipe(recipe, settings).to_toml())
     words = ["eval", "--checkpoint", str(checkpoint)]
-    assert "runs a shell command, which is off" in refusal(words, monkeypatch, capsys)
+    assert "runs a shell command, which is disabled" in refusal(words, monkeypatch, capsys)
     saved = place / "saved" / "step_0"
     shutil.copytree(sorted((run / "checkpoints").glob("step_*"))[-1], saved)
     (saved / "recipe.toml").write_text(recipe.read_text())
     resume = ["train", "--resume", str(saved), "--run-dir", str(place / "on")]
-    assert "runs a shell command, which is off" in refusal(resume, monkeypatch, capsys)
+    assert "runs a shell command, which is disabled" in refusal(resume, monkeypatch, capsys)
     assert not (place / "pwned").exists()
     monkeypatch.undo()
     done = vitpar(*words, "--set", "stream.allow_pipe=true")

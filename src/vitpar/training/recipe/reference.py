@@ -67,9 +67,8 @@ def find(key: str) -> list[Setting]:
 
 
 def about(section: str) -> str:
-    """Return the first paragraph of a section's docstring."""
-    text = Recipe.model_fields[section].annotation.__doc__ or ""
-    return " ".join(text.partition("\n\n")[0].split())
+    """Return the docstring of a section, in one paragraph."""
+    return " ".join((Recipe.model_fields[section].annotation.__doc__ or "").split())
 
 
 def markdown() -> str:

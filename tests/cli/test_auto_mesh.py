@@ -170,7 +170,7 @@ def test_profiles_in_the_folder_are_read_where_they_fit(tmp_path: Path, monkeypa
         (("--mesh", "dp2", "--memory", "4GB"), "--memory requires --mesh auto, but the mesh is 'dp2': leave one out"),
         (("--mesh", "dp2", "--cluster", "8xH100"), "--cluster requires --mesh auto"),
         (("--mesh", "auto", "--split", "balanced"), "parallel.split is searched with --mesh auto"),
-        (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is no size"),
+        (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is not a size"),
         (("--mesh", "auto", *SHEET, "--memory", "10KB"), "no plan fits into 0.01 MB a rank"),
         (("--mesh", "auto", *SHEET, "--hardware", "x.json"), "--cluster is given beside a profile"),
         (("--mesh", "auto", "--hardware", "gone.json"), "gone.json"),

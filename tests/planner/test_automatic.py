@@ -64,7 +64,7 @@ def test_an_optimizer_with_less_state_leaves_more_room() -> None:
         ({"ranks": 16}, r"^16 ranks do not fit the 4 devices"),
         ({"batch_size": 0}, r"^batch_size is 0"),
         ({"hardware": "x.json"}, r"^a cluster is given beside profiles"),
-        ({"memory": "8 apples"}, r"^memory 8 apples is no size"),
+        ({"memory": "8 apples"}, r"^memory 8 apples is not a size"),
         ({"cluster": None, "hardware": "gone.json"}, r"gone\.json"),
     ],
 )

@@ -137,7 +137,7 @@ def test_export_writes_readable_weights(options: list[str], prefix: str, size: s
         (["info", "gone"], "there is no folder 'gone'"),
         (["verify", "gone/checkpoints/step_3"], "there is no folder 'gone/checkpoints/step_3'"),
         (["export", "alone", "--out", "meshed"], "'meshed' exists and is not empty"),
-        (["export", "alone", "--out", "new", "--shard-size", "many"], "--shard-size many is no size"),
+        (["export", "alone", "--out", "new", "--shard-size", "many"], "--shard-size many is not a size"),
         (["export", "alone", "--out", "alone/log.txt/new"], "cannot be written"),
     ],
 )

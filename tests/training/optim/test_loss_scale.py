@@ -232,7 +232,7 @@ def test_progress_and_log_show_the_scale() -> None:
     from vitpar.training.events import Logged, Reporter
     from vitpar_cli.progress import ConsoleReporter
 
-    speed = {"images_per_second": 100.0, "step_ms": 10.0, "data_ms": 0.1, "lr": 0.1}
+    speed = {"images_per_second": 100.0, "step_ms": 10.0, "data_ms": 0.1, "lr": 0.1, "epoch": 0.5}
     skipped = {"step": 3, "loss": None, "grad_norm": None, "loss_scale": 1024.0, "skipped": True, **speed}
     lines: list[str] = []
     folder: Any = SimpleNamespace(log=lines.append)

@@ -63,7 +63,7 @@ def test_optimizer_with_less_state_needs_less_memory() -> None:
         ({"without": ("turbo",)}, r"^unknown flag 'turbo'"),
         ({"ranks": 16}, r"^16 ranks do not fit the 4 devices"),
         ({"batch_size": 0}, r"^batch_size is 0"),
-        ({"hardware": "x.json"}, r"^a cluster is given beside profiles"),
+        ({"hardware": "x.json"}, r"^both a cluster and profiles are given"),
         ({"memory": "8 apples"}, r"^memory 8 apples is not a size"),
         ({"cluster": None, "hardware": "gone.json"}, r"gone\.json"),
     ],

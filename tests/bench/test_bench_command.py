@@ -323,7 +323,7 @@ def test_the_command_prints_one_object_and_reads_no_data_if_told_so(tmp_path: Pa
             ["--mesh", "tp2", "--model", "vit_tiny_patch16_224"],
             "tp2 does not divide the 3 heads of vit_tiny_patch16_224",
         ),
-        (["--profile", "recipe.toml"], "cannot write traces to 'recipe.toml' (File exists): give --profile a writable folder"),
+        (["--profile", "recipe.toml"], "cannot write traces to 'recipe.toml' (File exists): give --profile"),
     ],
 )
 def test_refusals(

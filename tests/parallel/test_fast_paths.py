@@ -176,7 +176,9 @@ def test_on_a_gpu_the_fastest_attention_is_taken_and_kept(alone: None, monkeypat
     assert "no attention kernel supports heads of 8 features in torch.bfloat16 on this GPU" in without.warning
     assert "(tried cudnn, flash, efficient)" in without.warning
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
-    with pytest.raises(RecipeError, match=r"'flash' cannot compute heads of 8 features in torch.bfloat16 on this cuda"):
+    with pytest.raises(
+        RecipeError, match=r"'flash' does not support heads of 8 features in torch.bfloat16 on this cuda"
+    ):
         choose_attention("flash", config, plan, BATCH, precision, CUDA)
 
 

@@ -112,10 +112,7 @@ def test_torchrun_ranks_agree_on_the_plan(place: Path, vitpar: Command) -> None:
     assert done.stdout.count("why not") == 1
     missing = vitpar(*AUTO, "--run-dir", "no", launcher=TORCHRUN)
     assert missing.returncode == 1 and not (place / "no").exists()
-    assert (
-        "error: no profile of this machine found (hardware.json), and ranks of a launcher cannot measure"
-        in missing.stderr
-    )
+    assert "error: no profile of this machine found (hardware.json), and ranks of a launcher" in missing.stderr
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_export_writes_readable_weights(options: list[str], prefix: str, size: s
     out = runs / f"out-{prefix}{size}"
     said = vitpar("export", str(runs / "meshed"), "--out", str(out), "--shard-size", size, *options)
     files = sorted(out.glob("*.safetensors"))
-    assert f"step {2 * STEPS} is in" in said and (len(files) > 3) is (size == "10KB")
+    assert f"step {2 * STEPS} written to" in said and (len(files) > 3) is (size == "10KB")
     if size == "10KB":
         assert all(path.stat().st_size < 12_000 or len(load_file(path)) == 1 for path in files)
     expected = {

@@ -196,10 +196,7 @@ def test_excluded_features_are_not_used(run: Run) -> None:
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
         (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
-        (
-            ("--out", "no/such/folder/plan.json"),
-            "cannot write no/such/folder/plan.json: give a file in a writable folder",
-        ),
+        (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: give a file in"),
     ],
 )
 def test_invalid_search_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:

@@ -60,13 +60,15 @@ mutations: $(READY)  ## Put known faults into copies of the source: the check or
 lint: $(READY)   ## Style, spelling, language and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/python experiments/lint_language.py && $(BIN)/mypy
 
-docs: $(READY)   ## Write what docs/ has of the source: support matrix, limits, settings and their defaults, architecture, the README's picture
+docs: $(READY)   ## Write the generated pages (support, limits, settings, defaults, commands, architecture, picture), then build the site into site/
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
 	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
 	$(BIN)/python -c 'from vitpar.training.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
+	$(BIN)/python experiments/commands_page.py > docs/commands.md
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 	$(BIN)/python experiments/readme_picture.py > docs/images/pp2xtp2xdp2.svg
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)  ## Speed and memory beside hand-written PyTorch, and what plans cost beside theory
 	$(BIN)/python experiments/bench_cpu.py

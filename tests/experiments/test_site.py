@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import commands_page
 import pytest
 
+import commands_page
 from helpers.paths import ROOT
 
 LOADING = {"audio", "embed", "iframe", "img", "input", "link", "object", "script", "source", "track", "video"}

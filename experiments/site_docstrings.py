@@ -49,10 +49,19 @@ def as_markdown(text: str, names: set[str]) -> str:
     return re.sub(r"::$", ":", "\n\n".join(paragraphs), flags=re.MULTILINE)
 
 
+def _rewrite(obj: griffe.Object) -> None:
+    """Rewrite the docstring of one object."""
+    if obj.docstring is not None:
+        obj.docstring.value = as_markdown(obj.docstring.value, _names(obj))
+
+
 class ProjectDocstrings(griffe.Extension):
-    """Rewrites the docstrings of all objects when they are loaded."""
+    """Rewrites the docstrings of a package when it has been loaded."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        """Rewrite the docstring of the package itself."""
+        _rewrite(pkg)
 
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Rewrite one docstring."""
-        if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value, _names(obj))
+        """Rewrite the docstring of an object inside the package."""
+        _rewrite(obj)

@@ -98,5 +98,5 @@ gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", 
 bench-gpu: $(READY)  ## On one CUDA GPU: rates beside the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py
 
-clean:           ## Remove the virtual environment and caches, no data and no runs
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:           ## Remove the virtual environment, caches and the built site, no data and no runs
+	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,13 +60,15 @@ mutations: $(READY)  ## Known faults in copies of the source: the check or a tes
 lint: $(READY)   ## Style, spelling, language and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/python experiments/lint_language.py && $(BIN)/mypy
 
-docs: $(READY)   ## Generate pages of docs/ from the source: support matrix, limits, settings, defaults, architecture, picture
+docs: $(READY)   ## Generate pages of docs/ from the source, and build the documentation site into site/
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
 	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
 	$(BIN)/python -c 'from vitpar.training.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
+	$(BIN)/python experiments/commands_page.py > docs/commands.md
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 	$(BIN)/python experiments/readme_picture.py > docs/images/pp2xtp2xdp2.svg
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and plans with theory
 	$(BIN)/python experiments/bench_cpu.py
@@ -96,5 +98,5 @@ gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", 
 bench-gpu: $(READY)  ## One CUDA GPU: rates against the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py
 
-clean:           ## Remove the virtual environment and caches, no data and no runs
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:           ## Remove the virtual environment, caches and the built site, no data and no runs
+	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis

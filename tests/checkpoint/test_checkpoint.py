@@ -307,6 +307,8 @@ def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) ->
     save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def saved(step: int, samples: int) -> None:
+        if step > STEPS:
+            trainer.saver.finish()  # the first checkpoint, which is written while training continues
         if step > STEPS and dist.get_rank() == rank:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))

@@ -66,7 +66,7 @@ def test_replicated_tensors_are_balanced_by_bytes() -> None:
 
 def test_overlapping_parts_are_refused() -> None:
     everyone: list[list[Held]] = [[("t", "float32", (4,), (0,), (3,))], [("t", "float32", (4,), (2,), (2,))]]
-    with pytest.raises(AssertionError, match="the parts of t make it up"):
+    with pytest.raises(AssertionError, match="the parts of t fill it"):
         divide(everyone)
 
 

@@ -85,7 +85,7 @@ def test_batch_beyond_host_memory_is_refused(
 ) -> None:
     monkeypatch.chdir(place)
     words = ["train", "--data", "data", "--model", "vit_nano_patch16_4096", "--batch-size", "16000000"]
-    assert "16,000,000 images of 4096 pixels takes 805,306 GB of memory" in refusal(words, monkeypatch, capsys)
+    assert "16,000,000 images of 4096 pixels needs 805,306 GB of memory" in refusal(words, monkeypatch, capsys)
 
 
 # precision

@@ -72,7 +72,7 @@ def test_overlapped_pair_sends_after_both_are_done() -> None:
 
 
 def test_deadlocked_schedule_is_detected() -> None:
-    with pytest.raises(AssertionError, match="wait for each other"):
+    with pytest.raises(AssertionError, match="the ranks of the pipeline deadlock"):
         duration({0: actions("0B0 0F0"), 1: actions("1F0 1B0")}, 2)
 
 

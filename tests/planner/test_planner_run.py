@@ -40,7 +40,7 @@ def test_run_in_subprocess_returns_values_and_raises_errors() -> None:
     assert run_in_subprocess(os.getpid) != mine
     with pytest.raises(StrategyError, match="no such axis"):
         run_in_subprocess(lambda: (_ for _ in ()).throw(StrategyError("no such axis")))
-    with pytest.raises(RuntimeError, match="ended with code 3"):
+    with pytest.raises(RuntimeError, match="exited with code 3"):
         run_in_subprocess(lambda: os._exit(3))
 
 

@@ -79,7 +79,7 @@ class RunFolder:
             self._log = (self.path / "log.txt").open("a")
         except OSError as error:
             raise RecipeError(
-                f"the run folder '{path or RUNS}' cannot be made: {error.strerror}: name another one with --run-dir"
+                f"the run folder '{path or RUNS}' cannot be created: {error.strerror}: name another one with --run-dir"
             ) from None
         try:
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)

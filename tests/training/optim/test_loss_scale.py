@@ -238,7 +238,7 @@ def test_progress_and_log_show_the_scale() -> None:
     folder: Any = SimpleNamespace(log=lines.append)
     file = io.StringIO()
     console = ConsoleReporter(Console(file=file, force_terminal=False, width=200), lambda: 0.0)
-    console._header, console._first = SimpleNamespace(steps=10), None  # type: ignore[assignment]
+    console._header, console._first, console._begun = SimpleNamespace(steps=10), None, 0.0  # type: ignore[assignment]
     for shown in (skipped, {**skipped, "skipped": False, "loss": 2.25, "grad_norm": 0.5}):
         Logged(folder, Reporter()).stepped(shown)
         console._printed = float("-inf")
@@ -246,5 +246,5 @@ def test_progress_and_log_show_the_scale() -> None:
     assert lines[0].startswith("step 3  loss nan  lr 0.1  grad norm nan  scale 1,024  100.0 images/s")
     assert lines[1].startswith("step 3  loss 2.2500  lr 0.1  grad norm 0.5  scale 1,024  100.0 images/s")
     first, second = file.getvalue().splitlines()
-    assert first.startswith("step 3/10  loss ?  scale 1,024 skipped  100 images/s")
-    assert second.startswith("step 3/10  loss 2.2500  scale 1,024  100 images/s")
+    assert first.startswith("step 3/10  epoch 0.50  loss ?  scale 1,024 skipped  lr 0.1  100 images/s")
+    assert second.startswith("step 3/10  epoch 0.50  loss 2.2500  scale 1,024  lr 0.1  100 images/s")

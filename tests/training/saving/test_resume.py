@@ -156,7 +156,7 @@ def test_eval_of_a_checkpoint_equals_eval_of_the_weights(place: Path) -> None:
             "the run folder 'through' exists and is not empty",
         ),
         (["--resume", "through", "--run-dir", "data"], "the run folder 'data' exists and is not empty"),
-        (["--allow-change", "train.seed"], "--allow-change train.seed has no use without --resume"),
+        (["--allow-change", "train.seed"], "--allow-change train.seed does nothing without --resume"),
         (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
         (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
         (

@@ -143,7 +143,7 @@ def test_estimated_memory_matches_the_measured_bytes(precision: str) -> None:
     for tensor in names:
         for policy, flag in CHECKPOINTS.items():
             first_rank = built(Subject(config, precision, 8), tensor + flag, CPU)
-            with first_rank as model, model.narrow.in_place():
+            with first_rank as model, model.low_precision_params.in_place():
                 for kind in ("embed", "block", "head"):
                     bench = LayerBench(model, kind)
                     counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]

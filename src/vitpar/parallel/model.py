@@ -88,8 +88,8 @@ class ParallelModel:
         backwards = None if plan.splits_backward else self.batch.microbatches
         by_mesh = [(layer, meshes[name]) for name, layer in plain.items()]
         self._gradient_sums = gradient_sums(by_mesh, backwards, precision.reduce, execution.communication.bucket_cap_mb)
-        narrow = [layer for name, layer in plain.items() if executions[name].narrow_copies]
-        self.narrow = LowPrecisionParams(narrow, precision.compute)
+        copied = [layer for name, layer in plain.items() if executions[name].low_precision_copies]
+        self.low_precision_params = LowPrecisionParams(copied, precision.compute)
         """16-bit copies of the parameters of layers without ``fully_shard``."""
         self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
@@ -178,7 +178,7 @@ class ParallelModel:
         images = None if images is None else images.to(self.precision.compute)
         with ExitStack() as copies:
             with self.phase("forward" if self._schedule is None else "pipeline"):
-                copies.enter_context(self.narrow.in_place())
+                copies.enter_context(self.low_precision_params.in_place())
             losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
         with self.phase("waiting for gradients"):
             for total in self._gradient_sums:
@@ -203,7 +203,7 @@ class ParallelModel:
     def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).
 
-        Call it inside `narrow.in_place()`. Gradients of layers without ``fully_shard`` may not be reduced yet, and
+        Call it inside `low_precision_params.in_place()`. Gradients of layers without ``fully_shard`` may not be reduced yet, and
         partial ones are not summed.
         """
         losses: list[Tensor] = []
@@ -236,7 +236,7 @@ class ParallelModel:
         any multiple of `smallest_batch`.
         """
         images = None if images is None else images.to(self.precision.compute)
-        with self.narrow.in_place():
+        with self.low_precision_params.in_place():
             x = self._through_stages(images, batch)
         while len(self._sent) > len(self.stages):
             # Only sends of earlier batches: the next batch may start while this one's are still under way.

@@ -80,7 +80,7 @@ class LayerExecution:
 
     wrapped: bool
     """Whether ``fully_shard`` wraps the layer."""
-    narrow_copies: bool
+    low_precision_copies: bool
     """Whether the layer, which is not wrapped, computes with 16-bit copies that are made once per step."""
     offloaded: bool
     """Whether parameters, gradients and optimizer state are in host memory."""
@@ -110,7 +110,7 @@ class Rules:
     """Whether the plan has a pipeline."""
     splits_backward: bool = False
     """Whether the schedule computes gradients of inputs and of weights in separate passes."""
-    narrow: bool = False
+    low_precision: bool = False
     """Whether layers compute in 16 bits, with parameters kept in 32."""
     communication: Communication = Communication()
     """Settings that override the defaults."""
@@ -135,7 +135,7 @@ class Rules:
             reduced = "end of step"
         return LayerExecution(
             wrapped=wrapped,
-            narrow_copies=self.narrow and not wrapped,
+            low_precision_copies=self.low_precision and not wrapped,
             offloaded=strategy.offload,
             reshard_after_forward=as_fsdp and reshard,
             # A pipeline's schedule keeps parameters gathered from a stage's first micro-batch to its last, and so do
@@ -150,4 +150,4 @@ class Rules:
         Other layers make their own 16-bit copies. A schedule that splits backward cannot use those: it looks for the
         gradients of weights at the tensors that are computed with.
         """
-        return bool(sharding_axes(strategy)) or strategy.offload or (self.narrow and self.splits_backward)
+        return bool(sharding_axes(strategy)) or strategy.offload or (self.low_precision and self.splits_backward)

@@ -210,7 +210,7 @@ def profile_model(
     for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
         progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
         mesh = f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}"
-        with built(subject, mesh, device) as model, model.narrow.in_place():
+        with built(subject, mesh, device) as model, model.low_precision_params.in_place():
             for kind in NAMES:
                 bench = LayerBench(model, kind)
                 # The same strategy without fully_shard was measured just before, where it exists.
@@ -337,7 +337,7 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
                 parameter.grad = torch.zeros_like(parameter)
 
         def step() -> None:
-            with model.narrow.in_place():
+            with model.low_precision_params.in_place():
                 pass
             global_norm(updates.gradients(), model)
             updates.step(1e-3)
@@ -347,14 +347,14 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
 
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     """Return the seconds of a micro-batch of one image beyond those of its layers."""
-    with built(subject, "dp1", device) as model, model.narrow.in_place():
+    with built(subject, "dp1", device) as model, model.low_precision_params.in_place():
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         config, layers = model.config, 0.0
         for kind in NAMES:
             bench = LayerBench(model, kind)
             bench.prepare(1)
             layers += sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
-    with built(subject, "dp1", device) as model, model.narrow.in_place():
+    with built(subject, "dp1", device) as model, model.low_precision_params.in_place():
         images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
         images = images.to(model.precision.compute)
         whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys)).seconds

@@ -75,11 +75,11 @@ class Recipe(Section):
         """Raise RecipeError for settings that have no effect (``recipe.effects``) or contradict others."""
         refuse_without_effect(self)
         train, data = self.train, self.data.path
-        narrow = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
-        if train.reduce_dtype not in (None, "fp32", narrow):
+        low = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
+        if train.reduce_dtype not in (None, "fp32", low):
             raise RecipeError(
                 f"train.reduce_dtype is '{train.reduce_dtype}', which train.precision '{train.precision}' does not "
-                f"support: use 'fp32' or '{narrow}'"
+                f"support: use 'fp32' or '{low}'"
             )
         if data is None and not self.stream:
             raise RecipeError(

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vitpar.strategy import Plan, batch_arithmetic
 from vitpar.text import count, size
+from vitpar_cli.outputs import data_table
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _reached(found: Benchmark) -> Iterator[tuple[str, str]]:
 
 def _phases(found: Benchmark) -> Table:
     whole = found.phased.mean
-    table = Table(box=box.SIMPLE)
+    table = data_table()
     table.add_column("phase", no_wrap=True)
     for heading in ("ms", "share", "slowest", "limit", "of limit"):
         table.add_column(heading, justify="right")
@@ -144,7 +144,7 @@ def _phases(found: Benchmark) -> Table:
 
 
 def _kernels(kernels: tuple[Kernel, ...], device: str, width: int) -> Table:
-    table = Table(box=box.SIMPLE)
+    table = data_table()
     table.add_column("kernel" if device == "cuda" else "operator", no_wrap=True)
     for heading in ("ms", "share", "calls", "FLOP/s", "of limit"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -10,7 +10,7 @@ from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.training.recipe.recipe import first_that_fits
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import warn
+from vitpar_cli.outputs import data_table, warn
 from vitpar_cli.world import choose_device, resolve, run_in_world
 
 if TYPE_CHECKING:
@@ -121,11 +121,10 @@ def _batch_that_divides(plan: Plan) -> int:
 
 def _print(result: "CheckResult") -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     title = f"{result.plan} against one process: {result.model}, batch {result.batch_size}, {result.precision}"
-    table = Table("compared", "error", "allowed", "of", "magnitude", title=title, title_justify="left")
+    table = data_table("compared", "error", "allowed", "of", "magnitude", title=title)
     for quantity, group in result.quantities.items():
         table.add_section()
         for row in group[:ROWS_SHOWN] if quantity != "number" else group:

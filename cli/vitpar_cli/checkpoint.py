@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
-from rich.table import Table
+
+from vitpar_cli.outputs import data_table
 
 if TYPE_CHECKING:
     from vitpar.checkpoint import Checkpoint
@@ -96,7 +97,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("step", "samples", "written", "size", "files", "note")
+    table = data_table("step", "samples", "written", "size", "files", "note")
     for row in found:
         if row["problem"]:
             table.add_row(f"{row['step']:,}", "", row["written"], "", "", f"[red]{row['problem']}")
@@ -140,7 +141,7 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
         console.print(f"loss scale {facts.loss_scale.scale:,.10g}")
     if facts.best:
         console.print(f"best       step {facts.best.step:,}, top-1 {facts.best.top1:.2%}")
-    table = Table("", "tensors", "elements", "size")
+    table = data_table("", "tensors", "elements", "size")
     for group, sums in groups.items():
         table.add_row(group, f"{sums['tensors']:,}", f"{sums['elements']:,}", decimal(sums["bytes"]))
     console.print(table)
@@ -195,7 +196,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
         for words in changed.values():
             typer.echo(words)
         typer.echo(f"{len(apart):,} of {len(found):,} tensors differ")
-        table = Table("tensor", "largest difference", "largest value")
+        table = data_table("tensor", "largest difference", "largest value")
         for d in sorted(apart, key=lambda d: -(d.largest if d.largest is not None else float("inf")))[:_WORST]:
             if d.largest is None or d.magnitude is None:
                 table.add_row(d.name, "missing in one, or different shapes", "")

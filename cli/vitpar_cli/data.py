@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.errors import DataError
@@ -20,7 +19,7 @@ from vitpar.io import read_text
 from vitpar.launch.resources import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
 from vitpar.text import count, printable, shown
-from vitpar_cli.outputs import refuse_unwritable, warn
+from vitpar_cli.outputs import data_table, refuse_unwritable, warn
 from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
 
 if TYPE_CHECKING:
@@ -264,7 +263,7 @@ def _print_survey(found: "Survey") -> None:
     console = Console()
     splits = found["splits"]
     console.print(found["folder"], markup=False, soft_wrap=True)
-    table = Table("split", "samples", "shards", "size", "width", "height", "kB/image")
+    table = data_table("split", "samples", "shards", "size", "width", "height", "kB/image")
     for name, split in splits.items():
         spans = (_span(split["width"]), _span(split["height"]), _span([size / 1e3 for size in split["image_bytes"]]))
         counts = (f"{split['samples']:,}", str(split["shards"]), decimal(split["bytes"]))
@@ -272,7 +271,7 @@ def _print_survey(found: "Survey") -> None:
     console.print(table)
     console.print("minimum (quartiles) maximum, of images sampled from each split", style="dim")
     first = next(iter(splits.values()))["per_class"]
-    classes = Table("label", "class", *splits, "")
+    classes = data_table("label", "class", *splits, "")
     names = found["class_names"] or found["classes"]
     for label, name in enumerate(names[:CLASSES_SHOWN]):
         bar = "█" * round(BAR * first[label] / max(1, *first))

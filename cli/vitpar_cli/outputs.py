@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich import box
+from rich.table import Table
 
 from vitpar.errors import PlannerError
 from vitpar.io import write_text
@@ -54,6 +56,11 @@ def warn(*sentences: str | None) -> None:
     """Print warnings to stderr; None and empty ones are left out."""
     for sentence in filter(None, sentences):
         typer.echo(f"warning: {sentence}", err=True)
+
+
+def data_table(*headings: str, title: str | None = None) -> Table:
+    """Return an empty table in the style of all commands: a line below the headings, no frame."""
+    return Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
 
 
 def refuse_unwritable(*paths: Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -13,6 +12,7 @@ from rich.text import Text
 from vitpar.models import ViTConfig
 from vitpar.planner.describe import PlanSummary, StrategySummary
 from vitpar.strategy import Plan, Strategy, rank_of_place
+from vitpar_cli.outputs import data_table
 from vitpar_cli.plan_words import (
     batch_words,
     consecutive,
@@ -58,7 +58,7 @@ def show(config: ViTConfig, plan: Plan, precision: str, summary: PlanSummary, st
 def _stages(plan: Plan, summary: PlanSummary) -> Table:
     """Return the table of stages, with a row for every position on the pp axis, as in the rank grid."""
     numbered, offloads = not plan.is_uniform and plan.pipeline_degree > 1, any(p.host_bytes for p in summary.pipeline)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = data_table()
     table.add_column("", no_wrap=True)
     if numbered:
         table.add_column("ranks", no_wrap=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,7 +17,7 @@ from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import count
 from vitpar.training.recipe.recipe import Chosen
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import refuse_unwritable
+from vitpar_cli.outputs import data_table, refuse_unwritable
 from vitpar_cli.world import choose_device, end, enter, ranks_available, resolve, run_in_world
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
     console = Console()
     console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
-    table = Table("", "GFLOP/s by matrix size", box=box.SIMPLE)
+    table = data_table("", "GFLOP/s by matrix size")
     for matmul in profile.matmuls:
         rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
         table.add_row(matmul.dtype, "  ".join(rates))
@@ -200,7 +199,7 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
     title = "a block on the first rank, without communication"
-    table = Table("strategy", "rows", box=box.SIMPLE, title=title, title_justify="left")
+    table = data_table("strategy", "rows", title=title)
     for heading in ("forward ms", "backward ms", "images/s", "saved MB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
@@ -233,7 +232,7 @@ def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
 def _links(profile: "Hardware") -> Table:
     from vitpar.planner.profile.profiles import OPERATIONS
 
-    table = Table("ranks", "stride", box=box.SIMPLE, padding=(0, 1, 0, 0), title="latency in ms + GB/s")
+    table = data_table("ranks", "stride", title="latency in ms + GB/s")
     for name in OPERATIONS:
         table.add_column(name.replace("_", " "), min_width=11)
     groups = sorted({(link.ranks, link.stride) for link in profile.links})

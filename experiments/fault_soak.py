@@ -175,10 +175,10 @@ class Soak:
         newest = max(before, default=0)
         if newest and max(there.steps(), default=0) < newest:
             wrong.append(f"step_{newest} is lost")
-        goes_on = [int(step) for step in re.findall(r"resuming from .*step_(\d+):", self._log())]
+        resumed = [int(step) for step in re.findall(r"resuming from .*step_(\d+):", self._log())]
         # A later step is fine: a complete checkpoint that was only not renamed yet is used too.
-        if newest and (not goes_on or goes_on[-1] < newest or goes_on[-1] in self._spoiled):
-            wrong.append(f"it did not go on from step_{newest}, but from {goes_on[-1:]}")
+        if newest and (not resumed or resumed[-1] < newest or resumed[-1] in self._spoiled):
+            wrong.append(f"it did not resume from step_{newest}, but from {resumed[-1:]}")
         for key, row in rows(self._run).items():
             if abs(row["loss"] / self._expected[key]["loss"] - 1) > 1e-9:
                 wrong.append(f"the loss of {key} is {row['loss']}, not {self._expected[key]['loss']}")

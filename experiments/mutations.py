@@ -43,12 +43,12 @@ def main() -> int:
     begin = time.monotonic()
     with console.status("copying the source") as status:
 
-        def told(done: int, total: int, name: str, ended: report.Ended) -> None:
+        def progress(done: int, total: int, name: str, ended: report.Ended) -> None:
             console.print(report.progress(done, total, name, ended), highlight=False, soft_wrap=True)
             status.update(f"{(time.monotonic() - begin) / 60:.0f} minutes")
 
         try:
-            campaign = run(ROOT, chosen, parallel=options.parallel, limit=options.limit, told=told)
+            campaign = run(ROOT, chosen, parallel=options.parallel, limit=options.limit, progress=progress)
         except MutationError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -120,8 +120,10 @@ def plan(
     if out is not None:
         write_plan(out, made)
     if as_json:
-        told = _to_json(config, made, merged.train.precision, summary)
-        typer.echo(json.dumps(told if found is None else {**told, "predicted": prediction_to_json(found, origin())}))
+        record = _to_json(config, made, merged.train.precision, summary)
+        typer.echo(
+            json.dumps(record if found is None else {**record, "predicted": prediction_to_json(found, origin())})
+        )
     else:
         show(config, made, merged.train.precision, summary, state_words(merged))
         if found is not None:

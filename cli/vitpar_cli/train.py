@@ -146,15 +146,15 @@ def train(
     given = o.checked_settings(train, locals())
     from vitpar.training.saving.resume import resumed, same_run
 
-    went = resumed(resume, run_dir)
-    if went.source is None and allow_change:
+    resumed_run = resumed(resume, run_dir)
+    if resumed_run.source is None and allow_change:
         raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
-    run_dir = run_dir or went.run
-    own_recipe = recipe is None and went.recipe is not None
+    run_dir = run_dir or resumed_run.run
+    own_recipe = recipe is None and resumed_run.recipe is not None
     if own_recipe and mesh is None:
-        given["parallel.mesh"] = went.mesh()
+        given["parallel.mesh"] = resumed_run.mesh()
     merged, images = o.training_recipe(
-        went.recipe if own_recipe else recipe,
+        resumed_run.recipe if own_recipe else recipe,
         given,
         assignments,
         # Another mesh replaces the complete plan of the resumed run.
@@ -170,13 +170,13 @@ def train(
 
     kind = choose_device(device)
     automatic = merged.train.precision == "auto"
-    if went.recipe is not None:  # a resumed run keeps its precision
-        merged = merged.with_precision(read_recipe(went.recipe).train.precision)
+    if resumed_run.recipe is not None:  # a resumed run keeps its precision
+        merged = merged.with_precision(read_recipe(resumed_run.recipe).train.precision)
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
     options = AutoOptions(memory, ranks, cluster, hardware, model_profile)
     if merged.parallel.mesh == AUTO:
-        merged, chosen, store = choose(on_device(merged, kind), config, kind, options, went.recipe, as_json)
+        merged, chosen, store = choose(on_device(merged, kind), config, kind, options, resumed_run.recipe, as_json)
     else:
         options.refuse_beside(merged.parallel.mesh)
         (merged, chosen), store = o.decide(merged, config, kind), None
@@ -189,10 +189,10 @@ def train(
 
         world = find_world()
         refuse_impossible(merged, config, plan, world.local_size if world else plan.world_size)
-    if merged.model.weights is not None and went.begins:
+    if merged.model.weights is not None and resumed_run.begins:
         beginning(merged, config)
-    goes_on = run_dir is not None and went.source is not None and same_run(run_dir, went.source)
-    check_run_folder(run_dir, goes_on)
+    resuming = run_dir is not None and resumed_run.source is not None and same_run(run_dir, resumed_run.source)
+    check_run_folder(run_dir, resuming)
     if dry_run:
         from vitpar_cli.dry_run import show_dry_run
 
@@ -225,7 +225,7 @@ def train(
                 reporter=reporter,
                 run_dir=run_dir,
                 command=sys.argv,
-                resume=went.source,
+                resume=resumed_run.source,
                 allow_change=allow_change or (),
                 notes=notes,
                 origin=SettingsOrigin(images, automatic),

@@ -60,11 +60,11 @@ class Campaign:
         return all(o.kind == "passed" for o in self.clean.values()) and all(r.caught for r in self.results)
 
 
-def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: float, told: Told) -> Campaign:
+def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: float, progress: Told) -> Campaign:
     """Try `mutations` on copies of the git work tree `source`, `parallel` at a time.
 
-    limit: seconds for one command. told: called after each command and mutation. Raises MutationError if `source` is
-    not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes have ended and the copies are deleted.
+    limit: seconds for one command. progress: called after each command and mutation. Raises MutationError if `source`
+    is not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes have ended and the copies are deleted.
     """
     runner = Commands(limit)
     with _copies(source, parallel) as copies, ThreadPoolExecutor(parallel) as pool:
@@ -82,10 +82,10 @@ def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: fl
             clean: dict[str, Outcome] = {}
             for number, future in enumerate(as_completed(waiting), start=1):
                 clean[waiting[future]] = future.result()
-                told(number, len(waiting), waiting[future], future.result())
+                progress(number, len(waiting), waiting[future], future.result())
             trying = [pool.submit(in_a_copy, partial(_try, runner, clean, mutation)) for mutation in mutations]
             for number, tried in enumerate(as_completed(trying), start=1):
-                told(number, len(trying), tried.result().mutation.name, tried.result())
+                progress(number, len(trying), tried.result().mutation.name, tried.result())
             return Campaign({command: clean[command] for command in commands}, tuple(f.result() for f in trying))
         finally:
             with _uninterrupted():

@@ -54,7 +54,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def campaign(root: Path, *mutations: Mutation, limit: float = 60.0) -> Campaign:
-    return run(root, mutations, parallel=2, limit=limit, told=lambda *_: None)
+    return run(root, mutations, parallel=2, limit=limit, progress=lambda *_: None)
 
 
 def test_every_mutation_matches_the_source() -> None:
@@ -180,7 +180,7 @@ from mutating.mutation import Mutation
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored
 one = Mutation("hangs", "It hangs.", "thing.py", "spare = 7", "spare = 8", ("pytest test_thing.py",))
-run(Path(sys.argv[1]), [one], parallel=2, limit=100.0, told=print)
+run(Path(sys.argv[1]), [one], parallel=2, limit=100.0, progress=print)
 """
 
 

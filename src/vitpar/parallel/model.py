@@ -203,8 +203,8 @@ class ParallelModel:
     def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).
 
-        Call it inside `low_precision_params.in_place()`. Gradients of layers without ``fully_shard`` may not be reduced yet, and
-        partial ones are not summed.
+        Call it inside `low_precision_params.in_place()`. Gradients of layers without ``fully_shard`` may not be
+        reduced yet, and partial ones are not summed.
         """
         losses: list[Tensor] = []
         if self._schedule is not None:

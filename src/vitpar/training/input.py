@@ -229,8 +229,8 @@ class Input:
         """Return `labels` of an evaluation batch; None when no rank has images left."""
         if batch.whole:
             return self.labels(batch)
-        goes_on = torch.tensor([0 if batch.ended else 1])
-        combined = self._together(self.to_device(torch.cat([batch.labels, goes_on])))
+        has_more = torch.tensor([0 if batch.ended else 1])
+        combined = self._together(self.to_device(torch.cat([batch.labels, has_more])))
         return combined[:-1] if combined[-1].item() else None
 
     def to_device(self, tensor: Tensor) -> Tensor:

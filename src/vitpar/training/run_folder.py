@@ -38,16 +38,16 @@ RUNS = Path("runs")
 """Parent of run folders that are not named."""
 
 
-def check_run_folder(path: Path | None, goes_on: bool = False) -> None:
+def check_run_folder(path: Path | None, resuming: bool = False) -> None:
     """Refuse a run folder that another run used or that cannot be created.
 
     path: None for a new folder under `RUNS`.
-    goes_on: whether the run resumes, so that the folder may hold a run, but nothing else.
+    resuming: whether the run resumes, so that the folder may hold a run, but nothing else.
 
     Raises RecipeError.
     """
     used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if path is not None and used and not (goes_on and (path / "log.txt").is_file()):
+    if path is not None and used and not (resuming and (path / "log.txt").is_file()):
         raise RecipeError(
             f"the run folder '{path}' exists and is not empty: name another one with --run-dir, or remove it"
         )
@@ -65,14 +65,14 @@ class RunFolder:
     """Writer of the files of one run. Only the rank that owns it (rank 0) has one.
 
     path: None for a new one under `RUNS`.
-    goes_on: whether the run began earlier.
+    resuming: whether the run began earlier.
 
     Raises RecipeError if the folder cannot be made, or another process writes to it.
     """
 
-    def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, goes_on: bool = False) -> None:
-        check_run_folder(path, goes_on)
-        self._goes_on = goes_on
+    def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, resuming: bool = False) -> None:
+        check_run_folder(path, resuming)
+        self._resuming = resuming
         try:
             self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
             self.path.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class RunFolder:
     def discard(self) -> None:
         """Let go of the folder of a run that did not begin, and remove it unless the run began earlier."""
         self._log.close()
-        if not self._goes_on:
+        if not self._resuming:
             shutil.rmtree(self.path)
 
     def metric(self, row: dict[str, Any]) -> None:

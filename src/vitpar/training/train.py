@@ -53,16 +53,18 @@ def train(
     given = dist.is_initialized()
     world = find_world() or ALONE
     ranks = dist.get_world_size() if given else world.size
-    went = resumed(resume, None if run_dir is None else Path(run_dir))
+    resumed_run = resumed(resume, None if run_dir is None else Path(run_dir))
     recipe = on_device(recipe, kind)
     config = recipe.config(open_data(recipe)[0].num_classes)
     plan = recipe.chosen(config, lambda plan: plan.resolve(ranks)).plan
     transforms(recipe, config.image_size)  # refuses wrong settings before anything starts
     refuse_huge_batch(recipe, config)
     own_device = _device(kind) if given else join(world, kind)
-    folder = Path(run_dir) if run_dir is not None else went.run
+    folder = Path(run_dir) if run_dir is not None else resumed_run.run
     try:
-        trainer = Trainer(recipe, plan, own_device, reporter=reporter or Reporter(), run_dir=folder, resume=went.source)
+        trainer = Trainer(
+            recipe, plan, own_device, reporter=reporter or Reporter(), run_dir=folder, resume=resumed_run.source
+        )
         summary = trainer.run()
     except BaseException:
         if not given and ranks == 1:  # with other ranks, which may be gone, leaving could hang

@@ -92,8 +92,8 @@ class Trainer:
         if self.checks:
             self.watchdog.doing = self.checks.doing
         self.done, self.samples = 0, 0
-        goes_on = resume is not None and run_dir is not None and same_run(run_dir, resume)
-        self.folder = RunFolder(run_dir, recipe, plan, goes_on=goes_on) if self.rank == 0 else None
+        resuming = resume is not None and run_dir is not None and same_run(run_dir, resume)
+        self.folder = RunFolder(run_dir, recipe, plan, resuming=resuming) if self.rank == 0 else None
         self.reporter = Logged(self.folder, reporter) if self.folder else Reporter()
         path = broadcast_json(str(self.folder.path) if self.folder else None)
         assert path is not None, "rank 0 has a folder"
@@ -118,7 +118,7 @@ class Trainer:
             found = find(resume, self.reporter.note) if resume else None
             self.attention = trained.choose_attention(found.facts.attention if found else None)
             if found:
-                self._go_on(found, allow_change, goes_on)
+                self._resume(found, allow_change, resuming)
             elif recipe.model.weights is not None:
                 self.reporter.info(begin(self.model, recipe, self.ema))
         except (CheckpointError, DataError, RecipeError):
@@ -226,7 +226,7 @@ class Trainer:
         facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)
         return texts(facts, self.recipe, self.config, self.plan)
 
-    def _go_on(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
+    def _resume(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
         """Resume from `found`.
 
         same_folder: whether the run continues in its own folder.
@@ -247,7 +247,7 @@ class Trainer:
             if (before := getattr(found.facts, name)) not in (None, mine):
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:
-            self.saver.go_on(found)
+            self.saver.resume(found)
         complete = "; the run is complete, so only the evaluation is repeated" if self.done >= self.total_steps else ""
         self.reporter.info(f"resuming from {found.path}: {count(self.done, 'step')} done{complete}")
 

@@ -135,37 +135,37 @@ class LayerCosts:
         """Return the peak FLOPs per second of a device in the compute dtype; None if unknown."""
         return self.hardware.peaks.get(str(self.precision.compute).removeprefix("torch."))
 
-    def seat(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
+    def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
         if key not in self._seats:
             self._seats[key] = self._seated(*key)
         return self._seats[key]
 
-    def work(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
+    def work(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
         """Return the time and memory of a micro-batch.
 
         rows: images of the micro-batch over all ranks of the stage.
         """
-        key = kind, seat.computes, rows // seat.data
+        key = kind, position.computes, rows // position.data
         if key not in self._work:
-            self._work[key] = self._worked(kind, seat, rows)
+            self._work[key] = self._worked(kind, position, rows)
         return self._work[key]
 
-    def weights(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
+    def weights(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
         """Return the sizes of a layer's parameters and the cost of gathering and reducing them."""
-        key = kind, seat.keeps
+        key = kind, position.keeps
         if key not in self._parameters:
-            self._parameters[key] = self._weighed(kind, seat)
+            self._parameters[key] = self._weighed(kind, position)
         return self._parameters[key]
 
-    def computing(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> float:
+    def computing(self, kind: LayerKind, position: PipelinePosition, rows: int) -> float:
         """Return the seconds that a rank computes for a micro-batch, forward and backward, without communication.
 
         rows: images of the micro-batch over all ranks of the stage.
         """
-        here = rows // seat.data / _squares(seat.strategy)
-        profile = self._profile(kind, seat)
+        here = rows // position.data / _squares(position.strategy)
+        profile = self._profile(kind, position)
         return profile.forward.seconds(here) + profile.backward.seconds(here)
 
     def crowd(self, ranks: int) -> float:
@@ -191,7 +191,7 @@ class LayerCosts:
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
     def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
-        """Compute what `seat` caches."""
+        """Compute what `position` caches."""
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
@@ -208,23 +208,23 @@ class LayerCosts:
             keeps=self._alike.setdefault(parameters, len(self._alike)),
         )
 
-    def _worked(self, kind: LayerKind, seat: PipelinePosition, rows: int) -> Work:
+    def _worked(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
         """Compute what `work` caches."""
         # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
-        here = rows // seat.data / _squares(seat.strategy)
-        profile, plain = self._profile(kind, seat), self._profile(kind, seat, checkpoint="none")
-        forward, backward = self._traffic(kind, seat.strategy, rows)
+        here = rows // position.data / _squares(position.strategy)
+        profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
+        forward, backward = self._traffic(kind, position.strategy, rows)
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
             # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
             weight_grad_time=(1 - plain.input_share) * plain.backward.seconds(here),
             skew=(profile.forward.skew(here), profile.backward.skew(here)),
-            forward_sent=self._sent(forward, seat.groups),
-            backward_sent=self._sent(backward, seat.groups),
+            forward_sent=self._sent(forward, position.groups),
+            backward_sent=self._sent(backward, position.groups),
             saved=profile.saved.of(here),
             # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
-            workspace=profile.workspace.of(here) + max(self._scratch(t, seat.groups) for t in (forward, backward)),
+            workspace=profile.workspace.of(here) + max(self._scratch(t, position.groups) for t in (forward, backward)),
         )
 
     def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
@@ -238,17 +238,17 @@ class LayerCosts:
             self._elements[key] = layer_elements(self.config, LAYERS[kind], strategy)
         return self._elements[key]
 
-    def _weighed(self, kind: LayerKind, seat: PipelinePosition) -> LayerParameters:
+    def _weighed(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
         """Compute what `weights` caches."""
-        elements, groups, precision = self._sizes(kind, seat.strategy), seat.groups, self.precision
-        wrapped, shards, copies = seat.wrapped, not groups.shard.alone, not groups.replicate.alone
+        elements, groups, precision = self._sizes(kind, position.strategy), position.groups, self.precision
+        wrapped, shards, copies = position.wrapped, not groups.shard.alone, not groups.replicate.alone
         # On a CPU, host memory is device memory: offloading saves nothing there.
-        offloaded = seat.strategy.offload and self.hardware.device != "cpu"
+        offloaded = position.strategy.offload and self.hardware.device != "cpu"
         gather = reduce = gathered = unreduced = gathering = reducing = 0.0
         if wrapped or precision.compute is not precision.parameters:
             gathered = elements.compute_numel * precision.compute.itemsize
         if wrapped:
-            local = self._weight_profiles[kind, seat.tensor]
+            local = self._weight_profiles[kind, position.tensor]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
             unreduced = elements.compute_numel * precision.reduce.itemsize
@@ -306,19 +306,19 @@ class LayerCosts:
         host = self.hardware.host
         return elements * host.update if offloaded and host else self.model.optimizer.seconds(elements)
 
-    def _profile(self, kind: LayerKind, seat: PipelinePosition, checkpoint: str | None = None) -> LayerProfile:
+    def _profile(self, kind: LayerKind, position: PipelinePosition, checkpoint: str | None = None) -> LayerProfile:
         """Return the measured profile of a layer.
 
         checkpoint: policy to look up; None for that of the strategy.
 
         Raises PlannerError if it was not measured.
         """
-        strategy, policy = seat.strategy, checkpoint or seat.strategy.checkpoint or "none"
-        wrapped = always_wrapped(seat.tensor) or seat.wrapped
-        found = self._layers.get((kind, seat.tensor, policy, wrapped))
+        strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
+        wrapped = always_wrapped(position.tensor) or position.wrapped
+        found = self._layers.get((kind, position.tensor, policy, wrapped))
         if found is None:
             raise PlannerError(
-                f"the model profile has no {kind} of {seat.tensor} with checkpoint {policy}, which '{strategy}' needs: "
+                f"the model profile has no {kind} of {position.tensor} with checkpoint {policy} for '{strategy}': "
                 f"profile the model again with --ranks {strategy.size} or more"
             )
         return found

@@ -315,7 +315,7 @@ def _finished(
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements[layer.weights.offloaded] += layer.weights.elements
-                groups = costs.seat(layer.strategy, where).groups
+                groups = costs.position(layer.strategy, where).groups
                 # One message per group: all layers of the same groups share it.
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize

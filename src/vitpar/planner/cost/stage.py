@@ -155,19 +155,19 @@ def build_stage(
     """
     found, layout = [], taken
     for kind, strategy in layers:
-        wanted, seat = token_layout(strategy), costs.seat(strategy, where)
+        wanted, position = token_layout(strategy), costs.position(strategy, where)
         found.append(
             StageLayer(
                 kind,
                 strategy,
-                costs.work(kind, seat, rows),
-                costs.weights(kind, seat),
-                seat.executions[kind],
-                moving(costs, layout, wanted, rows, seat.groups.stage),
+                costs.work(kind, position, rows),
+                costs.weights(kind, position),
+                position.executions[kind],
+                moving(costs, layout, wanted, rows, position.groups.stage),
             )
         )
         layout = wanted
-    stage = costs.seat(layers[-1][1], where).groups.stage
+    stage = costs.position(layers[-1][1], where).groups.stage
     return StageCost(
         tuple(found),
         after=moving(costs, layout, given, rows, stage) if given is not None else (0.0, 0.0),
@@ -247,7 +247,7 @@ class Load:
 def least_load(
     costs: LayerCosts,
     kind: LayerKind,
-    seat: PipelinePosition,
+    position: PipelinePosition,
     rows: int,
     moments: float,
     update: float,
@@ -260,7 +260,11 @@ def least_load(
     update: seconds of the optimizer per element on the device.
     pipelined: whether the plan has several stages.
     """
-    work, weights, execution = costs.work(kind, seat, rows), costs.weights(kind, seat), seat.executions[kind]
+    work, weights, execution = (
+        costs.work(kind, position, rows),
+        costs.weights(kind, position),
+        position.executions[kind],
+    )
     in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"
     gathers = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
     gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)

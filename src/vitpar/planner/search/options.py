@@ -101,7 +101,7 @@ class _Order:
 class _Candidate:
     """A strategy that remains after parameter costs are compared."""
 
-    seat: PipelinePosition
+    position: PipelinePosition
     """The strategy with its process groups."""
     layout: tuple
     """Key that is equal for strategies with the same token layout."""
@@ -139,12 +139,14 @@ class Options:
             by_layout: dict[tuple, list[tuple[PipelinePosition, tuple[int, int]]]] = defaultdict(list)
             for found in self._lightest(pipeline):
                 if rows % found.unit == 0:
-                    by_layout[found.layout].append((found.seat, (self._work_number(found.seat, rows), found.keeps)))
+                    by_layout[found.layout].append(
+                        (found.position, (self._work_number(found.position, rows), found.keeps))
+                    )
             self._found[key] = Choices(
                 tuple(
-                    self._option(seat, rows, pipelined)
+                    self._option(position, rows, pipelined)
                     for same in by_layout.values()
-                    for seat in _front(same, self._total, self._below)
+                    for position in _front(same, self._total, self._below)
                 )
             )
         return self._found[key]
@@ -156,8 +158,12 @@ class Options:
         """
         key = *self._key(pipeline), rows
         if key not in self._least:
-            seats = {found.seat.computes: found.seat for found in self._lightest(pipeline) if rows % found.unit == 0}
-            each = min((self._costs.computing("block", seat, rows) for seat in seats.values()), default=math.inf)
+            seats = {
+                found.position.computes: found.position for found in self._lightest(pipeline) if rows % found.unit == 0
+            }
+            each = min(
+                (self._costs.computing("block", position, rows) for position in seats.values()), default=math.inf
+            )
             self._least[key] = each * self._space.config.depth
         return self._least[key]
 
@@ -183,27 +189,27 @@ class Options:
             if not self._space.allows(pipeline, strategy) or (strategy.offload and self._costs.hardware.host is None):
                 continue
             self.strategies += 1
-            seat, layout = self._costs.seat(strategy, where), token_layout_key(strategy)
-            found = _Candidate(seat, layout, self._weight_number(seat, pp > 1), row_parts(strategy))
-            alike[layout, seat.computes].append((found, found.keeps))
+            position, layout = self._costs.position(strategy, where), token_layout_key(strategy)
+            found = _Candidate(position, layout, self._weight_number(position, pp > 1), row_parts(strategy))
+            alike[layout, position.computes].append((found, found.keeps))
         self._light[key] = [
             found for same in alike.values() for found in _front(same, self._weights.total, self._weights.below)
         ]
         return self._light[key]
 
-    def _work_number(self, seat: PipelinePosition, rows: int) -> int:
+    def _work_number(self, position: PipelinePosition, rows: int) -> int:
         """Return the index in `_works` of the costs of computing `rows` images under a strategy."""
-        key = seat.computes, rows // seat.data
+        key = position.computes, rows // position.data
         if key not in self._work_numbers:
-            works = (self._costs.work(kind, seat, rows) for kind in KINDS)
+            works = (self._costs.work(kind, position, rows) for kind in KINDS)
             self._work_numbers[key] = self._works.add(tuple(part for work in works for part in _of_work(work)))
         return self._work_numbers[key]
 
-    def _weight_number(self, seat: PipelinePosition, pipelined: bool) -> int:
+    def _weight_number(self, position: PipelinePosition, pipelined: bool) -> int:
         """Return the index in `_weights` of the costs of a strategy's parameters."""
-        key = seat.keeps, pipelined
+        key = position.keeps, pipelined
         if key not in self._weight_numbers:
-            parts = (_of_weights(self._costs.weights(kind, seat), seat.executions[kind]) for kind in KINDS)
+            parts = (_of_weights(self._costs.weights(kind, position), position.executions[kind]) for kind in KINDS)
             self._weight_numbers[key] = self._weights.add(tuple(part for numbers in parts for part in numbers))
         return self._weight_numbers[key]
 
@@ -213,10 +219,13 @@ class Options:
     def _below(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
         return self._weights.below(one[1], other[1]) and self._works.below(one[0], other[0])
 
-    def _option(self, seat: PipelinePosition, rows: int, pipelined: bool) -> Option:
+    def _option(self, position: PipelinePosition, rows: int, pipelined: bool) -> Option:
         return Option(
-            seat.strategy,
-            {kind: least_load(self._costs, kind, seat, rows, self._moments, self._update, pipelined) for kind in KINDS},
+            position.strategy,
+            {
+                kind: least_load(self._costs, kind, position, rows, self._moments, self._update, pipelined)
+                for kind in KINDS
+            },
         )
 
 

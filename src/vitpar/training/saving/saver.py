@@ -116,7 +116,7 @@ class Saver:
         """Minutes since the last checkpoint, or since the start."""
         return (time.monotonic() - self._since) / 60
 
-    def go_on(self, found: Checkpoint) -> None:
+    def resume(self, found: Checkpoint) -> None:
         """Resume from `found`.
 
         Later checkpoints belong to an abandoned course of the run. They stay until this one has saved a checkpoint.

@@ -63,8 +63,11 @@ class Campaign:
 def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: float, progress: Told) -> Campaign:
     """Try `mutations` on copies of the git work tree `source`, `parallel` at a time.
 
-    limit: seconds for one command. progress: called after each command and mutation. Raises MutationError if `source`
-    is not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes have ended and the copies are deleted.
+    limit: seconds for one command
+    progress: called after each command and mutation
+
+    Raises MutationError if `source` is not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes have
+    ended and the copies are deleted.
     """
     runner = Commands(limit)
     with _copies(source, parallel) as copies, ThreadPoolExecutor(parallel) as pool:

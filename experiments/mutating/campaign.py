@@ -66,8 +66,8 @@ def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: fl
     limit: seconds for one command
     progress: called after each command and mutation
 
-    Raises MutationError if `source` is not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes have
-    ended and the copies are deleted.
+    Raises MutationError if `source` is not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes
+    have ended and the copies are deleted.
     """
     runner = Commands(limit)
     with _copies(source, parallel) as copies, ThreadPoolExecutor(parallel) as pool:

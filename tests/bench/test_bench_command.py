@@ -269,7 +269,7 @@ def test_output_fits_the_terminal(one: tuple[Benchmark, Path], width: int, monke
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     for phase in one[0].phases:
-        assert f"  {phase.name} " in text
+        assert f"\n{phase.name} " in text
     for kernel in (one[0].kernels or ())[: bench_view.KERNELS]:
         assert f" {percent(kernel.share)} " in text
 

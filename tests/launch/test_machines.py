@@ -213,7 +213,7 @@ def test_slurm_script_resumes_after_a_preemption(place: Path, cluster: dict[str,
     finally:
         batch.kill()
     assert batch.returncode == 75, errors
-    assert "queued again to go on from runs/job-7" in out and calls.read_text().endswith("scontrol requeue 7\n")
+    assert "requeued to resume runs/job-7" in out and calls.read_text().endswith("scontrol requeue 7\n")
     assert not alive(tasks)
     saved = max(step for _, step in rows(run_dir))
     more = [*words, str(saved + 3), "--allow-change", "train.steps"]

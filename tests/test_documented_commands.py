@@ -19,7 +19,7 @@ GENERATED = ("docs/commands.md",)
 
 def commands(page: str) -> Iterator[list[str]]:
     """Yield the arguments of every `vitpar` command in the code blocks of a page."""
-    for block in re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S):
+    for block in re.findall(r"^```[a-z]*\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"vitpar [a-z]+ ", line) and "|" not in line and "…" not in line:
                 yield shlex.split(line, comments=True)[1:]

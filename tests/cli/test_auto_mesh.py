@@ -91,7 +91,7 @@ def test_resumed_run_keeps_its_plan_on_as_many_ranks(
     assert losses_of(place / "again") == pytest.approx(losses_of(place / "run"), rel=1e-5)
     fewer = vitpar(*AUTO, "--cluster", "8xH100", "--ranks", "1", "--resume", "auto", "--run-dir", "fewer")
     assert fewer.returncode == 0, fewer.stderr
-    assert read_plan(place / "fewer" / "plan.json").world_size == 1 and "is predicted to do" in fewer.stdout
+    assert read_plan(place / "fewer" / "plan.json").world_size == 1 and "the plan was searched, predicted:" in fewer.stdout
     assert losses_of(place / "fewer") == pytest.approx(losses_of(place / "run"), rel=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_missing_profiles_are_measured_once(place: Path, vitpar: Command) -> Non
     # One rank has no links to measure, so this takes seconds.
     first = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured")
     assert first.returncode == 0, first.stderr
-    found = re.findall(r"measuring (.*), once: a few minutes, kept in (\S+)", first.stderr)
+    found = re.findall(r"measuring (.*), once: a few minutes, saved to (\S+)", first.stderr)
     assert [what for what, _ in found] == ["this machine", "vit_custom in fp32"]
     assert all((place / file).exists() for _, file in found)
     assert "times are estimates" not in first.stdout and "why not" in first.stdout

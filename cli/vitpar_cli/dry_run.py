@@ -48,4 +48,4 @@ def show_dry_run(recipe: "Recipe", config: "ViTConfig", plan: "Plan", kind: Devi
     typer.echo(f"\n{memory_words(fullest)} on the fullest rank")
     local_ranks = world.local_size if world is not None else plan.world_size
     warn(memory_warning(recipe, config, plan, torch.device(kind), local_ranks))
-    typer.echo("dry run: nothing was started or written")
+    typer.echo("dry run: no training was started")

@@ -84,7 +84,9 @@ def plan(
     o.refuse_idle(assignments, "a plan")
     given = {**o.settings(plan, locals()), "parallel.mesh": strategy}
     o.refuse_early(given)
-    merged = o.merged_recipe(recipe, given, assignments)
+    # A model that is named without a recipe is the published one, whose classes are not those of the digits.
+    published = recipe is None and "model.name" in given and "data.path" not in given
+    merged = o.merged_recipe(recipe, {**given, **o.NO_DATA} if published else given, assignments)
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)

@@ -155,7 +155,7 @@ def _searched(found: "Findings") -> str:
     from vitpar.planner.report.data import certainty
 
     result = found.result
-    looked = f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, {result.priced} plans priced"
+    looked = f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, {count(result.priced, 'plan')} priced"
     return f"{looked}: {certainty(result)}"
 
 

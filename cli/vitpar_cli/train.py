@@ -119,7 +119,7 @@ def train(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the merged recipe, the plan and the predicted memory; start nothing."),
+        typer.Option("--dry-run", help="Print the merged recipe, the plan and the predicted memory; do not train."),
     ] = False,
     debug_checks: Annotated[
         bool,

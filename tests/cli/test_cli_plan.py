@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from helpers.small_data import CLASSES, pack_small
 from vitpar.errors import PlannerError, RecipeError, StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.price import price
@@ -315,3 +316,16 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
 def test_predictions_refuse_unusable_options(run: Run, words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(PlannerError, match=sentence):
         run(*words)
+
+
+def test_classes_are_those_of_the_recipes_data_but_not_of_a_published_model(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data_shards").mkdir()
+    pack_small(tmp_path).rename(tmp_path / "data_shards" / "digits")
+    monkeypatch.chdir(tmp_path)
+    assert f" {CLASSES} classes" in run("dp2")
+    assert f" {CLASSES} classes" in run("dp2", "--recipe", "digits")
+    assert " 1,000 classes" in run("dp2", "--model", "vit_tiny_patch16_224")
+    assert " 1,000 classes" in run("dp2", "--model", "vit_tiny_patch16_224", "--cluster", "2xH100")
+    assert " 5 classes" in run("dp2", "--recipe", "digits", "--num-classes", "5")

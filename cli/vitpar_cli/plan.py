@@ -85,7 +85,7 @@ def plan(
     given = {**o.settings(plan, locals()), "parallel.mesh": strategy}
     o.refuse_early(given)
     # A model that is named without a recipe is the published one, whose classes are not those of the digits.
-    published = recipe is None and "model.name" in given and "data.path" not in given
+    published = recipe is None and given.get("model.name") is not None and given.get("data.path") is None
     merged = o.merged_recipe(recipe, {**given, **o.NO_DATA} if published else given, assignments)
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:

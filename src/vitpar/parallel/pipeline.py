@@ -121,7 +121,7 @@ def send_tokens(tokens: Tensor, index: int, plan: Plan, pipe: DeviceMesh) -> tup
     Returns the work and the tensor, which must stay alive until the work is done.
 
     Evaluation does not use the schedule: its shapes are static, and at every switch between training and evaluation it
-    would set up its receive buffers anew.
+    would set up its receive buffers again.
     """
     work = dist.isend(tokens, group=pipe.get_group(), group_dst=rank_of_stage(index + 1, plan))
     assert work is not None

@@ -112,7 +112,7 @@ class PlanRunner:
 
     def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
         self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
-        self._store = meeting_place(world)  # served by rank 0; every forked process connects to it anew
+        self._store = meeting_place(world)  # served by rank 0; every forked process opens its own connection
 
     def measure(self, training: Training, plans: Sequence[Plan], favourite: int) -> Iterator[tuple[int, Measured]]:
         """Measure plans and yield (index of a plan, its measurements until now) after each run.

@@ -1,8 +1,21 @@
-"""Models by the layer contract: configurations, layers, initial values.
+"""Models by the layer contract: configurations, descriptions, layers, initial values.
 
-Importing this package loads no torch; ``vitpar.models.vit`` does.
+Importing this package loads no torch; ``vitpar.models.layers`` and the layers of each family do.
 """
 
-from vitpar.models.config import FAMILIES, IGNORED, SHIPPED, ViTConfig, model_config
+from vitpar.models.config import IGNORED, ModelConfig
+from vitpar.models.families import FAMILIES, SHIPPED, config_from_json, config_to_json, model_config
+from vitpar.models.swin.config import SwinConfig
+from vitpar.models.vit.config import ViTConfig
 
-__all__ = ["FAMILIES", "IGNORED", "SHIPPED", "ViTConfig", "model_config"]
+__all__ = [
+    "FAMILIES",
+    "IGNORED",
+    "SHIPPED",
+    "ModelConfig",
+    "SwinConfig",
+    "ViTConfig",
+    "config_from_json",
+    "config_to_json",
+    "model_config",
+]

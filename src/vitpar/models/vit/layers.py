@@ -1,41 +1,14 @@
-"""The Vision Transformer as an ordered mapping of named layers: embed, blocks.0 … blocks.L-1, head.
-
-Each layer takes and returns one tensor. A model may hold any consecutive part of the layers (a pipeline stage): a part
-it lacks is absent, and the names of the parameters it holds do not change. Beside each layer class stands, as data, how
-its parameters split under tensor parallelism (`TENSOR_PARALLEL`: name of a module or parameter -> its kind; what every
-mode makes of a kind stands in ``vitpar.parallel.tensor``).
-"""
-
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, cast
+"""Layers of the Vision Transformer: embed, blocks.0 … blocks.L-1, head."""
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.config import ViTConfig
-from vitpar.models.keyed_random import at_place, drop
+from vitpar.models.keyed_random import drop
+from vitpar.models.layers import Layer, ResidualBlock, for_every_sample
+from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
-
-
-class _OwnGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
-
-
-def for_every_sample(parameter: Tensor) -> Tensor:
-    """A parameter [1, tokens, features] to add to or stand beside the tokens of every sample.
-
-    With one sample its gradient would be a part of the activation's, in the same memory, and accumulating into it would
-    change both: a DTensor around it hides that from autograd (upstream: AccumulateGrad takes over what it alone holds).
-    """
-    return _OwnGradient.apply(to_local(parameter))
 
 
 def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
@@ -49,19 +22,6 @@ def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
     omega = 10000.0 ** (-torch.arange(width // 4).double() / (width // 4 - 1 or 1))
     y, x = y.flatten()[:, None] * omega, x.flatten()[:, None] * omega
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
-
-
-class Layer(nn.Module):
-    """Base of the model's layers."""
-
-    TENSOR_PARALLEL: ClassVar[Mapping[str, str]]
-    """Name of a module or parameter -> its kind."""
-
-    def take_features(self, index: int, parts: int) -> None:
-        """Expect and give only part `index` of `parts` of the tokens' features."""
-
-    def reset_buffers(self) -> None:
-        """Fill what is neither learned nor saved."""
 
 
 class PatchEmbed(nn.Module):
@@ -85,13 +45,6 @@ class Embed(Layer):
     """
 
     positions: Tensor
-    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
-        "patch_embed.proj": "embedding",
-        "cls_token": "token",
-        "dist_token": "token",
-        "reg_token": "token",
-        "pos_embed": "token",
-    }
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -182,61 +135,24 @@ class LayerScale(nn.Module):
         return x if self.gamma is None else x * to_local(self.gamma)
 
 
-class Block(Layer):
+class Block(ResidualBlock):
     """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
 
-    place: Tensor
-    rate: Tensor
-    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
-        "norm1": "norm",
-        "attn.qkv": "column",
-        "attn.q_norm": "heads",
-        "attn.k_norm": "heads",
-        "attn.proj": "row",
-        "ls1.gamma": "scale",
-        "norm2": "norm",
-        "mlp.fc1": "column",
-        "mlp.fc2": "row",
-        "ls2.gamma": "scale",
-    }
-
     def __init__(self, config: ViTConfig, index: int) -> None:
-        super().__init__()
         c = config
+        super().__init__(index, c.depth, c.embed_dim, drop_path=c.drop_path, dropout=c.dropout)
         self.norm1 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.attn = Attention(c)
         self.ls1 = LayerScale(c)
         self.norm2 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim)
         self.ls2 = LayerScale(c)
-        self.index, self.dropout, self.drops_paths = index, c.dropout, c.drop_path > 0
-        self.width, self.first_feature = c.embed_dim, 0
-        self.drop_path_rate = c.drop_path * index / max(1, c.depth - 1)
-        # Tensors, since the compiler would make a graph for every value of a number: one graph serves all blocks.
-        self.register_buffer("place", torch.empty((), dtype=torch.int64), persistent=False)
-        self.register_buffer("rate", torch.empty(()), persistent=False)
-
-    def take_features(self, index: int, parts: int) -> None:
-        self.first_feature = index * self.width // parts
-
-    def reset_buffers(self) -> None:
-        self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; embed's is 0
-        self.rate.fill_(self.drop_path_rate)
-
-    def _branch(self, x: Tensor, scale: LayerScale, keys: Tensor | None, branch: int) -> Tensor:
-        if keys is not None and self.dropout:
-            here = at_place(keys, self.place + 2 * branch)
-            x = drop(x, here, self.dropout, whole_sample=False, first_feature=self.first_feature)
-        x = scale(x)
-        if keys is not None and self.drops_paths:
-            x = drop(x, at_place(keys, self.place + 2 * branch + 1), self.rate, whole_sample=True)
-        return x
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
         keys = keys if self.training else None
-        x = x + self._branch(self.attn(self.norm1(x)), self.ls1, keys, 0)
-        return x + self._branch(self.mlp(self.norm2(x)), self.ls2, keys, 1)
+        x = x + self.branch(self.attn(self.norm1(x)), keys, 0, self.ls1)
+        return x + self.branch(self.mlp(self.norm2(x)), keys, 1, self.ls2)
 
 
 class Head(Layer):
@@ -245,13 +161,6 @@ class Head(Layer):
     Norm, pooling, optional representation layer, classifier.
     """
 
-    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {
-        "norm": "norm",
-        "pooled": "pooled",
-        "representation": "representation",
-        "fc": "classifier",  # split over its input features, so that the classes need not divide
-        "fc_dist": "classifier",
-    }
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -276,38 +185,3 @@ class Head(Layer):
             return self.fc(self._features(self.norm(x[:, 0])))
         x = self.norm(x[:, :2])
         return (self.fc(self._features(x[:, 0])) + self.fc_dist(self._features(x[:, 1]))) / 2
-
-
-class ViT(nn.Module):
-    """A Vision Transformer, or the consecutive part of one that `layers` names.
-
-    Parameters and buffers are not filled: ``vitpar.models.initial.initialise`` does that.
-
-    config: the shape of the whole model. layers: names as in ``config.layer_names``; None for all.
-    """
-
-    def __init__(self, config: ViTConfig, layers: Collection[str] | None = None) -> None:
-        super().__init__()
-        held = set(config.layer_names if layers is None else layers)
-        assert held <= set(config.layer_names), f"unknown layers {held - set(config.layer_names)}"
-        self.config = config
-        self.embed = Embed(config) if "embed" in held else None
-        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.depth) if f"blocks.{i}" in held})
-        self.head = Head(config) if "head" in held else None
-
-    def layers(self) -> dict[str, Layer]:
-        """The layers held here, by name, in order."""
-        blocks = {f"blocks.{i}": cast(Block, block) for i, block in self.blocks.items()}  # nn.ModuleDict has modules
-        named: dict[str, Layer | None] = {"embed": self.embed, **blocks, "head": self.head}
-        return {name: layer for name, layer in named.items() if layer is not None}
-
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """x: images, or tokens where embed is elsewhere. Returns logits, or tokens where head is elsewhere.
-
-        keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
-        """
-        if self.embed is not None:
-            x = self.embed(x, keys)
-        for block in self.blocks.values():
-            x = block(x, keys)
-        return x if self.head is None else self.head(x)

@@ -1,0 +1,142 @@
+"""Description of a model's layers, without torch: all that plans, prices and checkpoints need to know about them.
+
+A model is ``embed``, ``blocks.0`` …, ``head``, each of which takes one tensor and gives one. Between them run
+activations [batch, tokens, features], whose tokens and features may differ from boundary to boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MODES = ("1d", "sp", "2d", "2.5d", "3d")
+"""Tensor-parallel modes; 1d with sequence parallelism counts as one of its own."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Activation of one sample between two layers."""
+
+    tokens: int
+    """Number of tokens."""
+    features: int
+    """Number of features of a token."""
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return self.tokens * self.features
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module or a parameter of a layer, as tensor parallelism splits it."""
+
+    name: str
+    """Name in the layer, such as ``attn.qkv``."""
+    role: str
+    """Role, which decides how it is split (``vitpar.strategy.splits``)."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Shapes of the parameters by name in the module; a bare parameter has the name "". The weight of a linear layer is
+    (features it gives, features it takes)."""
+    tokens: int = 0
+    """Tokens of a sample that the module computes; 0 if it computes none."""
+    width: int = 0
+    """Features of these tokens, for modules without parameters."""
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters by name in the layer."""
+        return {f"{self.name}.{name}" if name else self.name: shape for name, shape in self.shapes.items()}
+
+    @property
+    def product(self) -> tuple[int, int] | None:
+        """Return the features that a linear layer (takes, gives); None for anything else."""
+        weight = self.shapes.get("weight", ())
+        return (weight[1], weight[0]) if len(weight) == 2 else None
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of the product in forward, for one sample."""
+        return 2 * self.tokens * math.prod(self.product) if self.product else 0
+
+
+def linear(name: str, role: str, takes: int, gives: int, tokens: int, *, bias: bool = True) -> Part:
+    """Return the description of a linear layer."""
+    shapes: dict[str, tuple[int, ...]] = {"weight": (gives, takes)}
+    return Part(name, role, shapes | ({"bias": (gives,)} if bias else {}), tokens)
+
+
+def norm(name: str, width: int, tokens: int, role: str = "norm") -> Part:
+    """Return the description of a LayerNorm."""
+    return Part(name, role, {"weight": (width,), "bias": (width,)}, tokens)
+
+
+def parameter(name: str, role: str, *shape: int) -> Part:
+    """Return the description of a parameter that belongs to no module."""
+    return Part(name, role, {"": shape})
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Shape of a layer's attention for one sample."""
+
+    tokens: int
+    """Tokens that attend to each other."""
+    heads: int
+    """Number of heads."""
+    head_dim: int
+    """Features of a head."""
+    windows: int = 1
+    """Number of groups of tokens, which do not attend to each other."""
+    biased: bool = False
+    """Whether numbers are added to the scores, which fewer kernels support."""
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of both products in forward, for one sample."""
+        return 4 * self.windows * self.tokens**2 * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """One layer of a model."""
+
+    name: str
+    """Name: embed, blocks.0 …, or head."""
+    kind: str
+    """Name of its kind. Layers of one kind cost the same, so that one profile serves them all."""
+    takes: Shape | None
+    """Activation that comes in; None for embed, which takes images."""
+    gives: Shape
+    """Activation that goes out. The head's is one token with a feature per class."""
+    parts: tuple[Part, ...]
+    """Modules and parameters."""
+    attention: AttentionShape | None = None
+    """Attention, None for layers without."""
+    group: str | None = None
+    """Name by which plans select this block and its neighbours of the same group, such as stage2; None for none."""
+    divisible: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Numbers that the degree of tp has to divide under every mode, by noun: {"head": 12}."""
+    modes: tuple[str, ...] = MODES
+    """Tensor-parallel modes that compute the layer correctly."""
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters by name in the layer."""
+        return {name: shape for part in self.parts for name, shape in part.parameters.items()}
+
+    @property
+    def numel(self) -> int:
+        """Return the number of parameter elements."""
+        return sum(map(math.prod, self.parameters.values()))
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of one sample's training step.
+
+        That is three times those of the matrix products in forward.
+        """
+        attention = self.attention.flops if self.attention else 0
+        return 3 * (sum(part.flops for part in self.parts) + attention)

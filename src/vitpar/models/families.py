@@ -1,0 +1,93 @@
+"""The families of models, and the configuration of a model by name or from JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from vitpar.errors import ModelError
+from vitpar.former_names import present_field
+from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.swin.config import SwinConfig
+from vitpar.models.vit.config import ViTConfig
+from vitpar.text import nearest, shown
+
+FAMILIES: dict[str, type[ModelConfig]] = {family.FAMILY: family for family in (ViTConfig, SwinConfig)}
+"""Configuration classes by the name of their family. ``vitpar.models.own`` adds those of the user."""
+SHIPPED = tuple(name for family in FAMILIES.values() for name in family.published())
+"""Names that stand for a published model."""
+_FAMILY = "family"
+"""Key of the family in JSON; ViT's leave it out."""
+
+
+def model_config(name: str, **options: Any) -> ModelConfig:
+    """Return the configuration of a model by timm's name, with `options` replacing its fields.
+
+    Any ViT takes any patch and image size: ``vit_tiny_patch4_32``. The names ``vit_custom`` and ``swin_custom`` take
+    everything from `options`.
+
+    Raises ModelError for an unknown name or option, or options that contradict each other.
+    """
+    known = frozenset().union(*map(field_names, FAMILIES.values())) - {"name"}
+    for option in options:
+        if present := present_field(option):
+            raise ModelError(f"model option '{option}' is now called '{present}': rename it")
+        if option not in known:
+            raise ModelError(
+                f"unknown model option '{shown(option)}'{nearest(option, known)}: options are "
+                f"{', '.join(sorted(known))}"
+            )
+    for family in FAMILIES.values():
+        fields = field_names(family)
+        found = family.named(name, {key: value for key, value in options.items() if key in fields})
+        if found is None:
+            continue
+        if others := sorted(options.keys() - fields):
+            raise ModelError(
+                f"{shown(name)} has no {others[0]}: leave the option out, or use another model. Its options are "
+                f"{', '.join(sorted(fields - {'name'}))}"
+            )
+        return found
+    raise ModelError(
+        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: use a name such as vit_small_patch16_224, vit_custom "
+        "or swin_custom"
+    )
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `config`, and its family unless it is ViT."""
+    fields: dict[str, Any] = asdict(config)  # type: ignore[call-overload]
+    return fields if config.FAMILY == ViTConfig.FAMILY else {_FAMILY: config.FAMILY, **fields}
+
+
+def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration that `config_to_json` wrote.
+
+    Raises ModelError for an unknown family or field, and for values that are invalid or of another type.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    fields = dict(said)
+    name = fields.pop(_FAMILY, ViTConfig.FAMILY)
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        if isinstance(name, str) and ".py:" in name:
+            raise ModelError(
+                f"the model is {shown(name)}, a model of your own: give the file that defines it with --model FILE.py:NAME"
+            )
+        raise ModelError(f"unknown family of models '{shown(name)}'{nearest(name, FAMILIES)}: use {', '.join(FAMILIES)}")
+    if unknown := fields.keys() - field_names(family):
+        name = min(unknown)
+        if present := present_field(name):
+            raise ModelError(f"field '{name}' is now called '{present}': rename it")
+        raise ModelError(f"unknown model field '{shown(name)}'")
+    try:
+        return TypeAdapter(family).validate_json(json.dumps(fields), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "value_error":  # a sentence of ours
+            raise ModelError(str(first["ctx"]["error"])) from None
+        place = ".".join(map(str, first["loc"]))
+        raise ModelError(f"{place}{': ' * bool(place)}{shown(first['msg'])}") from None

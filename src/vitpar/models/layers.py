@@ -1,0 +1,129 @@
+"""Base of all layers, and a model as an ordered mapping of named layers: embed, blocks.0 …, head.
+
+A layer takes one tensor and gives one. What it takes and gives, and how its parameters split under tensor parallelism,
+is in its description (``vitpar.models.description``).
+"""
+
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import LayerDescription
+from vitpar.models.keyed_random import at_place, drop
+from vitpar.sharded import to_local
+
+
+class _OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+def for_every_sample(parameter: Tensor) -> Tensor:
+    """Return a parameter [1, tokens, features] to add to or stand beside the tokens of every sample.
+
+    With one sample its gradient would be a part of the activation's, in the same memory, and accumulating into it would
+    change both: a DTensor around it hides that from autograd (upstream: AccumulateGrad takes over what it alone holds).
+    """
+    return _OwnGradient.apply(to_local(parameter))
+
+
+class Layer(nn.Module):
+    """Base of a model's layers."""
+
+    description: LayerDescription
+    """Description of the layer, set by the model that holds it."""
+
+    def take_features(self, index: int, parts: int) -> None:
+        """Expect and give only part `index` of `parts` of the tokens' features."""
+
+    def reset_buffers(self) -> None:
+        """Fill what is neither learned nor saved."""
+
+
+class ResidualBlock(Layer):
+    """Base of blocks with residual branches that are dropped at random in training.
+
+    index: number of the block among `depth` blocks.
+    width: features of a token.
+    drop_path: stochastic depth rate of the last block; it rises linearly from 0 over the blocks.
+    dropout: dropout rate at the end of each branch.
+    """
+
+    place: Tensor
+    rate: Tensor
+
+    def __init__(self, index: int, depth: int, width: int, *, drop_path: float = 0.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.index, self.dropout, self.drops_paths = index, dropout, drop_path > 0
+        self.width, self.first_feature = width, 0
+        self.drop_path_rate = drop_path * index / max(1, depth - 1)
+        # Tensors, since the compiler would make a graph for every value of a number: one graph serves all blocks.
+        self.register_buffer("place", torch.empty((), dtype=torch.int64), persistent=False)
+        self.register_buffer("rate", torch.empty(()), persistent=False)
+
+    def take_features(self, index: int, parts: int) -> None:
+        self.first_feature = index * self.width // parts
+
+    def reset_buffers(self) -> None:
+        self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; embed's is 0
+        self.rate.fill_(self.drop_path_rate)
+
+    def branch(self, x: Tensor, keys: Tensor | None, number: int, scale: nn.Module | None = None) -> Tensor:
+        """Return the output `x` of branch `number` (0 or 1) with dropout, `scale` and stochastic depth.
+
+        keys: int64 [batch] or None (nothing is dropped).
+        """
+        if keys is not None and self.dropout:
+            here = at_place(keys, self.place + 2 * number)
+            x = drop(x, here, self.dropout, whole_sample=False, first_feature=self.first_feature)
+        x = x if scale is None else scale(x)
+        if keys is not None and self.drops_paths:
+            x = drop(x, at_place(keys, self.place + 2 * number + 1), self.rate, whole_sample=True)
+        return x
+
+
+class LayeredModel(nn.Module):
+    """A model, or the consecutive part of one that `layers` names (a pipeline stage).
+
+    A layer it lacks is absent, and the names of the parameters it holds do not change. Parameters and buffers are not
+    filled: ``vitpar.models.initial.initialise`` does that.
+
+    config: configuration of the whole model. layers: names as in ``config.layer_names``; None for all.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Collection[str] | None = None) -> None:
+        super().__init__()
+        held = set(config.layer_names if layers is None else layers)
+        assert held <= set(config.layer_names), f"unknown layers {held - set(config.layer_names)}"
+        self.config = config
+        built = {name: config.build_layer(name) for name in config.layer_names if name in held}
+        for name, layer in built.items():
+            layer.description = config.layers[name]
+        self.embed = built.pop("embed", None)
+        head = built.pop("head", None)
+        self.blocks = nn.ModuleDict({name.removeprefix("blocks."): block for name, block in built.items()})
+        self.head = head
+
+    def layers(self) -> dict[str, Layer]:
+        """Return the layers held here, by name, in order."""
+        blocks = {f"blocks.{i}": cast(Layer, block) for i, block in self.blocks.items()}  # nn.ModuleDict has modules
+        named: dict[str, Layer | None] = {"embed": self.embed, **blocks, "head": self.head}
+        return {name: layer for name, layer in named.items() if layer is not None}
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Return logits, or tokens where head is elsewhere.
+
+        x: images, or tokens where embed is elsewhere.
+        keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
+        """
+        for layer in self.layers().values():
+            x = layer(x, keys) if layer is not self.head else layer(x)
+        return x

@@ -1,0 +1,1 @@
+"""Swin Transformers: configuration (without torch) and layers."""

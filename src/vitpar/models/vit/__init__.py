@@ -1,0 +1,1 @@
+"""Vision Transformers: configuration (without torch) and layers."""

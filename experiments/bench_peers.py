@@ -305,11 +305,11 @@ def parameters(job: Job, depth: int) -> int:
     """Return the number of parameters of the job's model with `depth` blocks."""
     import torch
 
-    from vitpar.models.vit import ViT
+    from vitpar.models.layers import LayeredModel
 
     with torch.device("meta"):
         shape = replace(job, options={**job.options, "depth": depth}).config
-        return sum(p.numel() for p in ViT(shape).parameters())
+        return sum(p.numel() for p in LayeredModel(shape).parameters())
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from vitpar.checkpoint.reader import load_tensors
 from vitpar.errors import CheckpointError, DataError, StrategyError
 from vitpar.former_names import former_parameter, present_parameter
 from vitpar.models import model_config
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.strategy import parse
 from vitpar.weights.importing import import_weights
 
 
 def test_former_and_present_parameter_names_translate_both_ways() -> None:
     with torch.device("meta"):
-        names = [name for name, _ in ViT(model_config("vit_tiny_patch16_32", depth=2, **EVERYTHING)).named_parameters()]
+        names = [name for name, _ in LayeredModel(model_config("vit_tiny_patch16_32", depth=2, **EVERYTHING)).named_parameters()]
     former = [former_parameter(name) for name in names]
     assert [present_parameter(name) for name in former] == names
     assert [present_parameter(name) for name in names] == names

@@ -39,7 +39,7 @@ from vitpar_cli.world import chosen_from_text, chosen_to_text, handed_plan, rank
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from vitpar.models import ViTConfig
+    from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
 
 PROFILES = Path("runs/profiles")
@@ -70,7 +70,7 @@ class AutoOptions:
 
 
 def choose(
-    recipe: Recipe, config: ViTConfig, device: Device, options: AutoOptions, run: Path | None, quiet: bool
+    recipe: Recipe, config: ModelConfig, device: Device, options: AutoOptions, run: Path | None, quiet: bool
 ) -> tuple[Recipe, Chosen, Store | None]:
     """Return `recipe` with the searched plan, the plan, and the store through which a launcher's ranks communicated.
 
@@ -109,7 +109,7 @@ def _ranks(device: Device, wanted: int | None) -> int:
     return resolve(parse(f"dp{ranks}"), device).world_size
 
 
-def _plan_of_run(recipe: Recipe, config: ViTConfig, ranks: int, run: Path | None) -> Chosen | None:
+def _plan_of_run(recipe: Recipe, config: ModelConfig, ranks: int, run: Path | None) -> Chosen | None:
     """Return the plan of the run to resume if it is valid and needs `ranks` ranks, else None.
 
     run: recipe.toml of the run; None for a new run.
@@ -124,7 +124,9 @@ def _plan_of_run(recipe: Recipe, config: ViTConfig, ranks: int, run: Path | None
     return Chosen(plan, f"the run resumes under its plan '{shown(plan)}'") if plan.world_size == ranks else None
 
 
-def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions, quiet: bool) -> Chosen:
+def _search(
+    recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: AutoOptions, quiet: bool
+) -> Chosen:
     """Search for the best plan for `ranks` ranks, print it unless `quiet`, and return it.
 
     Raises PlannerError and RecipeError.
@@ -163,7 +165,7 @@ def _search(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, optio
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 
-def _profiled(recipe: Recipe, config: ViTConfig, device: Device, ranks: int, options: AutoOptions) -> LayerCosts:
+def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: AutoOptions) -> LayerCosts:
     """Return costs from profiles.
 
     Profiles are those named by options, else matching ones in the current folder or PROFILES, else new measurements.

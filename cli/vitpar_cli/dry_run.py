@@ -16,12 +16,12 @@ from vitpar_cli.outputs import warn
 from vitpar_cli.plan_view import show
 
 if TYPE_CHECKING:
-    from vitpar.models.config import ViTConfig
+    from vitpar.models.config import ModelConfig
     from vitpar.strategy import Plan
     from vitpar.training.recipe import Recipe
 
 
-def show_dry_run(recipe: "Recipe", config: "ViTConfig", plan: "Plan", kind: Device, as_json: bool) -> None:
+def show_dry_run(recipe: "Recipe", config: "ModelConfig", plan: "Plan", kind: Device, as_json: bool) -> None:
     """Print what a run would do. Of the ranks of a launcher only rank 0 prints.
 
     recipe: with all settings resolved.

@@ -38,7 +38,7 @@ def import_command(
     from vitpar.strategy.plan_json import plan_to_json, write_plan
     from vitpar.text import count
 
-    read = read_galvatron(file, world_size, model_config(model).depth if model else None)
+    read = read_galvatron(file, world_size, model_config(model).num_blocks if model else None)
     if out is not None:
         write_plan(out, read.plan)
     if as_json:
@@ -84,7 +84,7 @@ def export_command(
     config = merged.config(1000)
     plan = merged.plan(config)
     costs = [float(flops) for flops in config.layer_flops.values()]
-    write_galvatron(out, plan, config.depth, merged.train.batch_size, costs)
+    write_galvatron(out, plan, config.num_blocks, merged.train.batch_size, costs)
     typer.echo(f"{plan} of {config.name} written to {out}")
 
 

@@ -17,7 +17,7 @@ from vitpar_cli.outputs import origin, warn
 from vitpar_cli.world import choose_device
 
 if TYPE_CHECKING:
-    from vitpar.models import ViTConfig
+    from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.describe import PlanSummary
     from vitpar.planner.report.data import Prediction
@@ -183,7 +183,7 @@ def _closed(plan: "Plan") -> "Plan":
     return plan
 
 
-def _to_json(config: "ViTConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
+def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
     """Return everything that is printed, as data for JSON.
 
     "ranks" is the place of every rank of the world; "places" of a strategy is the place of every rank of a stage on the

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from vitpar.models import ViTConfig
+from vitpar.models import ModelConfig
 from vitpar.planner.describe import PlanSummary, StrategySummary
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar_cli.outputs import data_table
@@ -31,7 +31,7 @@ Row = tuple[str, str]
 """Name and sentence."""
 
 
-def show(config: ViTConfig, plan: Plan, precision: str, summary: PlanSummary, state: str) -> None:
+def show(config: ModelConfig, plan: Plan, precision: str, summary: PlanSummary, state: str) -> None:
     """Print the summary of a plan.
 
     precision: name of the precision.

@@ -16,7 +16,7 @@ from vitpar.training.recipe.sections import AUTO
 from vitpar_cli.world import Device, handed_plan, resolve
 
 if TYPE_CHECKING:
-    from vitpar.models import ViTConfig
+    from vitpar.models import ModelConfig
     from vitpar.training.recipe.recipe import Chosen
 
 
@@ -268,7 +268,7 @@ def training_recipe(
     return with_defaults(begun, images), images
 
 
-def decide(recipe: Recipe, config: "ViTConfig", device: Device) -> "tuple[Recipe, Chosen]":
+def decide(recipe: Recipe, config: "ModelConfig", device: Device) -> "tuple[Recipe, Chosen]":
     """Return `recipe` adapted to a kind of device, and the plan for the available ranks.
 
     A rank that vitpar started uses the plan that the starting process passed to it.

@@ -19,7 +19,7 @@ from vitpar_cli.search_view import model_words, print_origin, print_plans
 from vitpar_cli.world import choose_device, end, enter, resolve
 
 if TYPE_CHECKING:
-    from vitpar.models import ViTConfig
+    from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.report.accuracy import AccuracyRow
     from vitpar.strategy import Plan
@@ -133,7 +133,7 @@ def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) ->
     return files
 
 
-def _plan(text: str, config: "ViTConfig", batch_size: int, ranks: int, microbatches: int | None) -> "Plan":
+def _plan(text: str, config: "ModelConfig", batch_size: int, ranks: int, microbatches: int | None) -> "Plan":
     from vitpar.strategy import parse
     from vitpar.strategy import validate as validated
     from vitpar.strategy.plan_json import read_plan

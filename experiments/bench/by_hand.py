@@ -21,14 +21,14 @@ from bench.plain_loop import plain_step
 from bench.settings import BETAS, CLIP, EPS, LR, SEED, Step, decay_groups
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 
 MICROBATCHES = 4
 
 
-def whole_model(config: ViTConfig, device: torch.device) -> ViT:
+def whole_model(config: ViTConfig, device: torch.device) -> LayeredModel:
     """Return the complete model, initialised as vitpar initialises it."""
-    model = ViT(config).to(device)
+    model = LayeredModel(config).to(device)
     initialise(model, SEED, config)
     return model
 

@@ -1,4 +1,4 @@
-"""Reference for vitpar's first step on a GPU: the plain ViT, and the batch that both train on."""
+"""Reference for vitpar's first step on a GPU: the plain LayeredModel, and the batch that both train on."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import Tensor
 from bench.settings import SEED
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 
 
 def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -18,15 +18,15 @@ def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tu
     return images.to(device, torch.bfloat16), labels.to(device)
 
 
-def plain_model(config: ViTConfig, device: torch.device) -> ViT:
+def plain_model(config: ViTConfig, device: torch.device) -> LayeredModel:
     """Return the ViT without vitpar's parallel layers, with vitpar's initial parameters in float32."""
-    model = ViT(config).to(device)
+    model = LayeredModel(config).to(device)
     initialise(model, SEED, config)
     return model
 
 
 def reference(config: ViTConfig, images: Tensor, labels: Tensor) -> list[float]:
-    """Return loss and gradient norm of the plain, uncompiled ViT, with initial parameters cast to bf16."""
+    """Return loss and gradient norm of the plain, uncompiled LayeredModel, with initial parameters cast to bf16."""
     model = plain_model(config, images.device)
     computed = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
     loss = F.cross_entropy(torch.func.functional_call(model, computed, (images,)).float(), labels)

@@ -30,7 +30,7 @@ from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.describe import summarize
 from vitpar.strategy import SCHEDULES, Plan, parse, place_of_rank, stages_of_rank, token_layout, validate
 from vitpar.strategy.layout import mesh_axes, sharding_axes
-from vitpar.strategy.traffic import block_traffic
+from vitpar.strategy.traffic import layer_traffic
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def traffic(mesh: str) -> dict[str, Any]:
     )
     with Received() as received:
         stage.layers()["blocks.0"](x).sum().backward()
-    forward, backward = block_traffic(config, plan.strategy, rows)
+    forward, backward = layer_traffic(config.layers["blocks.0"], plan.strategy, rows)
     table = sum(collective.received * times for collective, times in [*forward.items(), *backward.items()])
     again = sum(
         collective.received * times for collective, times in forward.items() if "gather" in collective.operation

@@ -71,13 +71,13 @@ def after(owner: Any, name: str, act: Callable[[Any], None]) -> None:
 
 
 def forward(trap: Trap) -> None:
-    from vitpar.models.vit import Block
+    from vitpar.models.vit.layers import Block
 
     before(Block, "forward", lambda *_, **__: trap(kill))
 
 
 def backward(trap: Trap) -> None:
-    from vitpar.models.vit import Block
+    from vitpar.models.vit.layers import Block
 
     after(Block, "forward", lambda out: out.register_hook(lambda _: trap(kill)) if out.requires_grad else None)
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from vitpar.errors import UserError
 from vitpar.lazy import lazy_names
-from vitpar.models import ViTConfig, model_config
+from vitpar.models import ModelConfig, SwinConfig, ViTConfig, model_config
 from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 
 if TYPE_CHECKING:
     from vitpar.check import check_plan
-    from vitpar.models.vit import ViT
+    from vitpar.models.layers import Layer, LayeredModel
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
     from vitpar.planner.automatic import search
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _LAZY = {
-    "vitpar.models.vit": ("ViT",),
+    "vitpar.models.layers": ("Layer", "LayeredModel"),
     "vitpar.parallel.model": ("ParallelModel",),
     "vitpar.parallel.parallelize": ("parallelize",),
     "vitpar.check.plan": ("check_plan",),
@@ -48,13 +48,16 @@ _LAZY = {
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [
     "Execution",
+    "Layer",
+    "LayeredModel",
+    "ModelConfig",
     "ParallelModel",
     "Plan",
     "Recipe",
     "Strategy",
     "Trainer",
     "UserError",
-    "ViT",
+    "SwinConfig",
     "ViTConfig",
     "__version__",
     "check_plan",

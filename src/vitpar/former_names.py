@@ -12,7 +12,7 @@ FORMER_NAMES = {
     "model.width": "model.embed_dim",
     "parallel.otherwise": "parallel.fallback_meshes",
 }
-"""Present key of a recipe by its former key. Fields of ``ViTConfig`` are the keys of the section ``model``."""
+"""Present key of a recipe by its former key. Fields of ``ModelConfig`` are the keys of the section ``model``."""
 
 FORMER_LAYERS = {"stem": "embed"}
 """Present name of a layer by its former name, as plans use it."""
@@ -26,7 +26,7 @@ _PARAMETERS = (
 
 
 def present_field(field: str) -> str | None:
-    """Return the present name of a former field of ``ViTConfig``, None if it never was one."""
+    """Return the present name of a former field of ``ModelConfig``, None if it never was one."""
     key = FORMER_NAMES.get(f"model.{field}")
     return None if key is None else key.removeprefix("model.")
 

@@ -13,7 +13,7 @@ from helpers.plans import EVERYTHING
 from helpers.ranks import RankPool
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.models.initial import initial_value, initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 
 BATCH = 16
 PLANS = ("dp2", "fsdp2", "tp2", "pp2", "pp2xtp2xdp2")
@@ -30,7 +30,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def one_process(seed: int, config: ViTConfig) -> dict[str, Tensor]:
-    model = ViT(config)
+    model = LayeredModel(config)
     initialise(model, seed, config)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -97,7 +97,7 @@ def test_float64_parameters_equal_the_float32_values_exactly(alone: None) -> Non
 @pytest.mark.parametrize("options", [{}, {"position": "sincos2d"}, {"pool": "avg", "distillation": False}], ids=str)
 def test_initialise_fills_every_parameter_and_buffer(options: dict[str, Any]) -> None:
     config = config_of(representation_size=12, **options)
-    model = ViT(config)
+    model = LayeredModel(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)

@@ -17,7 +17,7 @@ from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.weights.formats import parts, renamed
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
@@ -70,7 +70,7 @@ def drawn_by_timm(scheme: str, config: ViTConfig) -> dict[str, Tensor]:
 
 def drawn_by_us(config: ViTConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in ViT(config).named_parameters()}
+        shapes = {name: p.shape for name, p in LayeredModel(config).named_parameters()}
     found = {}
     for name, shape in shapes.items():
         seeds = range(min(SEEDS, -(-SAMPLES // shape.numel())))
@@ -119,20 +119,20 @@ def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "pattern", "rule", "name"),
     [
-        ("jax", "embed.patch_embed.proj.weight", initial._normal(192**-0.5), "embed.patch_embed.proj.weight"),
+        ("jax", "embed.patch_embed.proj.weight", initial.normal(192**-0.5), "embed.patch_embed.proj.weight"),
         (
             "jax",
             "embed.patch_embed.proj.weight",
-            lambda v, s, c: initial._lecun_normal(v, s, c) * 0.8796,
+            lambda v, s, c: initial.lecun_normal(v, s, c) * 0.8796,
             "embed.patch_embed.proj.weight",
         ),
-        ("jax", "*.weight", initial._xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
-        ("jax", "blocks.*.mlp.*.bias", initial._constant(0.0), "blocks.0.mlp.fc1.bias"),
-        ("jax", "head.*.weight", initial._normal(0.02), "head.fc.weight"),
-        ("jax", "*_token", initial._normal(0.02), "embed.cls_token"),
-        ("jax", "embed.pos_embed", lambda v, s, c: initial._normal(0.02)(v * 0.9545, s, c), "embed.pos_embed"),
-        ("timm", "embed.patch_embed.proj.*", initial._constant(0.0), "embed.patch_embed.proj.bias"),
-        ("moco", "*.qkv.weight", initial._xavier_uniform(), "blocks.0.attn.qkv.weight"),
+        ("jax", "*.weight", initial.xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
+        ("jax", "blocks.*.mlp.*.bias", initial.constant(0.0), "blocks.0.mlp.fc1.bias"),
+        ("jax", "head.*.weight", initial.normal(0.02), "head.fc.weight"),
+        ("jax", "*_token", initial.normal(0.02), "embed.cls_token"),
+        ("jax", "embed.pos_embed", lambda v, s, c: initial.normal(0.02)(v * 0.9545, s, c), "embed.pos_embed"),
+        ("timm", "embed.patch_embed.proj.*", initial.constant(0.0), "embed.patch_embed.proj.bias"),
+        ("moco", "*.qkv.weight", initial.xavier_uniform(), "blocks.0.attn.qkv.weight"),
     ],
 )
 def test_wrong_rule_is_detected(
@@ -162,14 +162,14 @@ def test_representation_layer_distribution_matches_timm(scheme: str) -> None:
     assert not initial_value("head.representation.bias", shape[:1], 0, config).any()
 
 
-def perturbed(**options: Any) -> ViT:
+def perturbed(**options: Any) -> LayeredModel:
     config = model_config("vit_custom", **{**SIZES, **EVERYTHING, "init": "perturbed", **options})
-    model = ViT(config).double()
+    model = LayeredModel(config).double()
     initialise(model, 0, config)
     return model
 
 
-def gradients(model: ViT) -> dict[str, float]:
+def gradients(model: LayeredModel) -> dict[str, float]:
     """Return the largest absolute gradient of each parameter, for a loss over 8 images."""
     g = torch.Generator().manual_seed(0)
     logits = model(torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=g))

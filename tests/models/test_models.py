@@ -13,10 +13,11 @@ from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
-from vitpar.models.config import SHIPPED, config_from_json
+from vitpar.models.families import SHIPPED, config_from_json
 from vitpar.models.initial import initialise
 from vitpar.models.keyed_random import at_place, drop, keyed_uniform
-from vitpar.models.vit import Block, ViT, sincos_2d
+from vitpar.models.layers import LayeredModel
+from vitpar.models.vit.layers import Block, sincos_2d
 
 UNKNOWN_TO_TIMM = ("vit_tiny_patch32_224", "vit_22b_patch14_224")
 KEYS = torch.arange(1, 9) * 1_000_003
@@ -38,8 +39,8 @@ def tiny(**options: Any) -> ViTConfig:
     return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
 
 
-def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> ViT:
-    model = ViT(config, layers)
+def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> LayeredModel:
+    model = LayeredModel(config, layers)
     initialise(model, 0, config)
     return model
 
@@ -47,14 +48,14 @@ def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> ViT:
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name not in UNKNOWN_TO_TIMM])
 def test_number_of_parameters_matches_timm(name: str) -> None:
     with torch.device("meta"):
-        ours = ViT(model_config(name))
+        ours = LayeredModel(model_config(name))
         theirs = timm.create_model(name, num_classes=1000)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
 def test_number_of_parameters_of_vit_22b_matches_the_paper() -> None:
     with torch.device("meta"):
-        model = ViT(model_config("vit_22b_patch14_224"))
+        model = LayeredModel(model_config("vit_22b_patch14_224"))
     assert sum(p.numel() for p in model.parameters()) == 21_758_491_624
 
 
@@ -103,8 +104,8 @@ def test_shapes_and_gradients_with_every_option(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_change_the_parameters_they_name(options: dict[str, Any]) -> None:
     with torch.device("meta"):
-        plain = dict(ViT(tiny()).named_parameters())
-        ours = dict(ViT(tiny(**options)).named_parameters())
+        plain = dict(LayeredModel(tiny()).named_parameters())
+        ours = dict(LayeredModel(tiny(**options)).named_parameters())
     added = {
         "num_reg_tokens": {"embed.reg_token"},
         "distillation": {"embed.dist_token", "head.fc_dist.weight", "head.fc_dist.bias"},
@@ -137,7 +138,7 @@ def test_block_matches_torchs_transformer_layer(eps: float) -> None:
 
 
 def test_every_norm_has_the_models_eps() -> None:
-    model = ViT(tiny(qk_norm=True, norm_eps=1e-3))
+    model = LayeredModel(tiny(qk_norm=True, norm_eps=1e-3))
     assert [norm.eps for norm in model.modules() if isinstance(norm, nn.LayerNorm)] == [1e-3] * (4 * 4 + 1)
 
 
@@ -215,14 +216,14 @@ def test_nothing_is_dropped_in_evaluation_or_without_keys(option: str) -> None:
 
 
 def test_drop_path_rises_linearly_to_the_last_block() -> None:
-    model = ViT(tiny(drop_path=0.3))
+    model = LayeredModel(tiny(drop_path=0.3))
     assert [block.drop_path_rate for block in model.blocks.values()] == pytest.approx([0, 0.1, 0.2, 0.3])
-    assert ViT(tiny(drop_path=0.3, depth=1)).blocks["0"].drop_path_rate == 0
+    assert LayeredModel(tiny(drop_path=0.3, depth=1)).blocks["0"].drop_path_rate == 0
 
 
 def test_every_dropout_has_its_own_random_stream() -> None:
     """Embed has place 0. Each block has four: dropout and drop-path of attention and of the MLP."""
-    model = ViT(tiny(drop_path=0.1, dropout=0.1))
+    model = LayeredModel(tiny(drop_path=0.1, dropout=0.1))
     initialise(model, 0, model.config)
     places = [0, *(block.place.item() + i for block in model.blocks.values() for i in range(4))]
     assert places == list(range(17))
@@ -258,7 +259,7 @@ def test_blocks_compile_to_one_training_and_one_evaluation_graph() -> None:
         return module.forward
 
     torch.compiler.reset()
-    model = ViT(tiny(depth=12, drop_path=0.2, dropout=0.1))
+    model = LayeredModel(tiny(depth=12, drop_path=0.2, dropout=0.1))
     initialise(model, 0, model.config)
     for block in model.blocks.values():
         block.compile(backend=count, fullgraph=True)

@@ -201,7 +201,7 @@ TRACED = """
 import sys
 import torch
 from vitpar import model_config
-from vitpar.models.vit import Attention
+from vitpar.models.vit.layers import Attention
 from vitpar.parallel.attention import use_attention
 
 attention = Attention(model_config("vit_custom", patch_size=4, embed_dim=32, depth=1, num_heads=4))

@@ -11,7 +11,7 @@ from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.errors import PlannerError, RecipeError
 from vitpar.launch import ALONE, join, leave
-from vitpar.models.vit import Block
+from vitpar.models.vit.layers import Block
 from vitpar.parallel import Execution, float8, parallelize
 from vitpar.parallel.precision import resolve_precision, slow_here
 from vitpar.planner.measure.hardware import products

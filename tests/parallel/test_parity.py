@@ -73,7 +73,7 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
 
     how: "averaged" divides by the data-parallel ranks; anything else scales block 0 by 1 / 0.99
     """
-    from vitpar.models import vit
+    from vitpar.models.vit import layers as vit
 
     def divisor(module: Any, ranks: int) -> float:
         if how == "averaged":

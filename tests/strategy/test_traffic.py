@@ -13,7 +13,7 @@ from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
-from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
+from vitpar.strategy.traffic import Traffic, layer_traffic
 
 ROWS = 16
 CONFIG = model_config(
@@ -51,14 +51,14 @@ HEADS: tuple[dict, ...] = ({}, {"pool": "avg", "representation_size": 12}, {"dis
     "mesh", [*MESHES, *(f"{mesh}{flag}" for mesh in MESHES for flag in ("+ckpt", "+ckpt.selective"))]
 )
 def test_collectives_of_a_block_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    assert_sent(mesh, "blocks.1", {}, block_traffic(CONFIG, parse(mesh).strategy, ROWS), ranks)
+    assert_sent(mesh, "blocks.1", {}, layer_traffic(CONFIG.layers["blocks.1"], parse(mesh).strategy, ROWS), ranks)
 
 
 @pytest.mark.parametrize("options", HEADS, ids=["token", "mean", "two tokens"])
 @pytest.mark.parametrize("mesh", [*MESHES, "tp4+ckpt", "tp4+sp+ckpt", "tp8+3d+ckpt", "tp8+2.5d+ckpt.selective"])
 def test_collectives_of_a_head_match_the_table(mesh: str, options: dict, ranks: Callable[[int], RankPool]) -> None:
     config = replace(CONFIG, **options)
-    assert_sent(mesh, "head", options, head_traffic(config, parse(mesh).strategy, ROWS), ranks)
+    assert_sent(mesh, "head", options, layer_traffic(config.layers["head"], parse(mesh).strategy, ROWS), ranks)
 
 
 def assert_sent(
@@ -91,7 +91,7 @@ def test_volumes_match_the_published_algorithms(mesh: str, batch: int, width: in
     """Count as the papers do: gathered activations are kept for backward, and weights are gathered once."""
     model = model_config("vit_custom", patch_size=16, embed_dim=width, depth=1, num_heads=64)
     strategy = parse(mesh).strategy
-    forward, backward = block_traffic(model, strategy, batch)
+    forward, backward = layer_traffic(model.layers["blocks.0"], strategy, batch)
     again = Counter({c: times for c, times in forward.items() if c.operation == "all_gather"})
     kept = received(forward) + received(backward) - received(again)
     sizes = dict(mesh_axes(strategy))
@@ -104,9 +104,9 @@ def test_volumes_match_the_published_algorithms(mesh: str, batch: int, width: in
 def test_volume_of_1d_matches_the_ring_formula() -> None:
     """At width 4096 on 8 ranks with a batch of 512, a rank receives 2892 million elements per block."""
     wide = model_config("vit_custom", patch_size=16, embed_dim=4096, depth=2, num_heads=64)
-    forward, backward = block_traffic(wide, parse("tp8").strategy, 512)
+    forward, backward = layer_traffic(wide.layers["blocks.0"], parse("tp8").strategy, 512)
     assert received(forward) == received(backward)
     assert round((received(forward) + received(backward)) / 1e6) == 2892
-    sp = sum(received(part) for part in block_traffic(wide, parse("tp8+sp").strategy, 512))
+    sp = sum(received(part) for part in layer_traffic(wide.layers["blocks.0"], parse("tp8+sp").strategy, 512))
     assert sp == 1.25 * 2 * received(forward)  # activations that are not kept are gathered once more in backward
-    assert block_traffic(wide, parse("dp8").strategy, 512) == (Counter(), Counter())
+    assert layer_traffic(wide.layers["blocks.0"], parse("dp8").strategy, 512) == (Counter(), Counter())

@@ -16,7 +16,7 @@ from vitpar.data import EvalTransform, Normalize, ShardSet, Skipped
 from vitpar.data.images import decode
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.parallel import Execution, parallelize
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.input import Input
@@ -69,7 +69,7 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation
     without: names of samples to leave out
     """
     config = config_of()
-    model = ViT(config).eval()
+    model = LayeredModel(config).eval()
     initialise(model, SEED, config)
     shards = ShardSet.open(data, split)
     prepare, normalize = EvalTransform(8, crop_pct=1.0), Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

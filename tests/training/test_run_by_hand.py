@@ -15,7 +15,7 @@ from helpers.small_data import pack_small
 from helpers.trained import CPU, recipe_of, train
 from vitpar.data import EvalLoader, EvalTransform, Normalize, SampleOrder, ShardSet, TrainLoader, TrainTransform
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.training.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
@@ -30,7 +30,7 @@ RATES = [0.005, 0.01, *(0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step i
 def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Tensor]]:
     """Return loss, gradient norm and rate of each step, the final evaluation, and the averaged parameters."""
     config = recipe.config(7)
-    model = ViT(config)
+    model = LayeredModel(config)
     initialise(model, 3, config)
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if name.endswith(".weight") and "norm" not in name]

@@ -17,7 +17,7 @@ from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.training.optim.norms import clip_, global_norm
 from vitpar.training.optim.optimizer import EMA, CosineWithWarmup, ShardedOptimizer, decays
 from vitpar.training.recipe import Recipe, read_recipe
@@ -47,10 +47,10 @@ def backward(model: ParallelModel) -> None:
     model.forward_backward(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, LABELS, torch.arange(BATCH))
 
 
-def one_process(seed: int = 0, **options: Any) -> ViT:
+def one_process(seed: int = 0, **options: Any) -> LayeredModel:
     """Return the plain model with the gradients of the same batch."""
     config = config_of(**options)
-    model = ViT(config)
+    model = LayeredModel(config)
     initialise(model, seed, config)
     nn.functional.cross_entropy(model(IMAGES), LABELS).backward()
     return model
@@ -84,7 +84,7 @@ def test_cosine_without_warmup_or_shorter_than_it() -> None:
 
 def test_only_matrices_decay() -> None:
     config = config_of(**EVERYTHING, representation_size=12)
-    names = [name for name, _ in ViT(config).named_parameters()]
+    names = [name for name, _ in LayeredModel(config).named_parameters()]
     decaying = {name.removeprefix("blocks.0.") for name in names if decays(name) and not name.startswith("blocks.1.")}
     inside = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
     assert decaying == inside | {

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from bench.peers.job import Job
 from bench.settings import SEED
 from vitpar.models.initial import initialise
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.weights.formats import parts, renamed
 
 BATCHES = 3
@@ -24,11 +24,11 @@ def batches(job: Job) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def our_vit(job: Job) -> ViT:
+def our_vit(job: Job) -> LayeredModel:
     """Return the ViT without vitpar's parallel layers, with vitpar's initial parameters in float32."""
     config = job.config
     with torch.device("meta"):
-        model = ViT(config)
+        model = LayeredModel(config)
     model.to_empty(device=job.device)
     initialise(model, SEED, config)
     return model

@@ -41,10 +41,10 @@ def main(text: str) -> None:
 
 def state_bytes(job: Job) -> int:
     """Return the bytes of parameters, gradients and AdamW's two moments in float32."""
-    from vitpar.models.vit import ViT
+    from vitpar.models.layers import LayeredModel
 
     with torch.device("meta"):
-        return 16 * sum(p.numel() for p in ViT(job.config).parameters())
+        return 16 * sum(p.numel() for p in LayeredModel(job.config).parameters())
 
 
 def one_line(error: BaseException) -> str:

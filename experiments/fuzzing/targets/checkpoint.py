@@ -21,8 +21,8 @@ from vitpar.checkpoint import Checkpoint, Facts, Writer, load_tensors
 from vitpar.checkpoint.folder import BestEvaluation
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE, STATE, Index
 from vitpar.checkpoint.reader import read_whole
-from vitpar.models.config import ViTConfig
-from vitpar.models.vit import ViT
+from vitpar.models import ViTConfig
+from vitpar.models.layers import LayeredModel
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text
 from vitpar.weights.folder import open_weights
@@ -41,7 +41,7 @@ class CheckpointFolder(FileTarget):
 
     def __init__(self, home: Path) -> None:
         draw = torch.Generator().manual_seed(0)
-        shapes = {f"model.{name}": value.shape for name, value in ViT(TINY).named_parameters()}
+        shapes = {f"model.{name}": value.shape for name, value in LayeredModel(TINY).named_parameters()}
         model = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
         state = {name.replace("model.", "optimizer.exp_avg."): value.bfloat16() for name, value in model.items()}
         self._tensors = model | state | {"rng": torch.arange(9, dtype=torch.uint8), "count": torch.tensor(5)}
@@ -78,7 +78,7 @@ class CheckpointFolder(FileTarget):
         loaded = tolerated(lambda: load_tensors(case.place, wanted, checkpoint.index) or True)
         right &= loaded is None or all(_same(wanted[name], tensor) for name, tensor in self._tensors.items())
         weights = tolerated(lambda: open_weights(case.place))
-        for name in [name for name, _ in ViT(TINY).named_parameters()] if weights else ():
+        for name in [name for name, _ in LayeredModel(TINY).named_parameters()] if weights else ():
             tolerated(partial(weights.read, name))
         if told is not None:
             raise told

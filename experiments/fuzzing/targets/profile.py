@@ -10,7 +10,7 @@ from fuzzing import oracle
 from fuzzing.attacks.jsons import json_attack
 from fuzzing.attacks.tomls import toml_attack
 from fuzzing.target import Case, Files, FileTarget, tolerated
-from vitpar.models.config import ViTConfig
+from vitpar.models import ViTConfig
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.galvatron import import_hardware, import_model

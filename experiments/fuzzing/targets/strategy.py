@@ -16,7 +16,8 @@ from fuzzing.target import Case, Files, FileTarget, Target, tolerated, whole_see
 from vitpar.data import Labels, StreamSet, parse_policy
 from vitpar.data.stream.urls import expand
 from vitpar.launch import expand_hosts
-from vitpar.models.config import ViTConfig, model_config
+from vitpar.models import ViTConfig
+from vitpar.models.families import model_config
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.strategy import Plan, parse, rank_grid, validate
 from vitpar.strategy.galvatron import read_galvatron, to_galvatron

@@ -103,14 +103,17 @@ def matmul_rates(model: ParallelModel) -> tuple[float, float]:
 
 
 def block_products(model: ParallelModel) -> list[ProductShape]:
-    """Return the shapes (m, k, n) of the first block's four matrix products on one rank for one micro-batch."""
+    """Return the shapes (m, k, n) of the first block's matrix products on one rank for one micro-batch."""
     config, plan = model.config, model.plan
     parts = plan.strategies(config.layer_names)["blocks.0"].data_parallel
     tensor = plan.stage_size // parts
-    rows = max(1, model.batch.microbatch_rows // parts) * config.tokens
-    inner, hidden = config.embed_dim // tensor, config.mlp_hidden_dim // tensor
-    qkv, projection = (rows, config.embed_dim, 3 * inner), (rows, inner, config.embed_dim)
-    return [qkv, projection, (rows, config.embed_dim, hidden), (rows, hidden, config.embed_dim)]
+    images, found = max(1, model.batch.microbatch_rows // parts), []
+    for part in config.layers["blocks.0"].parts:
+        if part.product is not None:
+            taken, given = part.product
+            split = (taken // tensor, given) if part.role == "row" else (taken, given // tensor)
+            found.append((images * part.tokens, *split))
+    return found
 
 
 def update_bytes(trained: TrainingComponents) -> tuple[int, int]:

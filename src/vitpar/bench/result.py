@@ -6,7 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from vitpar.bench.kernels import Kernel
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 
 
@@ -90,7 +90,7 @@ class Rates:
 class Benchmark:
     """Measured steps of a model under a plan."""
 
-    config: ViTConfig
+    config: ModelConfig
     plan: Plan
     batch_size: int
     """Images of a step over all ranks."""

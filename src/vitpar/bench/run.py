@@ -23,7 +23,7 @@ from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated, WarmUp
 from vitpar.launch.world_group import all_gather_json
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel.phases import Phase, PhaseClock, untimed
 from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import device_name
@@ -49,7 +49,7 @@ class Settings:
 
 def bench(
     recipe: Recipe,
-    config: ViTConfig,
+    config: ModelConfig,
     plan: Plan,
     device: torch.device,
     images: ImageSet | None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpar.data import Mixed
 from vitpar.data.randomness import sample_keys
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
-from vitpar.models.vit import Block, ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.training.input import mixing, order_of
@@ -60,17 +61,17 @@ class OneProcess:
     """
 
     def __init__(
-        self, recipe: Recipe, config: ViTConfig, device: torch.device, *, scale: float = 1.0, noisy: int | None = None
+        self, recipe: Recipe, config: ModelConfig, device: torch.device, *, scale: float = 1.0, noisy: int | None = None
     ) -> None:
         self._recipe, self._config, self._device, self._scale = recipe, config, device, scale
         self._numbers = resolve_precision(recipe.train.precision)
         self._noise = 0.0 if noisy is None else NOISE[recipe.train.precision]
         self._draws = torch.Generator().manual_seed(noisy or 0)
-        self._model = ViT(config).to(device=device, dtype=self._numbers.parameters)
+        self._model = LayeredModel(config).to(device=device, dtype=self._numbers.parameters)
         if self._numbers.float8:
-            for layer in self._model.layers().values():
-                if isinstance(layer, Block):
-                    compute_in_float8(layer)
+            for name, layer in self._model.layers().items():
+                if name not in ("embed", "head"):
+                    compute_in_float8(name, layer)
         initialise(self._model, recipe.train.seed, config)
         self._parameters = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in self._parameters.values():
@@ -93,7 +94,7 @@ class OneProcess:
         trace.parameters = self._parameters
         if not samples.pixels:
             return trace
-        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.num_heads)
+        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.heads)
         average, decay = self._copies(), self._recipe.train.ema_decay
         for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
             images, target = self._mixed(pixels, labels, samples.mixed[step - 1])
@@ -180,10 +181,10 @@ def _averaged(average: Tensor, p: Tensor, decay: float) -> Tensor:
 class Updates:
     """Reference implementation of a recipe's optimizer.
 
-    heads: number of attention heads. Muon orthogonalizes queries, keys and values separately.
+    heads: number of attention heads by layer. Muon orthogonalizes queries, keys and values separately.
     """
 
-    def __init__(self, settings: OptimizerSection, heads: int) -> None:
+    def __init__(self, settings: OptimizerSection, heads: Mapping[str, int]) -> None:
         self._settings, self._heads = settings, heads
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._times = 0
@@ -230,8 +231,9 @@ class Updates:
         direction = s.momentum * memory["m"] + (1 - s.momentum) * g if s.nesterov else memory["m"]
         if not name.endswith("attn.qkv.weight"):
             return self._orthogonal(direction)
-        whole = direction.unflatten(0, (self._heads, 3, -1))  # rows are (head, q|k|v, feature)
-        maps = [self._orthogonal(whole[:, part].flatten(0, 1)).unflatten(0, (self._heads, -1)) for part in range(3)]
+        heads = self._heads[name.removesuffix(".attn.qkv.weight")]
+        whole = direction.unflatten(0, (heads, 3, -1))  # rows are (head, q|k|v, feature)
+        maps = [self._orthogonal(whole[:, part].flatten(0, 1)).unflatten(0, (heads, -1)) for part in range(3)]
         return torch.stack(maps, 1).flatten(0, 2)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
@@ -265,7 +267,7 @@ class Samples:
     """Mixing of the images in `pixels`, by step; None for no mixing."""
 
 
-def draw_samples(recipe: Recipe, config: ViTConfig, plain: int, further: int) -> Samples:
+def draw_samples(recipe: Recipe, config: ModelConfig, plain: int, further: int) -> Samples:
     """Draw the input of `plain` SGD steps and of `further` steps of the recipe."""
     batch, draws = recipe.train.batch_size, torch.Generator().manual_seed(recipe.train.seed)
     shape = (config.channels, config.image_size, config.image_size)

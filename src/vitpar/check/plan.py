@@ -14,8 +14,8 @@ from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare
 from vitpar.check.one_process import OneProcess, Samples, Trace, draw_samples
 from vitpar.data import Batch
 from vitpar.launch.world_group import broadcast_json
-from vitpar.models.config import ViTConfig
-from vitpar.models.vit import ViT
+from vitpar.models.config import ModelConfig
+from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
@@ -63,7 +63,7 @@ def recipe_to_check(options: Mapping[str, object] | None = None, assignments: It
 
 def check_plan(
     recipe: Recipe,
-    config: ViTConfig,
+    config: ModelConfig,
     plan: Plan,
     device: torch.device,
     *,
@@ -158,7 +158,7 @@ def _compared(
     reference: on rank 0 the runs in one process, the first without noise; empty on other ranks.
     """
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in ViT(model.config).named_parameters()}
+        shapes = {name: p.shape for name, p in LayeredModel(model.config).named_parameters()}
     numbers = broadcast_json([trace.numbers for trace in reference])
     least = max(LEAST[precision][0], IMAGES)
     yield from compare_numbers(mine.numbers, numbers[0], numbers[1:], least=least, tolerance=tolerance)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -16,7 +17,9 @@ from vitpar.models.description import LayerDescription
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
+    from vitpar.models.initial import Rules
     from vitpar.models.layers import Layer
+    from vitpar.models.loss import Loss
 
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
@@ -75,6 +78,18 @@ class ModelConfig:
         """Return the module of the layer called `name`, with parameters that are not filled. Imports torch."""
         raise NotImplementedError
 
+    def initial_rules(self) -> Rules:
+        """Return the rules of the parameters' initial values. Imports torch."""
+        from vitpar.models.initial import PLAIN
+
+        return PLAIN
+
+    def build_loss(self) -> Loss:
+        """Return the loss. Imports torch."""
+        from vitpar.models.loss import Classification
+
+        return Classification()
+
     @property
     def stochastic(self) -> bool:
         """Return whether training draws random numbers inside the model."""
@@ -84,6 +99,16 @@ class ModelConfig:
     def large(self) -> bool:
         """Return whether the model is larger than ViT-B, for which some default settings differ."""
         return self.parameters > 10**8
+
+    @property
+    def tiny(self) -> Self:
+        """Return a model with the same layers but less work where that is possible, for warming up."""
+        return self
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Return the number of attention heads of each layer that has attention, by the layer's name."""
+        return {name: layer.attention.heads for name, layer in self.layers.items() if layer.attention}
 
     @cached_property
     def layers(self) -> dict[str, LayerDescription]:
@@ -109,6 +134,11 @@ class ModelConfig:
         return found
 
     @property
+    def block_kinds(self) -> tuple[LayerDescription, ...]:
+        """Return the first layer of each kind of blocks."""
+        return tuple(layer for layer in self.kinds.values() if layer.name not in ("embed", "head"))
+
+    @property
     def groups(self) -> dict[str, range]:
         """Return the blocks that each group of blocks has, by the group's name; empty for a model without groups."""
         found: dict[str, range] = {}
@@ -131,6 +161,58 @@ class ModelConfig:
     def parameters(self) -> int:
         """Return the number of parameter elements."""
         return sum(layer.numel for layer in self.layers.values())
+
+
+@dataclass(frozen=True)
+class Excerpt(ModelConfig):
+    """A model of some of another's blocks, in order, with its embed and head: to measure its kinds of layers.
+
+    Neighbours need not fit each other, so that only its single layers can run.
+    """
+
+    FAMILY: ClassVar[str] = "excerpt"
+
+    whole: ModelConfig
+    """The other model."""
+    blocks: tuple[str, ...]
+    """Names of the blocks in the other model."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.whole.name
+
+    @property
+    def image_size(self) -> int:  # type: ignore[override]
+        return self.whole.image_size
+
+    @property
+    def channels(self) -> int:  # type: ignore[override]
+        return self.whole.channels
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        return self.whole.num_classes
+
+    @property
+    def stochastic(self) -> bool:
+        return self.whole.stochastic
+
+    def describe(self) -> tuple[LayerDescription, ...]:
+        layers = self.whole.layers
+        blocks = (
+            dataclasses.replace(layers[name], name=f"blocks.{index}", group=None)
+            for index, name in enumerate(self.blocks)
+        )
+        return layers["embed"], *blocks, layers["head"]
+
+    def build_layer(self, name: str) -> Layer:
+        return self.whole.build_layer(self.blocks[block_index(name)] if name.startswith("blocks.") else name)
+
+    def initial_rules(self) -> Rules:
+        return self.whole.initial_rules()
+
+    def build_loss(self) -> Loss:
+        return self.whole.build_loss()
 
 
 def check_ranges(config: ModelConfig, known: Mapping[str, tuple[str, ...]]) -> None:

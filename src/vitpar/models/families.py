@@ -77,7 +77,9 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
             raise ModelError(
                 f"the model is {shown(name)}, a model of your own: give the file that defines it with --model FILE.py:NAME"
             )
-        raise ModelError(f"unknown family of models '{shown(name)}'{nearest(name, FAMILIES)}: use {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"unknown family of models '{shown(name)}'{nearest(name, FAMILIES)}: use {', '.join(FAMILIES)}"
+        )
     if unknown := fields.keys() - field_names(family):
         name = min(unknown)
         if present := present_field(name):

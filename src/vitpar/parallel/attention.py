@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import AttentionShape
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
 
@@ -61,7 +63,7 @@ class AttentionChoice:
 
 def choose_attention(
     wanted: str,
-    config: ViTConfig,
+    config: ModelConfig,
     plan: Plan,
     batch_size: int,
     precision: Precision,
@@ -76,7 +78,7 @@ def choose_attention(
     Raises RecipeError if `wanted` does not support the model's shape and precision on this device.
     """
     refuse_attention(wanted, device.type)
-    if wanted == "auto" and device.type == "cpu":
+    if not config.heads or (wanted == "auto" and device.type == "cpu"):
         use_attention(None)
         return AttentionChoice()
     known = KNOWN[device.type]
@@ -86,7 +88,8 @@ def choose_attention(
         if (best := _fastest(seconds)) is not None:
             use_attention(best, math=best == "math" or device.type == "cpu")
             return AttentionChoice(best, tuple(seconds.items()))
-    shape = f"heads of {config.embed_dim // config.num_heads} features in {precision.compute}"
+    dims = sorted({layer.attention.head_dim for layer in config.layers.values() if layer.attention})
+    shape = f"heads of {' or '.join(map(str, dims))} features in {precision.compute}"
     if wanted != "auto":
         raise RecipeError(
             f"train.attention '{wanted}' does not support {shape} on this {device.type} device, or runs out of memory: "
@@ -139,7 +142,7 @@ def use_attention(backend: str | None, *, math: bool = True) -> None:
 
 def probe(
     names: Sequence[str],
-    config: ViTConfig,
+    config: ModelConfig,
     plan: Plan,
     batch_size: int,
     precision: Precision,
@@ -151,8 +154,12 @@ def probe(
     time.
     """
     rows = max(1, batch_arithmetic(plan, batch_size).microbatch_rows // plan.stage_size)
-    shape = (rows, config.tokens, 3 * config.embed_dim)
-    mine = [_seconds(name, shape, config.num_heads, precision.compute, device) for name in names]
+    # Kinds of layers without the same attention are added up, so that the kernel is the fastest for the whole model.
+    shapes = Counter(layer.attention for layer in config.layers.values() if layer.attention)
+    mine = [
+        sum(times * _seconds(name, shape, rows, precision.compute, device) for shape, times in shapes.items())
+        for name in names
+    ]
     _enable(None, math=True)
     seconds = torch.tensor(mine, dtype=torch.float64, device=device)
     all_reduce_(seconds, dist.ReduceOp.MAX)
@@ -167,32 +174,38 @@ def _enable(backend: str | None, *, math: bool) -> None:
     cuda.enable_math_sdp(math)
 
 
-def _seconds(backend: str, shape: tuple[int, int, int], heads: int, dtype: torch.dtype, device: torch.device) -> float:
+def _seconds(backend: str, shape: AttentionShape, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the seconds of one attention forward and backward of `rows` images; infinite if the kernel cannot."""
     _enable(backend, math=backend == "math")  # no fallback, or an unsupported kernel would seem to run
+    size = (rows * shape.windows, shape.tokens, 3 * shape.heads * shape.head_dim)
     with warnings.catch_warnings(action="ignore"):  # torch warns why a kernel does not support the shape
         try:
-            qkv = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+            qkv = torch.randn(size, dtype=dtype, device=device, requires_grad=True)
+            bias = None
+            if shape.biased:
+                scores = shape.heads, shape.tokens, shape.tokens
+                bias = torch.randn(scores, dtype=dtype, device=device, requires_grad=True)
             for _ in range(WARM_UP):
-                _attend(qkv, heads)
-            return min(_timed(qkv, heads) for _ in range(READINGS))
+                _attend(qkv, shape.heads, bias)
+            return min(_timed(qkv, shape.heads, bias) for _ in range(READINGS))
         except RuntimeError:  # no kernel for this shape, precision or device; no memory
             return math.inf
 
 
-def _timed(qkv: Tensor, heads: int) -> float:
+def _timed(qkv: Tensor, heads: int, bias: Tensor | None) -> float:
     _wait(qkv)
     begun = time.perf_counter()
     for _ in range(TIMES):
-        _attend(qkv, heads)
+        _attend(qkv, heads, bias)
     _wait(qkv)
     return (time.perf_counter() - begun) / TIMES
 
 
-def _attend(qkv: Tensor, heads: int) -> None:
-    """Compute attention as ``vitpar.models.vit.Attention`` does, strides included."""
+def _attend(qkv: Tensor, heads: int, bias: Tensor | None) -> None:
+    """Compute attention as the models do, strides included, forward and backward."""
     q, k, v = rearrange(qkv, "b s (h three d) -> three b h s d", three=3, h=heads).unbind(0)
-    x = rearrange(scaled_dot_product_attention(q, k, v), "b h s d -> b s (h d)")
-    torch.autograd.grad(x, qkv, x.detach())
+    x = rearrange(scaled_dot_product_attention(q, k, v, attn_mask=bias), "b h s d -> b s (h d)")
+    torch.autograd.grad(x, [qkv] if bias is None else [qkv, bias], x.detach())
 
 
 def _wait(tensor: Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from vitpar.errors import RecipeError
-from vitpar.models.vit import Block
+from vitpar.models.layers import Layer
 from vitpar.sharded import to_local
 
 E4M3 = torch.float8_e4m3fn
@@ -94,11 +94,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, to_local(module.weight), to_local(module.bias))
+    return linear(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
 
 
-def compute_in_float8(block: Block) -> None:
-    """Let the linear layers of `block` multiply in float8.
+def compute_in_float8(block_name: str, block: Layer) -> None:
+    """Let the linear layers of `block` multiply in float8. block_name: its name, for messages.
 
     Call it after tensor parallelism split the weights, and before the block is compiled. Raises RecipeError if GPUs
     cannot multiply the local part of a weight.
@@ -110,7 +110,7 @@ def compute_in_float8(block: Block) -> None:
         if any(size % MULTIPLE for size in sizes):
             raise RecipeError(
                 f"train.precision fp8 needs weights whose sizes on every rank are multiples of {MULTIPLE}, but "
-                f"blocks.{block.index}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
+                f"{block_name}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
             )
         module.float8 = True  # type: ignore[assignment]
         if "forward" not in vars(module):  # a split module has its own forward, which reads `float8`

@@ -5,7 +5,6 @@ summed over data-parallel ranks and micro-batches, never averaged. With mean los
 has no dp axis would get gradients 2 to 4 times too large, and the loss curve under AdamW would not show it.
 """
 
-import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import IGNORED, ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.phases import Phase, untimed
 from vitpar.parallel.pipeline import (
@@ -30,6 +28,7 @@ from vitpar.parallel.pipeline import (
     pipeline_stage,
     receive_tokens,
     send_tokens,
+    stage_layers,
     travel_layouts,
 )
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
@@ -54,7 +53,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        config: ViTConfig,
+        config: ModelConfig,
         plan: Plan,
         execution: Execution,
         pipe: DeviceMesh,
@@ -68,6 +67,8 @@ class ParallelModel:
         self.precision = precision = resolve_precision(execution.precision, execution.reduce_dtype)
         self.loss_scale: float | Tensor = 1.0
         """Factor on the loss, and so on the gradients, before backward (fp16)."""
+        self._loss = config.build_loss()
+        self._count: int | Tensor = self.batch_size
         self.phase: Phase = untimed
         """Context manager that each part of a step runs in, by the part's name."""
         self.batch = batch_arithmetic(plan, self.batch_size)
@@ -77,6 +78,7 @@ class ParallelModel:
         self._images, self._logits = image_layout(strategies["embed"]), logit_layout(strategies["head"])
         self._stage_rank = pipe.get_local_rank("stage")
         self._sample_replicas = len(copies(self._logits, self._stage_rank))  # ranks that compute the same logits
+        self._boundaries = tuple(config.layers[names[-1]].gives for names in stage_layers(config, plan))
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
@@ -133,26 +135,17 @@ class ParallelModel:
         """
         return [*(total.message for total in self._gradient_sums), *self._tensor_sums.messages]
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy summed over this rank's samples, over the global batch size, times `loss_scale`.
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss summed over this rank's samples, over the number for the global batch, times `loss_scale`.
 
-        logits: [this rank's rows, classes].
-        labels: those of the micro-batch over all ranks. int64 [batch], IGNORED for an image without label; or, for
-            mixed images, float64 [batch, 3]: first label, second label, weight of the first.
+        outputs: the head's, [this rank's rows, features].
+        targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``).
         """
-        rows = self._logits[self._stage_rank].row_range(len(labels))
+        rows = self._logits[self._stage_rank].row_range(len(targets))
         # Not in 16 bits: the sum over classes and samples would lose precision.
-        wide = logits if logits.dtype is torch.float64 else logits.float()
-        here = labels[rows.start : rows.stop]
-        smoothing = self.execution.label_smoothing
-        loss = functools.partial(F.cross_entropy, wide, ignore_index=IGNORED, label_smoothing=smoothing)
-        if here.ndim == 1:
-            total = loss(here, reduction="sum")
-        else:
-            first, other, weight = here.unbind(1)
-            one, two = (loss(label.long(), reduction="none") for label in (first, other))
-            total = torch.lerp(two, one, weight.to(wide.dtype)).sum()
-        mean = total / self.batch_size
+        wide = outputs if outputs.dtype is torch.float64 else outputs.float()
+        here = targets[rows.start : rows.stop]
+        mean = self._loss.total(wide, here, self.execution.label_smoothing) / self._count
         return mean * self.loss_scale if self._scales else mean
 
     def forward_backward(self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -175,6 +168,7 @@ class ParallelModel:
         for stage in self.stages.values():
             if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
+        self._count = self._loss.count(labels)
         images = None if images is None else images.to(self.precision.compute)
         with ExitStack() as copies:
             with self.phase("forward" if self._schedule is None else "pipeline"):
@@ -255,7 +249,7 @@ class ParallelModel:
             if index > 0:
                 part = self._travel[index - 1]
                 if index - 1 not in self.stages:
-                    shape = self._token_shape(part, batch)
+                    shape = self._token_shape(index - 1, batch)
                     x = receive_tokens(index, self.plan, self.pipe["pp"], shape, self.precision.compute, self.device)
             else:
                 part = self._images[self._stage_rank]
@@ -314,9 +308,11 @@ class ParallelModel:
             start += size
         return found
 
-    def _token_shape(self, part: ActivationPart, batch: int) -> tuple[int, int, int]:
+    def _token_shape(self, index: int, batch: int) -> tuple[int, int, int]:
+        """Return the shape of this rank's part of what stage `index` gives the next one, for `batch` images."""
+        part, shape = self._travel[index], self._boundaries[index]
         rows = sum(len(part.row_range(piece)) for piece in self._pieces(batch))
-        return rows, self.config.tokens, len(part.feature_range(self.config.embed_dim))
+        return rows, shape.tokens, len(part.feature_range(shape.features))
 
     def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
         """Return input and output of stage `index` for a micro-batch, on the meta device."""
@@ -329,8 +325,8 @@ class ParallelModel:
         )
         gives: tuple[int, ...] = (len(self._logits[self._stage_rank].row_range(n)), c.num_classes)
         if index > 0:
-            takes = self._token_shape(self._travel[index - 1], n)
+            takes = self._token_shape(index - 1, n)
         if index < self.plan.num_stages - 1:
-            gives = self._token_shape(self._travel[index], n)
+            gives = self._token_shape(index, n)
         dtype = self.precision.compute
         return torch.empty(takes, dtype=dtype, device="meta"), torch.empty(gives, dtype=dtype, device="meta")

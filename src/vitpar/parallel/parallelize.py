@@ -21,9 +21,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.errors import RecipeError
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
-from vitpar.models.vit import Block, Layer
+from vitpar.models.layers import Layer
 from vitpar.parallel.checkpointing import recompute_in_backward
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import compute_in_float8, float8_fault
@@ -38,7 +38,7 @@ from vitpar.strategy.execution import Execution, LayerExecution
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 
-def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: torch.device | str) -> ParallelModel:
+def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: torch.device | str) -> ParallelModel:
     """Return this rank's part of the model `config` under `plan`, initialised and ready to train.
 
     plan: validated against the model and the batch of `execution` (``vitpar.strategy.validate``).
@@ -71,7 +71,9 @@ def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: tor
             stage = StageModule(config, parts[index]).to(precision.parameters)
         for name, layer in stage.layers().items():
             strategy = strategies[name]
-            partial_gradients += _compute(layer, strategy, tensor_axes[strategy], precision.float8, execution.compile)
+            partial_gradients += _compute(
+                name, layer, strategy, tensor_axes[strategy], precision.float8, execution.compile
+            )
         _shard(stage, executions, by_name, precision, execution.communication.prefetch)
         _connect(stage, index, strategies, config, plan, pipe)
         _materialise(stage, executions, device)
@@ -81,16 +83,16 @@ def parallelize(config: ViTConfig, plan: Plan, execution: Execution, device: tor
 
 
 def _compute(
-    layer: Layer, strategy: Strategy, axes: DeviceMesh | None, float8: bool, compile_blocks: bool
+    name: str, layer: Layer, strategy: Strategy, axes: DeviceMesh | None, float8: bool, compile_blocks: bool
 ) -> list[PartialGradient]:
     """Apply steps 2 to 5 to a layer, and return its partial gradients.
 
     axes: tensor-parallel axes of the layer's mesh, None without tensor parallelism.
     """
     found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
-    if isinstance(layer, Block):
+    if name not in ("embed", "head"):
         if float8:
-            compute_in_float8(layer)
+            compute_in_float8(name, layer)
         if compile_blocks:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
@@ -122,7 +124,7 @@ def _shard(
 
 
 def _connect(
-    stage: StageModule, index: int, strategies: dict[str, Strategy], config: ViTConfig, plan: Plan, pipe: DeviceMesh
+    stage: StageModule, index: int, strategies: dict[str, Strategy], config: ModelConfig, plan: Plan, pipe: DeviceMesh
 ) -> None:
     """Apply step 7: redistribute from the incoming layout through those of the layers to the outgoing one."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
@@ -130,11 +132,12 @@ def _connect(
     for name in stage.layers():
         wanted = token_layout(strategies[name])
         stage.rows[name] = wanted[me]
-        if name != "embed" and layout != wanted:
-            stage.before[name] = Redistribute(layout, wanted, config.embed_dim, group)
+        taken = config.layers[name].takes
+        if taken is not None and layout != wanted:
+            stage.before[name] = Redistribute(layout, wanted, taken.features, group)
         layout = wanted
     if index < plan.num_stages - 1 and layout != travel[index]:
-        stage.after = Redistribute(layout, travel[index], config.embed_dim, group)
+        stage.after = Redistribute(layout, travel[index], config.layers[name].gives.features, group)
 
 
 def _materialise(stage: StageModule, executions: dict[str, LayerExecution], device: torch.device) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from vitpar.models.config import ViTConfig
-from vitpar.models.vit import ViT
+from vitpar.models.config import ModelConfig
+from vitpar.models.layers import LayeredModel
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.strategy import ActivationPart, Plan, Strategy, rank_of_stage, split_blocks, token_layout
 from vitpar.strategy.layout import Layout
@@ -35,18 +35,19 @@ CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] =
 }
 
 
-def stage_layers(config: ViTConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
+def stage_layers(config: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Return the layer names of each stage: blocks as the plan splits them, embed in the first, head in the last."""
     costs = [float(flops) for flops in config.layer_flops.values()]
     stages = [
-        [f"blocks.{i}" for i in blocks] for blocks in split_blocks(config.depth, plan.num_stages, plan.split, costs)
+        [f"blocks.{i}" for i in blocks]
+        for blocks in split_blocks(config.num_blocks, plan.num_stages, plan.split, costs)
     ]
     stages[0].insert(0, "embed")
     stages[-1].append("head")
     return tuple(tuple(names) for names in stages)
 
 
-def travel_layouts(config: ViTConfig, plan: Plan) -> tuple[Layout, ...]:
+def travel_layouts(config: ModelConfig, plan: Plan) -> tuple[Layout, ...]:
     """Return, for each boundary between stages, the layout in which tokens are sent."""
     strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
     return tuple(travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts))
@@ -137,10 +138,10 @@ def receive_tokens(
     return tokens
 
 
-class StageModule(ViT):
+class StageModule(LayeredModel):
     """Module of one pipeline stage: the layers `names` of a model, each computing this rank's part of a micro-batch."""
 
-    def __init__(self, config: ViTConfig, names: Collection[str]) -> None:
+    def __init__(self, config: ModelConfig, names: Collection[str]) -> None:
         super().__init__(config, names)
         self.before: dict[str, Redistribute] = {}
         """Redistribution of the activation before a layer, by the layer's name; absent where the layouts agree."""

@@ -1,7 +1,7 @@
-"""Tensor parallelism: one table that says, for every mode, how a layer's parameters and activations are split.
+"""Tensor parallelism: how each mode computes a layer whose parameters are split.
 
-A layer class declares its modules and parameters in `TENSOR_PARALLEL` (name -> kind). `SPLITS` gives, for each mode and
-kind, the placements of weight and bias and the forward. W is stored [out, in], X is [batch, tokens, features]; S(n) =
+A layer's description names its modules and parameters with their roles. ``vitpar.strategy.splits`` says, for each mode
+and role, how weight and bias are split, and `FORWARDS` here how the module then computes. W is stored [out, in], X is [batch, tokens, features]; S(n) =
 Shard(n), R = Replicate, P = Partial. The axes are those of the layer's mesh: j, and in 3d j and k. The axes i and d of
 2d, 2.5d and 3d split the batch, so they are data-parallel axes (``vitpar.parallel.mesh``): ``fully_shard`` gathers the
 weights over i, and no weight collective is written here.
@@ -21,14 +21,14 @@ weights over i, and no weight collective is written here.
 - Norms of split features all-reduce their statistics: DTensor's ``layer_norm`` would all-gather the features.
 - Biases are added after the reduction; on a Partial output every rank would add them once.
 - If a parameter is replicated along an axis whose ranks see different samples or heads, its gradient is partial there.
-  `Split.sums` names these axes, and `TensorSums` sums such gradients once per step.
+  `ParameterSplit.sums` names these axes, and `TensorSums` sums such gradients once per step.
 
 Parameters are DTensors, so that sharding, gradients and checkpoints know their layout. The arithmetic runs on local
 tensors between the explicit collectives of ``vitpar.parallel.collective``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import Protocol
 
@@ -37,9 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from vitpar.models.vit import Layer
+from vitpar.models.layers import Layer
 from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
@@ -53,13 +53,14 @@ from vitpar.parallel.collective import (
 )
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
+from vitpar.strategy.splits import feature_axis, mode_of, parameter_splits
 
 
 class SplitModule(Protocol):
     """Linear layer or norm whose parameters were split."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     eps: float
     """Epsilon of a norm."""
     float8: bool
@@ -69,20 +70,6 @@ class SplitModule(Protocol):
 
 
 Forward = Callable[[SplitModule, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Split:
-    """Placements of one kind of module or parameter under one mode, and its forward."""
-
-    weight: Mapping[str, Placement] = field(default_factory=dict)
-    """Placement of the weight by mesh axis; replicated on axes left out. Also used for a bare parameter."""
-    bias: Mapping[str, Placement] = field(default_factory=dict)
-    """Placement of the bias by mesh axis; replicated on axes left out."""
-    sums: tuple[str, ...] = ()
-    """Axes on which the gradients of weight and bias are partial, unless the parameter is split on that axis."""
-    forward: Forward | None = None
-    """Forward on local tensors; None keeps the module's own."""
 
 
 def _group(module: SplitModule, axis: str) -> ProcessGroup:
@@ -105,12 +92,17 @@ def _in_float8(module: SplitModule) -> bool:
 # The bias is never passed to a matmul whose output is Partial: the reduction would add it once per rank.
 
 
+def _plus_bias(module: SplitModule, y: Tensor) -> Tensor:
+    return y if module.bias is None else y + to_local(module.bias)
+
+
 def _column(module: SplitModule, x: Tensor) -> Tensor:
-    return _product(module, copy_to_tp_region(x, _group(module, "j")), to_local(module.bias))
+    bias = None if module.bias is None else to_local(module.bias)
+    return _product(module, copy_to_tp_region(x, _group(module, "j")), bias)
 
 
 def _row(module: SplitModule, x: Tensor) -> Tensor:
-    return reduce_from_tp_region(_product(module, x), _group(module, "j")) + to_local(module.bias)
+    return _plus_bias(module, reduce_from_tp_region(_product(module, x), _group(module, "j")))
 
 
 def _row_of_whole(module: SplitModule, x: Tensor) -> Tensor:
@@ -118,11 +110,11 @@ def _row_of_whole(module: SplitModule, x: Tensor) -> Tensor:
 
 
 def _column_of_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
-    return _gathered_product(module, x, 0, "j") + to_local(module.bias)
+    return _plus_bias(module, _gathered_product(module, x, 0, "j"))
 
 
 def _row_to_batch_parts(module: SplitModule, x: Tensor) -> Tensor:
-    return reduce_scatter_to_tp_region(_product(module, x), _group(module, "j")) + to_local(module.bias)
+    return _plus_bias(module, reduce_scatter_to_tp_region(_product(module, x), _group(module, "j")))
 
 
 def _gather_batch(module: SplitModule, x: Tensor) -> Tensor:
@@ -133,7 +125,7 @@ def _features(axis: str) -> Forward:
     """Return the forward of a linear with feature-sharded input and output."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
-        return _gathered_product(module, x, -1, axis) + to_local(module.bias)
+        return _plus_bias(module, _gathered_product(module, x, -1, axis))
 
     return forward
 
@@ -142,7 +134,7 @@ def _features_to_whole(axis: str) -> Forward:
     """Return the forward of a linear with feature-sharded input and replicated output."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
-        return reduce_from_tp_region(_product(module, x), _group(module, axis)) + to_local(module.bias)
+        return _plus_bias(module, reduce_from_tp_region(_product(module, x), _group(module, axis)))
 
     return forward
 
@@ -151,6 +143,7 @@ def _norm(axis: str) -> Forward:
     """Return the forward of a LayerNorm over features sharded on `axis`."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
+        assert module.bias is not None, "norms have a bias"
         return split_layer_norm(x, to_local(module.weight), to_local(module.bias), module.eps, _group(module, axis))
 
     return forward
@@ -165,59 +158,40 @@ def _on_cube(gathered: str, summed: str) -> Forward:
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
         products = _gathered_product(module, x, 0, gathered)
-        return reduce_scatter_to_tp_region(products, _group(module, summed)) + to_local(module.bias)
+        return _plus_bias(module, reduce_scatter_to_tp_region(products, _group(module, summed)))
 
     return forward
 
 
 def _own(module: SplitModule, x: Tensor) -> Tensor:
     """Compute this rank's output features; the input is replicated and needs no gradient (the images of embed)."""
-    return F.linear(x, to_local(module.weight), to_local(module.bias))
+    return F.linear(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
 
 
-S0, S1, LAST = Shard(0), Shard(1), Shard(-1)
-_OF_FEATURES = {
-    axis: {
-        "norm": Split({axis: S0}, {axis: S0}, forward=_norm(axis)),
-        "scale": Split({axis: S0}),
-        "token": Split({axis: LAST}),
-        "embedding": Split({axis: S0}, {axis: S0}, forward=_own),
-        "representation": Split({axis: S0}, {axis: S0}, forward=_features(axis)),
-        "classifier": Split({axis: S1}, forward=_features_to_whole(axis)),
+def _of_features(axis: str) -> dict[str, Forward]:
+    """Return the forwards of roles whose parameters follow the features of the tokens, which `axis` splits."""
+    return {
+        "norm": _norm(axis),
+        "embedding": _own,
+        "merge": _features(axis),
+        "representation": _features(axis),
+        "classifier": _features_to_whole(axis),
     }
-    for axis in ("j", "k")
-}
-_PARTIAL = Split(sums=("j",))
-_LINEAR_2D = Split({"j": S0}, {"j": S0}, forward=_features("j"))
-SPLITS: dict[str, dict[str, Split]] = {
-    "1d": {
-        "column": Split({"j": S0}, {"j": S0}, forward=_column),
-        "row": Split({"j": S1}, forward=_row),
-        "heads": _PARTIAL,
-        "classifier": Split({"j": S1}, forward=_row_of_whole),
-    },
+
+
+FORWARDS: dict[str, dict[str, Forward]] = {
+    "1d": {"column": _column, "row": _row, "merge": _row_of_whole, "classifier": _row_of_whole},
     "sp": {
-        "column": Split({"j": S0}, {"j": S0}, forward=_column_of_batch_parts),
-        "row": Split({"j": S1}, sums=("j",), forward=_row_to_batch_parts),
-        **dict.fromkeys(("heads", "norm", "scale", "token", "embedding"), _PARTIAL),
-        "pooled": Split(forward=_gather_batch),
-        "classifier": Split({"j": S1}, forward=_row_of_whole),
+        "column": _column_of_batch_parts,
+        "row": _row_to_batch_parts,
+        "pooled": _gather_batch,
+        "classifier": _row_of_whole,
     },
-    "2d": {"column": _LINEAR_2D, "row": _LINEAR_2D, "heads": _PARTIAL, **_OF_FEATURES["j"]},
-    "3d": {
-        "column": Split({"j": S0, "k": S1}, {"j": S0}, sums=("k",), forward=_on_cube("j", "k")),
-        "row": Split({"j": S1, "k": S0}, {"k": S0}, sums=("j",), forward=_on_cube("k", "j")),
-        "heads": Split(sums=("j", "k")),
-        **{kind: Split(s.weight, s.bias, ("j",), s.forward) for kind, s in _OF_FEATURES["k"].items()},
-    },
+    "2d": {"column": _features("j"), "row": _features("j"), **_of_features("j")},
+    "3d": {"column": _on_cube("j", "k"), "row": _on_cube("k", "j"), **_of_features("k")},
 }
-SPLITS["2.5d"] = SPLITS["2d"]
-"""Splits by mode and kind. Kinds that a mode leaves out stay replicated, with complete gradients on every rank."""
-
-
-def splits_of(strategy: Strategy) -> dict[str, Split]:
-    """Return the splits of a layer under `strategy`, by kind."""
-    return SPLITS["sp" if strategy.sequence_parallel else strategy.tensor_mode]
+FORWARDS["2.5d"] = FORWARDS["2d"]
+"""Forwards by mode and role. Roles that a mode leaves out keep the module's own."""
 
 
 @dataclass(frozen=True)
@@ -242,43 +216,31 @@ def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) ->
     Returns the parameters whose gradients are partial; `TensorSums` must sum them in every step.
     """
     found = []
-    splits = splits_of(strategy)
-    for name, kind in layer.TENSOR_PARALLEL.items():
+    forwards, splits = FORWARDS[mode_of(strategy)], parameter_splits(layer.description, strategy)
+    for part in layer.description.parts:
+        owner, _, attribute = part.name.rpartition(".")
+        target = getattr(layer.get_submodule(owner), attribute)
+        if (forward := forwards.get(part.role)) is not None:
+            target.tensor_mesh = mesh
+            # A bound method, not functools.partial: layers would hold different partial objects, and the compiler
+            # would make a graph for each.
+            target.forward = MethodType(forward, target)
+    for name, split in splits.items():
         owner, _, attribute = name.rpartition(".")
-        holder = layer.get_submodule(owner)
-        target = getattr(holder, attribute)
-        split = splits.get(kind)
-        if split is None or target is None:
-            continue
-        if isinstance(target, nn.Parameter):
-            parts = [(holder, attribute, split.weight)]
-        else:
-            parts = [(target, part, getattr(split, part)) for part in ("weight", "bias") if hasattr(target, part)]
-            if split.forward is not None:
-                target.tensor_mesh = mesh
-                # A bound method, not functools.partial: layers would hold different partial objects, and the compiler
-                # would make a graph for each.
-                target.forward = MethodType(split.forward, target)
-        for module, part, axes in parts:
-            _place(module, part, axes, mesh)
-            found += [PartialGradient(module, part, mesh.get_group(axis)) for axis in split.sums if axis not in axes]
+        module = layer.get_submodule(owner)
+        _place(module, attribute, split.axes, mesh)
+        found += [PartialGradient(module, attribute, mesh.get_group(axis)) for axis in split.sums]
     if axis := feature_axis(strategy):
         layer.take_features(mesh.get_local_rank(axis), mesh.shape[(mesh.mesh_dim_names or ()).index(axis)])
     return found
 
 
-def feature_axis(strategy: Strategy) -> str | None:
-    """Return the axis that splits the features of the tokens between layers; None if they are replicated."""
-    return {"1d": None, "2d": "j", "2.5d": "j", "3d": "k"}[strategy.tensor_mode]
-
-
-def _place(module: nn.Module, name: str, axes: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+def _place(module: nn.Module, name: str, axes: Mapping[str, int], mesh: DeviceMesh) -> None:
     """Replace a parameter by its DTensor on `mesh`; leave it plain if no axis splits it."""
     if not axes:
         return
     whole = getattr(module, name)
-    placements = [axes.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ()]
-    placements = [Shard(p.dim % whole.dim()) if isinstance(p, Shard) else p for p in placements]
+    placements = [Shard(axes[axis]) if axis in axes else Replicate() for axis in mesh.mesh_dim_names or ()]
     # src_data_rank=None: every rank slices its own copy, without a broadcast. The parameters are still on meta.
     setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
 

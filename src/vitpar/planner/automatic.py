@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitpar.errors import PlannerError
-from vitpar.models.config import ViTConfig, model_config
+from vitpar.models.config import ModelConfig
+from vitpar.models.families import model_config
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES
 from vitpar.text import count, shown, size
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def search(
-    model: ViTConfig | str,
+    model: ModelConfig | str,
     *,
     batch_size: int | Sequence[int],
     cluster: str | None = None,
@@ -114,6 +115,11 @@ def make_search(
     from vitpar.planner.search.space import FLAGS, ROLES, Space
     from vitpar.planner.sources import known_flags
 
+    if len(costs.config.block_kinds) > 1:
+        raise PlannerError(
+            f"the blocks of {costs.config.name} are of {count(len(costs.config.block_kinds), 'kind')}, and searches "
+            "support models whose blocks are alike: compare plans of your own with vitpar plan --cluster"
+        )
     roles = ROLES if roles is None else tuple(roles)
     if unknown := {*roles} - {*ROLES}:
         raise PlannerError(f"unknown role '{shown(min(unknown))}': use {', '.join(ROLES)}")

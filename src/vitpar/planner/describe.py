@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import stage_layers, travel_layouts
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.pipeline import idle_share
@@ -123,7 +123,7 @@ class PlanSummary:
     """Changes of layout, in the order of layers."""
 
 
-def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_parameter: int) -> PlanSummary:
+def summarize(config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parameter: int) -> PlanSummary:
     """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
     bytes_per_parameter: bytes of state per parameter element of a rank, as `state_bytes` of
@@ -142,7 +142,7 @@ def summarize(config: ViTConfig, plan: Plan, batch_size: int, bytes_per_paramete
     )
 
 
-def _pipeline(config: ViTConfig, plan: Plan, bytes_per_parameter: int) -> tuple[PipelineRank, ...]:
+def _pipeline(config: ModelConfig, plan: Plan, bytes_per_parameter: int) -> tuple[PipelineRank, ...]:
     """Return the share of the model at each place of the pp axis."""
     parts, flops = stage_layers(config, plan), config.layer_flops
     held, strategies = layer_parameters(config, plan), plan.strategies(config.layer_names)
@@ -165,7 +165,7 @@ def _pipeline(config: ViTConfig, plan: Plan, bytes_per_parameter: int) -> tuple[
     return tuple(found)
 
 
-def _strategies(config: ViTConfig, plan: Plan) -> tuple[StrategySummary, ...]:
+def _strategies(config: ModelConfig, plan: Plan) -> tuple[StrategySummary, ...]:
     """Return the summaries of the strategies that layers have, in the order of layers."""
     layers: dict[Strategy, list[str]] = {}
     for name, strategy in plan.strategies(config.layer_names).items():
@@ -182,7 +182,7 @@ def _strategies(config: ViTConfig, plan: Plan) -> tuple[StrategySummary, ...]:
     )
 
 
-def _redistributions(config: ViTConfig, plan: Plan) -> tuple[Redistribution, ...]:
+def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, ...]:
     """Return the changes of layout between layers."""
     # Between two stages the one whose layout does not travel redistributes, see `travel_layouts`.
     strategies, travel = plan.strategies(config.layer_names), travel_layouts(config, plan)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError, StrategyError
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
@@ -31,7 +31,7 @@ _SHOWN = 0.1  # share of the predicted memory below which a part is not named
 
 
 @contextmanager
-def explain_memory(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> Iterator[None]:
+def explain_memory(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> Iterator[None]:
     """Raise DeviceMemoryError in place of CUDA's own error if the ``with`` block runs out of device memory.
 
     recipe: recipe with its precision resolved
@@ -56,7 +56,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return found or is_out_of_memory(error.__cause__)
 
 
-def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: str, moments: int) -> tuple[Memory, ...]:
+def estimate_memory(
+    config: ModelConfig, plan: Plan, batch_size: int, precision: str, moments: int
+) -> tuple[Memory, ...]:
     """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
 
     plan: validated plan
@@ -71,7 +73,7 @@ def estimate_memory(config: ViTConfig, plan: Plan, batch_size: int, precision: s
     return price(plan, LayerCosts(config, hardware, profile), batch_size, moments).memory
 
 
-def refuse_impossible(recipe: Recipe, config: ViTConfig, plan: Plan, local_ranks: int) -> None:
+def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:
     """Raise RecipeError if a step on CPUs needs far more memory than the machine has: the system would kill the ranks.
 
     Predictions are off by a few percent, so `IMPOSSIBLE` times the memory leaves no doubt. For less there is a warning.
@@ -90,7 +92,9 @@ def refuse_impossible(recipe: Recipe, config: ViTConfig, plan: Plan, local_ranks
         )
 
 
-def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device, local_ranks: int) -> str | None:
+def memory_warning(
+    recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device, local_ranks: int
+) -> str | None:
     """Return a warning if a step is predicted to need more memory than there is; None if it fits.
 
     On a CPU the `local_ranks` ranks of the machine share its memory.
@@ -107,7 +111,7 @@ def memory_warning(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.
     return f"{memory_words(need)} per rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
 
 
-def _sentence(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> str:
+def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> str:
     """Return the message of an out-of-memory error of this rank: need, available memory, remedies."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     train, need = recipe.train, None
@@ -143,7 +147,7 @@ def _available(device: torch.device) -> str | None:
     return None
 
 
-def _ways(need: Memory | None, recipe: Recipe, config: ViTConfig, plan: Plan) -> list[str]:
+def _ways(need: Memory | None, recipe: Recipe, config: ModelConfig, plan: Plan) -> list[str]:
     """Return options that reduce the memory of a rank, most helpful first."""
     more = _more_microbatches(recipe, config, plan)
     acts = [] if more is None else [f"--microbatches {more}"]
@@ -161,7 +165,7 @@ def _ways(need: Memory | None, recipe: Recipe, config: ViTConfig, plan: Plan) ->
     return ways or ["a smaller --batch-size"]
 
 
-def _more_microbatches(recipe: Recipe, config: ViTConfig, plan: Plan) -> int | None:
+def _more_microbatches(recipe: Recipe, config: ModelConfig, plan: Plan) -> int | None:
     """Return the next larger number of micro-batches that the plan can run; None if there is none."""
     batch = batch_arithmetic(plan, recipe.train.batch_size)
     for number in divisors(batch.local_batch):

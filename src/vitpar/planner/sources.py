@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from vitpar.errors import ModelError, PlannerError
-from vitpar.models.config import ViTConfig, config_from_json
+from vitpar.models.config import ModelConfig
+from vitpar.models.families import config_from_json, config_to_json
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
@@ -22,7 +22,7 @@ USED = 0.9
 
 
 def profiled_costs(
-    model: Callable[[int], ViTConfig],
+    model: Callable[[int], ModelConfig],
     precision: str = "auto",
     compiled: bool | None = None,
     hardware_file: Path | None = None,
@@ -44,11 +44,11 @@ def profiled_costs(
         config = config_from_json(profile.model)
     except ModelError as error:
         raise PlannerError(f"{path} does not describe a valid model: {error}: profile the model again") from None
-    wanted = asdict(model(config.num_classes))
-    for field, value in asdict(config).items():
-        if field not in NO_COSTS and value != wanted[field]:
+    wanted = config_to_json(model(config.num_classes))
+    for field, value in config_to_json(config).items():
+        if field not in NO_COSTS and value != wanted.get(field):
             raise PlannerError(
-                f"{path} was profiled with model {field} {value} but the recipe has {wanted[field]}: profile the "
+                f"{path} was profiled with model {field} {value} but the recipe has {wanted.get(field)}: profile the "
                 "recipe's model with vitpar profile model --recipe, or use the profiled recipe"
             )
     if precision == "auto":
@@ -73,7 +73,7 @@ def profiled_costs(
 
 
 def estimated_costs(
-    config: ViTConfig, cluster: str, precision: str = "auto", compiled: bool | None = None, ranks: int | None = None
+    config: ModelConfig, cluster: str, precision: str = "auto", compiled: bool | None = None, ranks: int | None = None
 ) -> LayerCosts:
     """Return the costs of a model on devices of a cluster, estimated from its data sheet.
 

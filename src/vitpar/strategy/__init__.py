@@ -19,7 +19,7 @@ from vitpar.strategy.stages import (
     split_blocks,
     stages_of_rank,
 )
-from vitpar.strategy.validate import ModelShape, validate
+from vitpar.strategy.validate import Model, validate
 
 __all__ = [
     "CHECKPOINT_POLICIES",
@@ -32,7 +32,7 @@ __all__ = [
     "BatchArithmetic",
     "Communication",
     "Execution",
-    "ModelShape",
+    "Model",
     "Plan",
     "Role",
     "Schedule",

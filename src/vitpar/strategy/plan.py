@@ -8,14 +8,14 @@ other, a model and a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_LAYOUT_PARTS
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.schedules import SCHEDULES
-from vitpar.strategy.selectors import Groups, blocks_of, canonical, strategies
+from vitpar.strategy.selectors import Groups, blocks_of, canonical, is_name, numbered, strategies
 from vitpar.text import count, nearest, shown
 
 SPLITS = ("even", "balanced")
@@ -78,7 +78,7 @@ class Plan:
 
         The number of ranks times that of different strategies is limited too, since every rank has a layout of each.
         """
-        if not any(selector == "*" or blocks_of(selector) for selector, _ in self.layers):
+        if not any(selector == "*" or blocks_of(selector) or is_name(selector) for selector, _ in self.layers):
             named = shown(", ".join(selector for selector, _ in self.layers)) or "none"
             raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")
         if self.is_uniform:
@@ -120,11 +120,20 @@ class Plan:
         return tuple(dict.fromkeys(strategy for _, strategy in self.layers))
 
     def strategies(self, layer_names: Sequence[str]) -> dict[str, Strategy]:
-        """Return the strategy of every layer by name, in the order of `layer_names` (``ViTConfig.layer_names``).
+        """Return the strategy of every layer by name, in the order of `layer_names` (``ModelConfig.layer_names``).
 
         Raises StrategyError if a block has no strategy, or the plan names a block that the model lacks.
         """
         return strategies(self.layers, layer_names)
+
+    def numbered(self, groups: Mapping[str, range], model: str) -> Plan:
+        """Return the plan with block numbers in place of the names of groups of blocks.
+
+        groups: blocks of each group of the model called `model` (``ModelConfig.groups``).
+
+        Raises StrategyError for a name that the model lacks, or a block that is named twice.
+        """
+        return replace(self, layers=numbered(self.layers, groups, model))
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -1,31 +1,39 @@
-"""Layer selectors of a plan's groups: `embed`, `head`, `3`, `0-11`, or `*` for layers that no other group names."""
+"""Layer selectors of a plan's groups: `embed`, `head`, `3`, `0-11`, a name such as `stage2`, or `*` for all others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vitpar.errors import StrategyError
 from vitpar.former_names import FORMER_LAYERS
 from vitpar.limits import MAX_BLOCKS
 from vitpar.strategy.layer import Strategy
-from vitpar.text import count, shown
+from vitpar.text import count, nearest, shown
 
 Groups = tuple[tuple[str, Strategy], ...]
 """(selector, strategy) pairs."""
 _BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_NAME = re.compile(r"[a-z][a-z_]{0,30}[0-9]{0,4}")
+_WORDS = ("embed", "head", "*")
 
 
 def blocks_of(selector: str) -> range | None:
-    """Return the blocks that `selector` names; None for embed, head and *. Raises StrategyError if it is invalid."""
-    if selector in ("embed", "head", "*"):
+    """Return the blocks whose numbers `selector` gives; None for embed, head, * and names of groups of blocks.
+
+    Raises StrategyError if it is invalid.
+    """
+    if selector in _WORDS:
         return None
     match = _BLOCKS.fullmatch(selector)
     if present := FORMER_LAYERS.get(selector):
         raise StrategyError(f"the layer '{selector}' is now called '{present}': write {present}=…")
+    if not match and _NAME.fullmatch(selector):
+        return None
     if not match:
         raise StrategyError(
-            f"'{shown(selector)}' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, or *"
+            f"'{shown(selector)}' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, a name "
+            "as in stage2, or *"
         )
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
@@ -37,8 +45,34 @@ def blocks_of(selector: str) -> range | None:
     return range(first, last + 1)
 
 
+def is_name(selector: str) -> bool:
+    """Return whether `selector` is the name of a group of blocks, such as stage2."""
+    return blocks_of(selector) is None and selector not in _WORDS
+
+
+def numbered(groups: Groups, named: Mapping[str, range], model: str) -> Groups:
+    """Return `groups` with block numbers in place of names.
+
+    named: blocks by name, of the model called `model`.
+
+    Raises StrategyError for a name that the model lacks.
+    """
+    found = []
+    for selector, strategy in groups:
+        if is_name(selector):
+            if selector not in named:
+                known = f"{', '.join(named)} or numbers as in 0-11" if named else "numbers as in 0-11"
+                raise StrategyError(
+                    f"{model} has no blocks called '{shown(selector)}'{nearest(selector, (*named, *_WORDS[:2]))}: "
+                    f"use embed, head, {known}"
+                )
+            selector = _name(named[selector])
+        found.append((selector, strategy))
+    return tuple(found)
+
+
 def canonical(groups: Groups) -> Groups:
-    """Return the groups in canonical order (embed, blocks, head, *).
+    """Return the groups in canonical order (embed, blocks, names, head, *).
 
     Equal neighbours are joined and repeated `*` dropped.
 
@@ -63,18 +97,25 @@ def canonical(groups: Groups) -> Groups:
             span = range(joined.pop()[0].start, span.stop)
         joined.append((span, strategy))
     rest = words.get("*")
-    named = [("embed", words.get("embed")), *((_name(span), s) for span, s in joined), ("head", words.get("head"))]
+    named = [
+        ("embed", words.get("embed")),
+        *((_name(span), s) for span, s in joined),
+        *((selector, s) for selector, s in words.items() if selector not in _WORDS),
+        ("head", words.get("head")),
+    ]
     kept = [(selector, strategy) for selector, strategy in named if strategy is not None and strategy != rest]
     return (*kept, ("*", rest)) if rest is not None else tuple(kept)
 
 
 def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy]:
-    """Return the strategy of every layer by name, in the order of `layer_names` (``ViTConfig.layer_names``).
+    """Return the strategy of every layer by name, in the order of `layer_names` (``ModelConfig.layer_names``).
 
     Without `*`, embed or head that is not named takes the strategy of its neighbouring block. Raises StrategyError if
     a block has no strategy, or a group names blocks that the model lacks.
     """
     words = {selector: strategy for selector, strategy in groups if blocks_of(selector) is None}
+    if name := next((selector for selector in words if selector not in _WORDS), None):
+        raise StrategyError(f"blocks are called '{name}', which only a model tells: validate the plan for the model")
     depth = len(layer_names) - 2
     found: dict[str, Strategy] = {}
     for selector, strategy in groups:

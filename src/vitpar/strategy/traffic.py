@@ -1,16 +1,18 @@
-"""Collectives of a layer along the tensor axes for each micro-batch, as a table: operation, group, size.
+"""Collectives of a layer along the tensor axes for each micro-batch: operation, group, size, by mode and role.
 
-The table mirrors ``vitpar.parallel.tensor``. Tests compare it with the communication of a real step, operation by
+The rules mirror ``vitpar.parallel.tensor``. Tests compare it with the communication of a real step, operation by
 operation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from vitpar.models.description import LayerDescription, Part
 from vitpar.strategy.layer import Strategy
-from vitpar.strategy.validate import ModelShape
+from vitpar.strategy.splits import mode_of
 
 
 @dataclass(frozen=True)
@@ -35,121 +37,148 @@ class Collective:
 
 Traffic = Counter[Collective]
 """Number of times that each collective runs."""
-_Kept = tuple[Traffic, Traffic, Collective | None]
-"""Traffic of (forward, backward without recomputation), and the collective after the last product of forward."""
 
 
-def block_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
+def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
     """Return the communication of one rank for a micro-batch of `rows` images per stage, as (forward, backward).
 
     Weights are not counted, nor partial gradients of biases and norms, which are summed once per step.
     """
-    shape = dict(strategy.tensor_shape)
-    if shape["j"] == 1:
-        return Counter(), Counter()
-    forward, backward, last = _block(model, strategy, rows)
-    return forward, backward + _again(strategy, forward, last)
-
-
-def _block(model: ModelShape, strategy: Strategy, rows: int) -> _Kept:
-    """Return the communication of a block without checkpointing."""
-    shape = dict(strategy.tensor_shape)
-    cells = rows // strategy.data_parallel * model.tokens  # tokens of the images that a tensor group works on
-    if strategy.tensor_mode == "3d":
-        return _cube(model, shape["j"], cells)
-    if strategy.tensor_mode != "1d":
-        return _square(model, shape["j"], cells)
-    whole = cells * model.embed_dim
-    if strategy.sequence_parallel:
-        # Backward gathers two tensors more than forward: the gathered inputs of the two column-parallel products are
-        # not kept, but gathered again for the gradients of weights.
-        gather, scatter = (Collective(kind, "j", shape["j"], whole) for kind in ("all_gather", "reduce_scatter"))
-        return Counter({gather: 2, scatter: 2}), Counter({gather: 4, scatter: 2}), scatter
-    reduce = Collective("all_reduce", "j", shape["j"], whole)
-    return Counter({reduce: 2}), Counter({reduce: 2}), reduce
-
-
-def _again(strategy: Strategy, forward: Traffic, last: Collective | None) -> Traffic:
-    """Return the communication that full checkpointing repeats in backward: that of forward without `last`.
-
-    Nothing in backward needs the result of the last collective, so recomputation stops before it. The selective policy
-    keeps the results of communication and repeats none.
-    """
-    if strategy.checkpoint != "full":
-        return Counter()
-    return forward - Counter([last] if last else [])
-
-
-def head_traffic(model: ModelShape, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
-    """Return the communication of the head, as (forward, backward). Embed has none."""
-    shape = dict(strategy.tensor_shape)
-    side, forward, backward = shape["j"], Counter[Collective](), Counter[Collective]()
+    side = dict(strategy.tensor_shape)["j"]
+    forward, backward = Counter[Collective](), Counter[Collective]()
     if side == 1:
         return forward, backward
-    images, classifiers = rows // strategy.data_parallel, 1 + model.distillation
-    if strategy.tensor_mode == "1d":
-        if strategy.sequence_parallel:
-            forward[Collective("all_gather", "j", side, images * model.embed_dim)] += classifiers
-        last = Collective("all_reduce", "j", side, images * model.num_classes)
-        forward[last] += classifiers
-        backward[Collective("all_gather", "j", side, images * model.features)] += classifiers
-        return forward, backward + _again(strategy, forward, last)
-    axis = "k" if strategy.tensor_mode == "3d" else "j"
-    images //= side if axis == "k" else 1
-    normed = images * (model.tokens if model.pool == "avg" else classifiers)
-    forward[Collective("all_reduce", axis, side, normed)] += 2
-    backward[Collective("all_reduce", axis, side, 2 * normed)] += 1
-    if model.representation_size:
-        pooled = images * model.embed_dim
-        forward[Collective("all_gather", axis, side, pooled)] += classifiers
-        backward[Collective("all_gather", axis, side, pooled)] += classifiers
-        backward[Collective("reduce_scatter", axis, side, pooled)] += classifiers
-    last = Collective("all_reduce", axis, side, images * model.num_classes)
-    forward[last] += classifiers
-    return forward, backward + _again(strategy, forward, last)
+    mode, images, last = mode_of(strategy), rows // strategy.data_parallel, None
+    for part in layer.parts:
+        there, back, ends = _RULES[mode].get(part.role, _none)(part, images, side)
+        forward, backward = forward + there, backward + back
+        last = ends if part.product else None if part.role == "scale" else last
+    # Full checkpointing repeats the communication of forward. Nothing in backward needs the result of the last
+    # collective, so recomputation stops before it, unless a factor follows. The selective policy keeps the results of
+    # communication and repeats none.
+    again = forward - Counter([last] if last else []) if strategy.checkpoint == "full" else Counter[Collective]()
+    return forward, backward + again
 
 
-def _square(model: ModelShape, q: int, cells: int) -> _Kept:
-    """Return the communication of a block under 2d and 2.5d.
-
-    Features are gathered before each of the four products, and again in backward, which reduce-scatters their
-    gradients. The all-reduces are for the statistics of the two norms.
-
-    q: ranks along j
-    cells: tokens of the images that a tensor group works on
-    """
-    forward: Traffic = Counter({Collective("all_reduce", "j", q, cells): 4})
-    backward: Traffic = Counter({Collective("all_reduce", "j", q, 2 * cells): 2})
-    for features in (model.embed_dim, model.embed_dim, model.embed_dim, model.mlp_hidden_dim):
-        forward[Collective("all_gather", "j", q, cells * features)] += 1
-        backward[Collective("all_gather", "j", q, cells * features)] += 1
-        backward[Collective("reduce_scatter", "j", q, cells * features)] += 1
-    return forward, backward, None
+_Kept = tuple[Traffic, Traffic, Collective | None]
+"""Traffic of (forward, backward without recomputation), and the collective after the product in forward."""
+_Rule = Callable[[Part, int, int], _Kept]
+"""Function of a part, the images of a tensor group, and the number of ranks along an axis."""
 
 
-def _cube(model: ModelShape, q: int, cells: int) -> _Kept:
-    """Return the communication of a block under 3d.
+def _none(part: Part, images: int, side: int) -> _Kept:
+    return Counter(), Counter(), None
 
-    Each product gathers rows over one axis and reduce-scatters its partial sums over the other. The axes swap from
-    product to product, so the output of one is laid out as the input of the next. The all-reduces are for the norms.
 
-    q: ranks along each axis
-    cells: tokens of the images that a tensor group works on
-    """
-    forward: Traffic = Counter({Collective("all_reduce", "k", q, cells // q): 4})
-    backward: Traffic = Counter({Collective("all_reduce", "k", q, 2 * cells // q): 2})
-    width, hidden = model.embed_dim, model.mlp_hidden_dim
-    products = (
-        ("j", "k", width, 3 * width),
-        ("k", "j", width, width),
-        ("j", "k", width, hidden),
-        ("k", "j", hidden, width),
+def _whole(part: Part, images: int, side: int) -> tuple[Callable[[str], Collective], Callable[[str], Collective]]:
+    """Return collectives along j, by operation, of (all that a linear layer takes, all that it gives)."""
+    taken, given = part.product or (0, 0)
+    cells = images * part.tokens
+    return (
+        lambda operation: Collective(operation, "j", side, cells * taken),
+        lambda operation: Collective(operation, "j", side, cells * given),
     )
-    for gathered, summed, inside, outside in products:
-        taken, given = cells * inside // q, cells * outside // q
-        forward[Collective("all_gather", gathered, q, taken)] += 1
-        forward[Collective("reduce_scatter", summed, q, given)] += 1
-        backward[Collective("all_gather", summed, q, given)] += 1
-        backward[Collective("all_gather", gathered, q, taken)] += 1
-        backward[Collective("reduce_scatter", gathered, q, taken)] += 1
-    return forward, backward, Collective("reduce_scatter", "j", q, cells * width // q)
+
+
+def _column(part: Part, images: int, side: int) -> _Kept:
+    taken, _ = _whole(part, images, side)
+    return Counter(), Counter([taken("all_reduce")]), None
+
+
+def _row(part: Part, images: int, side: int) -> _Kept:
+    _, given = _whole(part, images, side)
+    return Counter([given("all_reduce")]), Counter(), given("all_reduce")
+
+
+def _row_of_whole(part: Part, images: int, side: int) -> _Kept:
+    """Return the traffic of a linear layer whose input is complete on every rank, which takes its part of it."""
+    taken, given = _whole(part, images, side)
+    return Counter([given("all_reduce")]), Counter([taken("all_gather")]), given("all_reduce")
+
+
+def _column_sp(part: Part, images: int, side: int) -> _Kept:
+    # Backward gathers again: the gathered input is not kept for the gradient of the weight.
+    taken, _ = _whole(part, images, side)
+    return Counter([taken("all_gather")]), Counter([taken("all_gather"), taken("reduce_scatter")]), None
+
+
+def _row_sp(part: Part, images: int, side: int) -> _Kept:
+    _, given = _whole(part, images, side)
+    return Counter([given("reduce_scatter")]), Counter([given("all_gather")]), given("reduce_scatter")
+
+
+def _pooled_sp(part: Part, images: int, side: int) -> _Kept:
+    return Counter({Collective("all_gather", "j", side, images * part.width): part.tokens}), Counter(), None
+
+
+def _features(axis: str, *, pooled: bool = False) -> _Rule:
+    """Return the rule of a linear layer whose input features are gathered over `axis` before the product.
+
+    Backward gathers them again, and reduce-scatters their gradients. pooled: whether tokens are computed one by one.
+    """
+
+    def rule(part: Part, images: int, side: int) -> _Kept:
+        cells = images * (1 if pooled else part.tokens) // _rows(axis, side)
+        (taken, _), times = part.product or (0, 0), part.tokens if pooled else 1
+        gather, scatter = (Collective(kind, axis, side, cells * taken) for kind in ("all_gather", "reduce_scatter"))
+        return Counter({gather: times}), Counter({gather: times, scatter: times}), None
+
+    return rule
+
+
+def _norm(axis: str) -> _Rule:
+    """Return the rule of a norm of split features, which all-reduces their statistics."""
+
+    def rule(part: Part, images: int, side: int) -> _Kept:
+        cells = images * part.tokens // _rows(axis, side)
+        forward = Counter({Collective("all_reduce", axis, side, cells): 2})
+        return forward, Counter([Collective("all_reduce", axis, side, 2 * cells)]), None
+
+    return rule
+
+
+def _classifier(axis: str) -> _Rule:
+    def rule(part: Part, images: int, side: int) -> _Kept:
+        _, classes = part.product or (0, 0)
+        last = Collective("all_reduce", axis, side, images * part.tokens // _rows(axis, side) * classes)
+        return Counter([last]), Counter(), last
+
+    return rule
+
+
+def _cube(part: Part, images: int, side: int) -> _Kept:
+    """Return the traffic of a product under 3d.
+
+    It gathers rows over one axis and reduce-scatters its partial sums over the other. The axes swap from product to
+    product, so the output of one is laid out as the input of the next.
+    """
+    gathered, summed = ("j", "k") if part.role == "column" else ("k", "j")
+    taken, given = (images * part.tokens * features // side for features in part.product or (0, 0))
+    last = Collective("reduce_scatter", summed, side, given)
+    gather = Collective("all_gather", gathered, side, taken)
+    back = [Collective("all_gather", summed, side, given), gather, Collective("reduce_scatter", gathered, side, taken)]
+    return Counter([gather, last]), Counter(back), last
+
+
+def _rows(axis: str, side: int) -> int:
+    """Return the parts of the rows of a tensor group where `axis` splits the features: 3d splits the rows over j."""
+    return side if axis == "k" else 1
+
+
+def _of_features(axis: str) -> dict[str, _Rule]:
+    return {
+        "norm": _norm(axis),
+        "merge": _features(axis),
+        "representation": _features(axis, pooled=True),
+        "classifier": _classifier(axis),
+    }
+
+
+_RULES: dict[str, dict[str, _Rule]] = {
+    "1d": {"column": _column, "row": _row, "merge": _row_of_whole, "classifier": _row_of_whole},
+    "sp": {"column": _column_sp, "row": _row_sp, "pooled": _pooled_sp, "classifier": _row_of_whole},
+    "2d": {"column": _features("j"), "row": _features("j"), **_of_features("j")},
+    "3d": {"column": _cube, "row": _cube, **_of_features("k")},
+}
+_RULES["2.5d"] = _RULES["2d"]
+"""Traffic of a part by mode and role; roles that are left out have none."""

@@ -3,68 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from vitpar.errors import StrategyError
+from vitpar.models.description import LayerDescription
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
-from vitpar.strategy.layer import Strategy
+from vitpar.strategy.layer import Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
+from vitpar.strategy.splits import mode_of
 from vitpar.strategy.stages import split_blocks
 from vitpar.text import closest, count, divisors, either, shown
 
 
-class ModelShape(Protocol):
-    """Sizes of a model that plans and their communication depend on."""
+class Model(Protocol):
+    """What plans depend on in a model's configuration (``vitpar.models.config.ModelConfig``)."""
 
     @property
     def name(self) -> str: ...
     @property
-    def depth(self) -> int:
-        """Number of blocks."""
+    def layers(self) -> Mapping[str, LayerDescription]:
+        """Layers by name in order: embed, blocks.0 …, head."""
 
     @property
-    def embed_dim(self) -> int:
-        """Number of features of a token."""
-
-    @property
-    def num_heads(self) -> int:
-        """Number of attention heads of a block."""
-
-    @property
-    def mlp_hidden_dim(self) -> int:
-        """Number of hidden features of a block's MLP."""
-
-    @property
-    def features(self) -> int:
-        """Number of features that the classifier reads."""
-
-    @property
-    def representation_size(self) -> int | None:
-        """Number of features of the hidden layer before the classifier; None without that layer."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of an image, including class, distillation and register tokens."""
-
-    @property
-    def num_classes(self) -> int: ...
-    @property
-    def pool(self) -> str:
-        """Pooling of tokens, "cls" or "avg"."""
-
-    @property
-    def distillation(self) -> bool:
-        """Whether the model has a distillation token with a second classifier."""
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Names of the layers in order: embed, blocks.0 …, head."""
+    def groups(self) -> Mapping[str, range]:
+        """Blocks of each group that has a name."""
 
 
-def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
-    """Return the plan with its number of micro-batches filled in, ready to run.
+def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
+    """Return the plan with its number of micro-batches filled in and its blocks numbered, ready to run.
 
     A microbatch_size is converted to microbatches, so validating the result again changes nothing.
 
@@ -73,9 +42,8 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
     Raises StrategyError if the plan has an open degree, or does not fit the model, the batch or its schedule.
     """
     _ = plan.world_size  # refuses an open degree
-    plan.strategies(model.layer_names)  # refuses layers that the model lacks
-    for strategy in plan.kinds:
-        _check_tensor_parallel(strategy, model)
+    plan = plan.numbered(model.groups, model.name)
+    _check_layers(plan, model)
     _check_schedule(plan)
     _check_stages(plan, model)
     if batch_size is not None:
@@ -87,12 +55,39 @@ def validate(plan: Plan, model: ModelShape, batch_size: int | None) -> Plan:
     return plan
 
 
-def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
-    """Raise StrategyError if the degree of tp, or the side of its square or cube, does not divide what it splits."""
-    tp, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    split = {"head": model.num_heads, "hidden feature": model.mlp_hidden_dim, "classifier feature": model.features}
+def _check_layers(plan: Plan, model: Model) -> None:
+    """Raise StrategyError if a layer's strategy cannot split it, or the plan names layers that the model lacks."""
+    checked = set()
+    # Blocks first: they have more numbers to divide, so that the message finds a degree that fits everywhere.
+    strategies = plan.strategies(tuple(model.layers))
+    for name, strategy in sorted(strategies.items(), key=lambda item: item[0] in ("embed", "head")):
+        layer = model.layers[name]
+        if (layer.kind, strategy) not in checked:
+            checked.add((layer.kind, strategy))
+            if fault := unsplittable(layer, strategy, _owner(layer, model)):
+                raise StrategyError(f"{fault[0]}: {_layerwise(plan, model) or fault[1]}")
+
+
+def _owner(layer: LayerDescription, model: Model) -> str:
+    """Return the name of what a layer's numbers belong to, for messages: the model, or a group of its blocks."""
+    return model.name if layer.group is None else f"{layer.group} of {model.name}"
+
+
+def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -> tuple[str, str] | None:
+    """Return (what is wrong, what to do) if `strategy` cannot split a layer over its ranks of tp; None if it can.
+
+    owner: whose numbers the layer has, for the message.
+    """
+    tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
+    if tp > 1 and mode not in layer.modes:
+        fix = f"use +{layer.modes[-1]}" if layer.modes not in ((), ("1d",)) else "leave the flag out"
+        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", (
+            fix if layer.modes else "use dp or fsdp for them"
+        )
+    split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
-        split["feature"] = model.embed_dim
+        shapes = [layer.takes, layer.gives if layer.name != "head" else None]
+        split["feature"] = math.gcd(*(shape.features for shape in shapes if shape))
     divides = math.gcd(*split.values())
     for noun, number in split.items():
         if number % side == 0:
@@ -100,13 +95,44 @@ def _check_tensor_parallel(strategy: Strategy, model: ModelShape) -> None:
         if strategy.tensor_mode == "1d":
             working = [f"tp{n}" for n in closest(divisors(divides)[1:], tp, most=4)]
             fix = f"use {either(working)}" if working else "leave tp out"
-            raise StrategyError(f"tp{tp} does not divide the {count(number, noun)} of {model.name}: {fix}")
+            return f"tp{tp} does not divide the {count(number, noun)} of {owner}", fix
         sides = [str(n) for n in closest(divisors(divides)[1:], side, most=4)]
         fix = f"use sides of {either(sides)}" if sides else "use dp or fsdp instead"
-        raise StrategyError(
-            f"the side {side} of tp{tp}{strategy.tensor_flag} does not divide the {count(number, noun)} of "
-            f"{model.name}: {fix}"
+        return (
+            f"the side {side} of tp{tp}{strategy.tensor_flag} does not divide the {count(number, noun)} of {owner}",
+            fix,
         )
+    return None
+
+
+def _layerwise(plan: Plan, model: Model) -> str | None:
+    """Return the suggestion of a layerwise plan in place of a uniform one that only some groups of blocks allow.
+
+    There the ranks of tp become ranks of dp. None if there is no such plan.
+    """
+    if not plan.is_uniform or not model.groups:
+        return None
+    strategy, layers = plan.strategy, model.layers
+    other = _without_tp(strategy)
+    able = {
+        name: all(not unsplittable(layers[f"blocks.{index}"], strategy) for index in blocks)
+        for name, blocks in model.groups.items()
+    }
+    if not any(able.values()):
+        return None
+    unable = [name for name, fits in able.items() if not fits]
+    outside = [name for name in ("embed", "head") if unsplittable(layers[name], strategy)]
+    groups = ", ".join(f"{name}={other}" for name in (*outside, *unable))
+    return f"give them another strategy, as in 'pp{plan.pipeline_degree}: {groups}, *={strategy}'"
+
+
+def _without_tp(strategy: Strategy) -> Strategy:
+    """Return `strategy` with its ranks of tp as ranks of dp, or of fsdp where it has fsdp and no dp."""
+    role: Role = "fsdp" if strategy.has("fsdp") and not strategy.has("dp") else "dp"
+    degree = strategy.degree("tp") * strategy.degree(role)
+    axes = tuple(Axis(role, degree) if axis.role == role else axis for axis in strategy.axes if axis.role != "tp")
+    axes = axes if strategy.has(role) else (*axes, Axis(role, degree))
+    return replace(strategy, axes=axes, tensor_mode="1d", depth=None, sequence_parallel=False)
 
 
 def _check_schedule(plan: Plan) -> None:
@@ -133,19 +159,20 @@ def _check_schedule(plan: Plan) -> None:
         )
 
 
-def _check_stages(plan: Plan, model: ModelShape) -> None:
+def _check_stages(plan: Plan, model: Model) -> None:
     """Raise StrategyError if the model has too few blocks for the stages, or the split does not fit."""
     pp, virtual, stages = plan.pipeline_degree, plan.virtual_stages, plan.num_stages
-    if stages > model.depth:
+    num_blocks = len(model.layers) - 2
+    if stages > num_blocks:
         made = f"pp{pp}" if virtual == 1 else f"pp{pp} with {count(virtual, 'virtual stage')}"
-        smaller = f"pp{model.depth // virtual}" + (f" with {virtual}" if virtual > 1 else "")
-        example = f", as in {smaller}" if model.depth // virtual > 1 else ""
+        smaller = f"pp{num_blocks // virtual}" + (f" with {virtual}" if virtual > 1 else "")
+        example = f", as in {smaller}" if num_blocks // virtual > 1 else ""
         raise StrategyError(
-            f"{made} makes {stages} stages but {model.name} has {count(model.depth, 'block')}: "
-            f"use at most {count(model.depth, 'stage')}{example}"
+            f"{made} makes {stages} stages but {model.name} has {count(num_blocks, 'block')}: "
+            f"use at most {count(num_blocks, 'stage')}{example}"
         )
     if not isinstance(plan.split, str):
-        split_blocks(model.depth, stages, plan.split)
+        split_blocks(num_blocks, stages, plan.split)
 
 
 def _check_microbatches(plan: Plan) -> None:

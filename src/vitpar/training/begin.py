@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vitpar.errors import RecipeError
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
 from vitpar.training.optim.optimizer import EMA
@@ -25,7 +25,7 @@ _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "lay
 """Model settings in which a run may differ from its initial weights: they change no parameter, or are adapted."""
 
 
-def beginning(recipe: Recipe, config: ViTConfig) -> list[str]:
+def beginning(recipe: Recipe, config: ModelConfig) -> list[str]:
     """Return, as sentences, how the run differs from the recipe's initial weights.
 
     config: configuration of the run.

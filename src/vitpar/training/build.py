@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.compiling import choose_compiling
@@ -88,7 +88,7 @@ def execution(recipe: Recipe, plan: Plan, compile_blocks: bool) -> Execution:
     )
 
 
-def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -> TrainingComponents:
+def build(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
 
     config: ``recipe.config`` for the classes of the data.
@@ -101,7 +101,7 @@ def build(recipe: Recipe, config: ViTConfig, plan: Plan, device: torch.device) -
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
     model = parallelize(config, plan, execution(recipe, plan, compiling.blocks), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.num_heads)
+    optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.heads)
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"

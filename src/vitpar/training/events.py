@@ -6,7 +6,7 @@ The library prints nothing; the command line implements a `Reporter`.
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.training.recipe import Recipe
 from vitpar.training.run_folder import RunFolder
@@ -31,7 +31,7 @@ class RunHeader:
 
     recipe: Recipe
     """Recipe with its precision resolved."""
-    config: ViTConfig
+    config: ModelConfig
     """Configuration of the model."""
     plan: Plan
     """Plan of the run."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
 
@@ -72,7 +72,7 @@ class StepLog:
     done: steps that an earlier process made.
     """
 
-    def __init__(self, recipe: Recipe, config: ViTConfig, model: ParallelModel, done: int = 0) -> None:
+    def __init__(self, recipe: Recipe, config: ModelConfig, model: ParallelModel, done: int = 0) -> None:
         self._warm_from = done + WARM_UP_STEPS
         self._recipe, self._config, self._model = recipe, config, model
         self._pending: list[_Step] = []

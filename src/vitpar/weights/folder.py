@@ -4,7 +4,7 @@
         model-00001-of-00002.safetensors     unsharded parameters of pipeline rank 0, by their names in the full model
         model-00002-of-00002.safetensors
         model.safetensors.index.json         file of each parameter
-        config.json                          configuration of the model (ViTConfig)
+        config.json                          configuration of the model (ModelConfig)
         recipe.toml                          recipe of the training, which also says how images are prepared
 
 The folder is written under a temporary name and renamed when complete, so a folder of the final name is complete. Any
@@ -20,7 +20,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,9 +38,9 @@ from vitpar.errors import CheckpointError, DataError, ModelError
 from vitpar.io import read_text
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
-from vitpar.models.config import ViTConfig, config_from_json
+from vitpar.models.config import ModelConfig
+from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import copy_whole_
-from vitpar.models.vit import ViT
 from vitpar.parallel import ParallelModel
 from vitpar.weights.shards import Shards, read_object, refuse_other_shapes
 
@@ -82,7 +82,7 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     files = all_gather_json(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
-        _write_texts(half, weight_map, json.dumps(asdict(model.config), indent=1), recipe)
+        _write_texts(half, weight_map, json.dumps(config_to_json(model.config), indent=1), recipe)
     barrier()
     if dist.get_rank() == 0:
         publish(folder)
@@ -213,7 +213,7 @@ class Weights:
 
     folder: Path
     """Folder of the weights or the checkpoint."""
-    config: ViTConfig
+    config: ModelConfig
     """Configuration of the model."""
     read: Callable[[str], Tensor]
     """Function from the name of a parameter to its tensor."""
@@ -251,7 +251,7 @@ def open_weights(folder: Path) -> Weights:
     return weights
 
 
-def read_config(folder: Path) -> ViTConfig:
+def read_config(folder: Path) -> ModelConfig:
     """Return the model configuration of saved weights or of a checkpoint.
 
     Raises as `open_weights` does.
@@ -259,22 +259,22 @@ def read_config(folder: Path) -> ViTConfig:
     return open_weights(folder).config
 
 
-def parameter_shapes(config: ViTConfig, most: int) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a model, by name, without allocating any.
 
     most: number of tensors that exist, which limits the depth.
 
     Raises DataError for a configuration that no model can have.
     """
-    if config.depth > most:
+    if config.num_blocks > most:
         raise DataError(
-            f"the depth of {config.name} is {config.depth:,} but it has only {most:,} tensors: do not use it"
+            f"the depth of {config.name} is {config.num_blocks:,} but it has only {most:,} tensors: do not use it"
         )
-    try:
-        with torch.device("meta"):
-            return {name: tuple(parameter.shape) for name, parameter in ViT(config).named_parameters()}
-    except (RuntimeError, TypeError, OverflowError):  # more elements than a 64-bit integer can count
-        raise DataError(f"the configured sizes of {config.name} are too large: do not use it") from None
+    if config.parameters >= 2**63 // 8:  # bytes that a 64-bit integer cannot count
+        raise DataError(f"the configured sizes of {config.name} are too large: do not use it")
+    return {
+        f"{layer.name}.{name}": shape for layer in config.layers.values() for name, shape in layer.parameters.items()
+    }
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vitpar.errors import DataError
 from vitpar.former_names import present_parameter
-from vitpar.models.config import ViTConfig
+from vitpar.models.vit.config import ViTConfig
 from vitpar.weights.shards import listed
 
 _END = r"(\.weight|\.bias)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from einops import rearrange
 from torch import Tensor
 
 from vitpar.errors import DataError, ModelError
-from vitpar.models.config import ViTConfig, model_config
+from vitpar.models.vit.config import ViTConfig
+from vitpar.models.families import config_to_json, model_config
 from vitpar.models.initial import initial_value
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
 from vitpar.weights.formats import parts, renamed
@@ -107,7 +108,7 @@ def import_weights(
         folder,
         {name: 4 * torch.Size(shape).numel() for name, shape in shapes.items()},
         read,
-        config=json.dumps(asdict(config), indent=1),
+        config=json.dumps(config_to_json(config), indent=1),
         recipe=_recipe(path, folder, config, dict(beside.data or IMAGENET)),
         shard_bytes=shard_bytes,
         progress=progress,

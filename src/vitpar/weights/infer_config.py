@@ -15,7 +15,9 @@ from typing import Any
 
 from vitpar.errors import DataError, ModelError
 from vitpar.limits import MAX_MEASURE
-from vitpar.models.config import FAMILIES, ViTConfig, model_config
+from vitpar.models.vit.config import ViTConfig
+from vitpar.models.families import model_config
+from vitpar.models.vit.config import SIZES
 from vitpar.text import literal
 from vitpar.weights.formats import Renamed, Shapes
 
@@ -103,7 +105,7 @@ def _timm(config: Mapping[str, Any]) -> Hints:
     if isinstance(crop, int | float) and 0 < crop <= 1:
         data["crop_pct"] = float(crop)
     family = re.match(r"(?:vit|deit3?)_([a-z]+)_", str(config["architecture"]))
-    sizes = FAMILIES.get(f"vit_{family[1]}") if family else None
+    sizes = SIZES.get(f"vit_{family[1]}") if family else None
     arguments = config.get("model_args")
     heads = _number(arguments.get("num_heads")) if isinstance(arguments, dict) else None
     if heads is None and sizes and _number(config.get("num_features")) in (None, sizes["embed_dim"]):
@@ -252,5 +254,5 @@ def _grid(place: object, positions: int, prefix: int, wanted: int | None) -> int
 
 def _likely(width: int, patch: int) -> str:
     """Return a suggestion for --model: a model of that width and patch size; empty if there is none."""
-    family = next((name for name, sizes in FAMILIES.items() if sizes["embed_dim"] == width), None)
+    family = next((name for name, sizes in SIZES.items() if sizes["embed_dim"] == width), None)
     return f", perhaps {family}_patch{patch}_224" if family else ""

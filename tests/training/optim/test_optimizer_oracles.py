@@ -9,7 +9,7 @@ from torch import nn
 from helpers.optimizer_references import LAMB, LARS, RATES, section, shown
 from helpers.oracles import timm
 from vitpar import model_config
-from vitpar.models.vit import ViT
+from vitpar.models.layers import LayeredModel
 from vitpar.training.optim.optimizer import CosineWithWarmup, ShardedOptimizer, decays
 
 NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.weight", "head.fc.weight")
@@ -87,7 +87,7 @@ def test_schedule_matches_timm_with_a_warmup_one_step_ahead(total: int, warmup: 
 def test_weight_decay_covers_the_same_parameters_as_in_timm() -> None:
     """Compare by size, because the libraries name parameters differently. The ViT has every kind of parameter."""
     options = {"image_size": 8, "patch_size": 4, "depth": 1, "num_classes": 5, "qk_norm": True, "layer_scale": 0.1}
-    ours = ViT(model_config("vit_custom", embed_dim=12, num_heads=2, num_reg_tokens=3, **options))
+    ours = LayeredModel(model_config("vit_custom", embed_dim=12, num_heads=2, num_reg_tokens=3, **options))
     theirs: Any = timm.models.vision_transformer.VisionTransformer(
         img_size=8, patch_size=4, depth=1, num_classes=5, qk_norm=True, init_values=0.1,
         embed_dim=12, num_heads=2, reg_tokens=3,

@@ -112,12 +112,12 @@ def vit(mesh: str | None, device: torch.device) -> Any:
     """Return a tiny float64 ViT: this rank's shard under `mesh`, or the complete model if `mesh` is None."""
     from vitpar import Execution, model_config, parallelize, parse, validate
     from vitpar.models.initial import initialise
-    from vitpar.models.vit import ViT
+    from vitpar.models.layers import LayeredModel
 
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 3}
     config = model_config("vit_custom", **sizes, layer_scale=0.1, qk_norm=True, init="perturbed")
     if mesh is None:
-        model = ViT(config).double()
+        model = LayeredModel(config).double()
         initialise(model, 0, config)
         return model
     plan = validate(parse(mesh), config, 8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
@@ -17,6 +17,7 @@ from vitpar.models.description import AttentionShape, LayerDescription, Part, Sh
 from vitpar.text import shown
 
 if TYPE_CHECKING:
+    from vitpar.models.initial import Rules
     from vitpar.models.layers import Layer
 
 _WORDS = {
@@ -153,6 +154,15 @@ class ViTConfig(ModelConfig):
         from vitpar.models.vit.layers import Block, Embed, Head
 
         return Embed(self) if name == "embed" else Head(self) if name == "head" else Block(self, block_index(name))
+
+    @property
+    def tiny(self) -> Self:
+        return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads)
+
+    def initial_rules(self) -> Rules:
+        from vitpar.models.vit.initial import SCHEMES
+
+        return SCHEMES[self.init]
 
     @property
     def _shape(self) -> Shape:

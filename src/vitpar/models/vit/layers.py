@@ -161,7 +161,6 @@ class Head(Layer):
     Norm, pooling, optional representation layer, classifier.
     """
 
-
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c = config

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vitpar.errors import PlannerError
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules
-from vitpar.strategy.traffic import Traffic, block_traffic, head_traffic
-
-LAYERS: Mapping[LayerKind, str] = {"embed": "embed", "block": "blocks.0", "head": "head"}
-"""Name of a layer of each kind."""
+from vitpar.strategy.traffic import Traffic, layer_traffic
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class PipelinePosition:
     @property
     def wrapped(self) -> bool:
         """Return whether ``fully_shard`` wraps the layers; the rule is the same for every kind of layer."""
-        return self.executions["block"].wrapped
+        return next(iter(self.executions.values())).wrapped
 
 
 class LayerCosts:
@@ -115,7 +112,7 @@ class LayerCosts:
     Its methods raise PlannerError if the profiles lack a measurement that a strategy needs.
     """
 
-    def __init__(self, config: ViTConfig, hardware: Hardware, model: ModelProfile) -> None:
+    def __init__(self, config: ModelConfig, hardware: Hardware, model: ModelProfile) -> None:
         # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
         self.config, self.hardware, self.model = config, hardware.at_pace(model.pace), model
         self.links = Links(self.hardware)
@@ -202,7 +199,7 @@ class LayerCosts:
             strategy,
             tensor_name(strategy),
             groups,
-            {kind: rules.of(strategy, layer) for kind, layer in LAYERS.items()},
+            {kind: rules.of(strategy, layer.name) for kind, layer in self.config.kinds.items()},
             data,
             computes=self._alike.setdefault(arithmetic, len(self._alike)),
             keeps=self._alike.setdefault(parameters, len(self._alike)),
@@ -213,7 +210,7 @@ class LayerCosts:
         # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
         here = rows // position.data / _squares(position.strategy)
         profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
-        forward, backward = self._traffic(kind, position.strategy, rows)
+        forward, backward = layer_traffic(self.config.kinds[kind], position.strategy, rows)
         return Work(
             forward=profile.forward.seconds(here),
             backward=profile.backward.seconds(here),
@@ -235,7 +232,7 @@ class LayerCosts:
     def _sizes(self, kind: LayerKind, strategy: Strategy) -> LayerElements:
         key = kind, self._sizes_key(strategy)
         if key not in self._elements:
-            self._elements[key] = layer_elements(self.config, LAYERS[kind], strategy)
+            self._elements[key] = layer_elements(self.config.kinds[kind], strategy)
         return self._elements[key]
 
     def _weighed(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
@@ -322,12 +319,6 @@ class LayerCosts:
                 f"profile the model again with --ranks {strategy.size} or more"
             )
         return found
-
-    def _traffic(self, kind: LayerKind, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
-        """Return the collectives along tensor axes of a micro-batch, in (forward, backward)."""
-        if kind == "block":
-            return block_traffic(self.config, strategy, rows)
-        return head_traffic(self.config, strategy, rows) if kind == "head" else (Traffic(), Traffic())
 
     def _scratch(self, traffic: Traffic, groups: Groups) -> float:
         """Return the transient bytes of the largest collective; the collectives run one after the other."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import stage_layers, travel_layout
 from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
 from vitpar.planner.cost.links import RankGroup, all_ranks, neighbours, pipeline_group, placed
@@ -138,10 +138,11 @@ def _where(plan: Plan) -> PlacedStrategy:
 
 
 @lru_cache(maxsize=64)
-def _laid_out(plan: Plan, config: ViTConfig) -> tuple[tuple[tuple[tuple[LayerKind, Strategy], ...], ...], Travel]:
+def _laid_out(plan: Plan, config: ModelConfig) -> tuple[tuple[tuple[tuple[LayerKind, Strategy], ...], ...], Travel]:
     """Return (kind, strategy) of each stage's layers, and the layouts of tokens between stages."""
     strategies = plan.strategies(config.layer_names)
-    stages = tuple(tuple((kind_of(name), strategies[name]) for name in names) for names in stage_layers(config, plan))
+    kinds = {name: layer.kind for name, layer in config.layers.items()}
+    stages = tuple(tuple((kinds[name], strategies[name]) for name in names) for names in stage_layers(config, plan))
     travel = (travel_layout(before[-1][1], behind[0][1]) for before, behind in pairwise(stages))
     return stages, (None, *travel, None)
 
@@ -154,9 +155,11 @@ def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
     ]
 
 
-def kind_of(name: str) -> LayerKind:
-    """Return the kind of the layer called `name`."""
-    return "block" if name.startswith("blocks.") else "embed" if name == "embed" else "head"
+def _travelling(plan: Plan, config: ModelConfig) -> list[float]:
+    """Return the elements that a rank sends of one image: before the first stage (0), between stages, after the last."""
+    stages, travel = _laid_out(plan, config)
+    given = (0, *(config.kinds[stage[-1][0]].gives.elements for stage in stages[:-1]), 0)
+    return [layout[0].share * elements if layout else 0.0 for layout, elements in zip(travel, given, strict=True)]
 
 
 def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
@@ -238,10 +241,8 @@ def _pipelined(
         return found[key]
 
     link = pipeline_group(plan, costs.hardware.ranks_per_node)
-    # Bytes of a micro-batch's tokens, of which a rank sends its share.
-    whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
-    travel = _laid_out(plan, costs.config)[1]
-    sent = [_travel_seconds(costs, link, layout[0].share * whole) for layout in travel if layout]
+    each = rows * costs.precision.compute.itemsize
+    sent = [_travel_seconds(costs, link, each * elements) for elements in _travelling(plan, costs.config)[1:-1]]
     events = replay(
         order,
         plan.num_stages,
@@ -341,9 +342,9 @@ def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[floa
     the next.
     """
     config, itemsize = costs.config, costs.precision.compute.itemsize
-    stages, travel = _laid_out(plan, config)
-    whole = batch.microbatches * batch.microbatch_rows * config.tokens * config.embed_dim * itemsize
-    passing = [0.0 if layout is None else layout[0].share * whole for layout in travel]
+    stages = _laid_out(plan, config)[0]
+    whole = batch.microbatches * batch.microbatch_rows * itemsize
+    passing = [whole * elements for elements in _travelling(plan, config)]
     images = batch.global_batch * image_layout(stages[0][0][1])[0].share
     found = [before + behind for before, behind in pairwise(passing)]
     found[0] += images * config.channels * config.image_size**2 * itemsize

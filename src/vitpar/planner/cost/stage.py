@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vitpar.models.description import Shape
 from vitpar.planner.cost.layer import LayerCosts, LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.streams import Streams, Transfer
@@ -34,7 +35,7 @@ class StageLayer:
     """One layer of a stage with its costs."""
 
     kind: LayerKind
-    """Embed, block or head."""
+    """Kind of layer."""
     strategy: Strategy
     """Strategy of the layer."""
     work: Work
@@ -163,30 +164,33 @@ def build_stage(
                 costs.work(kind, position, rows),
                 costs.weights(kind, position),
                 position.executions[kind],
-                moving(costs, layout, wanted, rows, position.groups.stage),
+                moving(costs, costs.config.kinds[kind].takes, layout, wanted, rows, position.groups.stage),
             )
         )
         layout = wanted
     stage = costs.position(layers[-1][1], where).groups.stage
     return StageCost(
         tuple(found),
-        after=moving(costs, layout, given, rows, stage) if given is not None else (0.0, 0.0),
+        after=moving(costs, costs.config.kinds[layers[-1][0]].gives, layout, given, rows, stage)
+        if given is not None
+        else (0.0, 0.0),
         in_order=costs.hardware.device == "cpu",
     )
 
 
 def moving(
-    costs: LayerCosts, source: Layout | None, target: Layout, rows: int, stage: RankGroup
+    costs: LayerCosts, shape: Shape | None, source: Layout | None, target: Layout, rows: int, stage: RankGroup
 ) -> tuple[float, float]:
     """Return the seconds to redistribute a micro-batch's tokens: (activations forward, their gradients backward).
 
-    source: None for embed, whose images are loaded in the layout that it takes.
+    shape: activation of an image; None for embed, whose images are loaded in the layout that it takes.
+    source: None for embed, too.
     rows: images of the micro-batch over all ranks of the stage.
     stage: the ranks of the stage, which exchange tokens.
     """
-    if source is None or source == target:
+    if shape is None or source is None or source == target:
         return 0.0, 0.0
-    whole = rows * costs.config.tokens * costs.config.embed_dim * costs.precision.compute.itemsize
+    whole = rows * shape.elements * costs.precision.compute.itemsize
     there, back = received_share(source, target), received_share(target, source)
     return _exchanged(costs.links, stage, there * whole), _exchanged(costs.links, stage, back * whole)
 
@@ -287,8 +291,8 @@ def least_load(
         once = weights.reduce * (execution.reduced == "end of step")
     if pipelined:
         # Ranks meet after every action, late by sqrt(sum of skew²). Over n layers that is at least sum(skew) / sqrt(n)
-        # (Cauchy-Schwarz), which adds up over layers as a bound must; no stage has more than depth + 2 layers.
-        skew = sum(work.skew) / (costs.config.depth + 2) ** 0.5
+        # (Cauchy-Schwarz), which adds up over layers as a bound must; no stage has more layers than the model.
+        skew = sum(work.skew) / len(costs.config.layers) ** 0.5
     # The terms below are those of `memory._Walk`: two gathered copies while one layer computes and the next is fetched,
     # and gradients twice during a reduction, as they are and as the collective's buffer. By then the layer's saved
     # activations are freed, hence their subtraction.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vitpar.launch.resources import cpu_cores, keep_freed_memory
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import Excerpt, ModelConfig
+from vitpar.models.families import config_to_json
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision
@@ -39,11 +41,11 @@ from vitpar.planner.profile.profiles import (
 from vitpar.sharded import local
 from vitpar.strategy import parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
+from vitpar.strategy.validate import unsplittable
 from vitpar.training.optim.norms import global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 
-NAMES: dict[LayerKind, str] = {"embed": "embed", "block": "blocks.0", "head": "head"}
 CHOSEN_FOR = 64
 """Images of the micro-batch for which the attention kernel is chosen."""
 LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of forward and backward: no point that would take longer is measured
@@ -55,7 +57,7 @@ MOST_ROWS = 512
 class Subject:
     """The model to profile."""
 
-    config: ViTConfig
+    config: ModelConfig
     """Shape of the model."""
     precision: str
     """Name of the precision, as in ``vitpar.parallel.precision``."""
@@ -100,12 +102,18 @@ def pretended(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def built(subject: Subject, mesh: str, device: torch.device, depth: int = 1) -> Iterator[ParallelModel]:
-    """Yield the first rank's part of the model with `depth` blocks, in a fake process group.
+def built(
+    subject: Subject, mesh: str, device: torch.device, blocks: tuple[str, ...] | None = None
+) -> Iterator[ParallelModel]:
+    """Yield the first rank's part of a model, in a fake process group.
 
     mesh: the strategy as a string, without a pipeline.
+    blocks: names of the blocks that it has; None for one of each kind that the strategy can split.
     """
-    config = replace(subject.config, depth=depth)
+    if blocks is None:
+        strategy = parse(mesh).strategy
+        blocks = tuple(layer.name for layer in subject.config.block_kinds if not unsplittable(layer, strategy))
+    config = Excerpt(subject.config, blocks)
     smallest = row_parts(parse(mesh).strategy)
     plan = validate(parse(mesh), config, smallest)
     with pretended(plan.world_size):
@@ -121,7 +129,8 @@ class LayerBench:
 
     def __init__(self, model: ParallelModel, kind: LayerKind) -> None:
         (stage,) = model.stages.values()
-        self.layer, self.kind, self._model = stage.layers()[NAMES[kind]], kind, model
+        self._name = model.config.kinds[kind].name
+        self.layer, self.kind, self._model = stage.layers()[self._name], kind, model
         self._strategy = model.plan.strategy
         self.groups = self._strategy.degree("fsdp")
         self.unit = token_layout(self._strategy)[0].rows // self.groups
@@ -139,13 +148,14 @@ class LayerBench:
     def prepare(self, rows: int) -> None:
         """Create this rank's input, labels and keys for `rows` rows of a tensor-parallel group."""
         config, total = self._model.config, rows * self.groups
-        if self.kind == "embed":
+        taken = self.layer.description.takes
+        if taken is None:
             here = len(image_layout(self._strategy)[0].row_range(total))
             shape: tuple[int, ...] = here, config.channels, config.image_size, config.image_size
         else:
             part = token_layout(self._strategy)[0]
             here = len(part.row_range(total))
-            shape = here, config.tokens, len(part.feature_range(config.embed_dim))
+            shape = here, taken.tokens, len(part.feature_range(taken.features))
         self._x = torch.randn(shape, device=self._model.device, dtype=self._model.precision.compute)
         self._keys = torch.zeros(here, dtype=torch.int64, device=self._model.device) if config.stochastic else None
         self._labels = torch.zeros(total, dtype=torch.int64, device=self._model.device)
@@ -153,8 +163,8 @@ class LayerBench:
 
     def forward(self) -> None:
         """Run a forward; one backward must follow each."""
-        x = self._x.detach().requires_grad_(self.kind != "embed")
-        if self.kind == "head":
+        x = self._x.detach().requires_grad_(self._name != "embed")
+        if self._name == "head":
             y = self._model.loss(self.layer(x), self._labels)
         else:
             y = self.layer(x, self._keys)
@@ -211,10 +221,10 @@ def profile_model(
         progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
         mesh = f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}"
         with built(subject, mesh, device) as model, model.low_precision_params.in_place():
-            for kind in NAMES:
+            for kind in model.config.kinds:
                 bench = LayerBench(model, kind)
                 # The same strategy without fully_shard was measured just before, where it exists.
-                plain = next((p for p in layers[-3:] if p.layer == kind), None)
+                plain = next((p for p in layers[-len(model.config.kinds) :] if p.layer == kind), None)
                 if wrapped and not always_wrapped(tensor) and plain:
                     layers.append(_wrapped(bench, clock, plain))
                 else:
@@ -222,9 +232,9 @@ def profile_model(
                 if wrapped and checkpoint == "none":
                     weights.append(_weights(bench, clock, tensor))
     progress(len(strategies), len(strategies) + 1, "optimizer")
-    optimizer = Curve(timings=tuple(_optimizer(subject, depth, device, clock) for depth in (1, 3)))
+    optimizer = Curve(timings=tuple(_optimizer(subject, blocks, device, clock) for blocks in (1, 3)))
     profile = ModelProfile(
-        model=asdict(subject.config),
+        model=config_to_json(subject.config),
         device=device.type,
         device_name=device_name(device),
         precision=subject.precision,
@@ -256,7 +266,7 @@ def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrappe
             break
         rows *= more
     share = 0.0
-    if bench.kind != "embed" and checkpoint == "none":
+    if bench.layer.description.takes and checkpoint == "none":
         bench.prepare(forward[0].size)
         alone = clock.timings(1, bench.forward, bench.backward_to_input)[1].seconds
         share = min(1.0, alone / backward[0].seconds)
@@ -323,12 +333,13 @@ def _weights(bench: LayerBench, clock: Clock, tensor: str) -> WeightProfile:
     )
 
 
-def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock) -> Timing:
+def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock) -> Timing:
     """Time the work done once per step: 16-bit copies, the norm of the gradients, AdamW.
 
-    depth: number of blocks, which sets the number of elements.
+    blocks: number of copies of each kind of block, which sets the number of elements.
     """
-    with built(replace(subject, compile_blocks=False), "dp1", device, depth) as model:
+    names = tuple(layer.name for layer in subject.config.block_kinds) * blocks
+    with built(replace(subject, compile_blocks=False), "dp1", device, names) as model:
         updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
         parameters = [parameter for _, parameter in model.named_parameters()]
 
@@ -347,14 +358,19 @@ def _optimizer(subject: Subject, depth: int, device: torch.device, clock: Clock)
 
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     """Return the seconds of a micro-batch of one image beyond those of its layers."""
-    with built(subject, "dp1", device) as model, model.low_precision_params.in_place():
+    config, layers = subject.config, 0.0
+    first = config.layers["blocks.0"]
+    # Where the first block fits between embed and head it is the only one, so that little is subtracted.
+    fits = first.gives == config.layers["head"].takes
+    names = tuple(name for name in config.layers if name.startswith("blocks.")) if not fits else ("blocks.0",)
+    counts = Counter(config.layers[name].kind for name in ("embed", *names, "head"))
+    with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        config, layers = model.config, 0.0
-        for kind in NAMES:
+        for kind, times in counts.items():
             bench = LayerBench(model, kind)
             bench.prepare(1)
-            layers += sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
-    with built(subject, "dp1", device) as model, model.low_precision_params.in_place():
+            layers += times * sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
+    with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
         images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
         images = images.to(model.precision.compute)
         whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys)).seconds

@@ -23,7 +23,7 @@ from vitpar.launch.resources import freed_memory_given_back
 from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
 from vitpar.launch.world_group import all_gather_json, barrier
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, others_share
 from vitpar.planner.measure.device import Peak
 from vitpar.strategy import Plan, parse, validate
@@ -46,7 +46,7 @@ class Training:
 
     recipe: Recipe
     """Settings of the training."""
-    config: ViTConfig
+    config: ModelConfig
     """Shape of the model."""
 
     def step(self, plan: Plan, device: torch.device) -> Callable[[], None]:
@@ -170,10 +170,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
     with freed_memory_given_back():
         if device.type == "cpu":
             # A step of a tiny model loads libraries and makes connections first, which are not the plan's memory.
-            c = training.config
-            replace(training, config=replace(c, embed_dim=8 * c.num_heads, mlp_hidden_dim=16 * c.num_heads)).step(
-                plan, device
-            )()
+            replace(training, config=training.config.tiny).step(plan, device)()
         peak = Peak(device)
         step = training.step(plan, device)
         step()
@@ -253,14 +250,14 @@ TWO = ("dp{a}xfsdp{b}", "dp{a}xtp{b}", "tp{a}xdp{b}", "tp{a}xfsdp{b}", "tp{a}xdp
 PIPELINES = ("pp{a}xdp{b}", "pp{a}xfsdp{b}", "pp{a}xtp{b}")
 
 
-def example_plans(config: ViTConfig, ranks: int, batch_size: int, precision: str, compiled: bool) -> Iterator[Plan]:
+def example_plans(config: ModelConfig, ranks: int, batch_size: int, precision: str, compiled: bool) -> Iterator[Plan]:
     """Yield validated example plans that fit the model and the batch.
 
     They cover every role alone and combined, checkpointing, layerwise plans, and pipelines with several schedules and
     numbers of micro-batches. Plans that do not fit are left out.
     """
     splits = [(a, ranks // a) for a in divisors(ranks) if 1 < a < ranks]
-    middle = config.depth // 2
+    middle = config.num_blocks // 2
     words: list[tuple[str, dict[str, Any]]] = [(text.format(n=ranks), {}) for text in (*DATA, *TENSOR)]
     words += [(f"{role}{ranks}", {"microbatches": m}) for role in ("dp", "fsdp") for m in (2, 4)]
     words += [(f"tp{ranks}", {"microbatches": 4}), (f"dp{ranks}+zero1", {"microbatches": 2})]

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vitpar.errors import PlannerError, StrategyError
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import LayerDescription, Part
+from vitpar.models.families import config_to_json
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.profiles import (
@@ -23,7 +25,6 @@ from vitpar.planner.profile.profiles import (
     Bytes,
     Curve,
     Hardware,
-    LayerKind,
     LayerProfile,
     Matmul,
     ModelProfile,
@@ -31,16 +32,19 @@ from vitpar.planner.profile.profiles import (
     always_wrapped,
     exact,
 )
-from vitpar.strategy import Strategy, parse, validate
+from vitpar.strategy import Strategy, parse
 from vitpar.strategy.layout import row_parts
+from vitpar.strategy.splits import mode_of
+from vitpar.strategy.validate import unsplittable
 from vitpar.text import divisors
 
 LAUNCH = 5e-6
 """Host seconds to launch an eager operation; a lower bound on a layer's time is the launch of all its operations."""
 GAP = 2e-6
 """Device seconds between two kernels, including the idle time in a product's last wave of tiles."""
-LAUNCHES: dict[LayerKind, int] = {"embed": 8, "block": 24, "head": 10}
-"""Eager operations of a forward. Backward has twice as many; compiled blocks have half."""
+BLOCK_LAUNCHES, LAUNCHES = 24, {"embed": 8, "head": 10}
+"""Eager operations of a forward: of a block, and of other layers by name. Backward has twice as many; compiled blocks
+have half."""
 ATTENTION = 0.55
 """Rate of attention with full tiles, relative to a large product. Assumed, not measured: it gives 220 TFLOP/s with 197
 tokens and 170 with 257 on an H200."""
@@ -97,8 +101,8 @@ class _Counts:
     """Transient elements on top of `saved`."""
 
 
-def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
-    """Return the names of the tensor-parallel parts that fit the model, for stages of up to `ranks` ranks, tp1 first.
+def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
+    """Return the names of the tensor-parallel parts that fit some blocks, for stages of up to `ranks` ranks, tp1 first.
 
     2.5d is not among them: each of its squares computes as 2d, and shares that profile.
     """
@@ -106,13 +110,17 @@ def tensors(config: ViTConfig, ranks: int) -> tuple[str, ...]:
     for degree in divisors(ranks)[1:]:
         for flag in ("", "+sp", "+2d", "+3d"):
             with suppress(StrategyError):
-                validate(parse(f"tp{degree}{flag}"), config, None)
-                found.append(f"tp{degree}{flag}")
+                strategy = parse(f"tp{degree}{flag}").strategy
+                _ = strategy.tensor_shape  # refuses degrees that are no square or cube
+                ends = (config.layers["embed"], config.layers["head"])
+                able = [not unsplittable(layer, strategy) for layer in (*ends, *config.block_kinds)]
+                if all(able[:2]) and any(able[2:]):
+                    found.append(f"tp{degree}{flag}")
     return tuple(found)
 
 
 def estimate_model(
-    config: ViTConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...], *, compiled: bool = False
+    config: ModelConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...], *, compiled: bool = False
 ) -> ModelProfile:
     """Return the estimated profile of `config` in `precision`.
 
@@ -137,14 +145,17 @@ def estimate_model(
     layers, weights = [], []
     for tensor in tensors:
         strategy = parse(tensor).strategy
-        for kind in LAUNCHES:
-            elements = computed_elements(config, kind, strategy)
-            plain = _counts(config, kind, strategy, "none")
-            float8 = rates[FLOAT8] if numbers.float8 and kind == "block" else None
-            operations = LAUNCHES[kind] / (2 if compiled and kind == "block" else 1)
+        for kind, layer in config.kinds.items():
+            if unsplittable(layer, strategy):
+                continue
+            block = layer.name not in LAUNCHES
+            elements = layer_elements(layer, strategy).compute_numel
+            plain = _counts(layer, strategy, "none")
+            float8 = rates[FLOAT8] if numbers.float8 and block else None
+            operations = LAUNCHES.get(layer.name, BLOCK_LAUNCHES) / (2 if compiled and block else 1)
             time = _Time(matmul, float8, copy, plain, numbers.compute.itemsize, operations, compiled)
             for policy in CHECKPOINTS:
-                counts = _counts(config, kind, strategy, policy)
+                counts = _counts(layer, strategy, policy)
                 forward, backward = time.curves(row_parts(strategy), policy)
                 for wrapped in (True,) if always_wrapped(tensor) else (False, True):
                     layers.append(
@@ -155,7 +166,7 @@ def estimate_model(
                             wrapped=wrapped,
                             forward=forward,
                             backward=backward,
-                            input_share=0.5 if kind != "embed" else 0.0,
+                            input_share=0.5 if layer.takes else 0.0,
                             saved=Bytes(fixed=0, per_row=counts.saved * time.itemsize),
                             # A weight's gradient is transient until it is accumulated. The largest weight of a block
                             # has about a third of its elements.
@@ -170,7 +181,7 @@ def estimate_model(
     blocks = "blocks compiled" if compiled else "blocks not compiled"
     update = UPDATE_BYTES + (COPY_BYTES if numbers.compute is not numbers.parameters else 0)
     profile = ModelProfile(
-        model=asdict(config),
+        model=config_to_json(config),
         device=hardware.device,
         device_name=hardware.device_name,
         precision=precision,
@@ -186,11 +197,6 @@ def estimate_model(
         measured={"estimated": f"by arithmetic, from the rates of {hardware.name}, {blocks}"},
     )
     return profile.slower(1 + SCALING_LOSS * math.log2(hardware.ranks / hardware.ranks_per_node), 1.0)
-
-
-def computed_elements(config: ViTConfig, kind: LayerKind, strategy: Strategy) -> int:
-    """Return the parameter elements that a rank computes a layer with: gathered, but split over tensor axes."""
-    return layer_elements(config, "blocks.0" if kind == "block" else kind, strategy).compute_numel
 
 
 @dataclass(frozen=True)
@@ -243,74 +249,122 @@ class _Time:
         return max(computed + operations * GAP, operations * LAUNCH)
 
 
-def _counts(config: ViTConfig, kind: LayerKind, strategy: Strategy, policy: str) -> _Counts:
+def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts:
     """Return the work of one row under a tensor-parallel mode and a checkpointing policy."""
-    d, h, s, t = config.embed_dim, config.mlp_hidden_dim, config.tokens, strategy.degree("tp")
+    t, mode = strategy.degree("tp"), mode_of(strategy)
     # Parts that activations outside the products are split into.
-    parts = 1 if strategy.tensor_mode == "1d" and not strategy.sequence_parallel else t
-    # A product's input and output are split into `sides` parts; the next product swaps them.
-    side = dict(strategy.tensor_shape)["j"]
-    sides = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
-    if kind == "embed":
-        pixels = config.patches * config.channels * config.patch_size**2
-        saved = (s * d + (0 if policy == "full" else pixels)) / parts
-        product = _Product(2 * pixels * d / parts, pixels / parts, config.patches * d / parts)
-        return _Counts((product,), 0.0, 4 * s * d / parts, saved, s * d / parts)
-    if kind == "head":
-        pooled = s if config.pool == "avg" else 1
-        product = _Product(2 * d * config.num_classes / t, d, config.num_classes / t)
-        return _Counts((product,), 0.0, 3 * s * d / parts, 2 * pooled * d / parts, s * d / parts)
-    products = tuple(
-        _Product(2 * s * taken * given / t, s * taken / inner, s * given / outer)
-        for taken, given, inner, outer in (
-            (d, 3 * d, *sides),
-            (d, d, *sides[::-1]),
-            (d, h, *sides),
-            (h, d, *sides[::-1]),
-        )
-    )
-    kept, space = sum(_kept(d, h, strategy, "none")), _space(config, strategy)
+    parts = 1 if mode == "1d" else t
+    given = layer.gives.elements
+    products = tuple(_products(layer, strategy))
+    if layer.name == "embed":
+        pixels = sum(product.taken for product in products if product.taken)
+        normed = sum(_elements(part) for part in layer.parts if part.role == "norm") / parts
+        saved = given / parts + normed + (0 if policy == "full" else pixels)
+        return _Counts(products, 0.0, 4 * given / parts + 3 * normed, saved, given / parts)
+    if layer.name == "head":
+        taken = (layer.takes or layer.gives).elements / parts
+        normed = sum(_elements(part) for part in layer.parts if part.role == "norm") / parts
+        return _Counts(products, 0.0, 3 * taken, 2 * normed, taken)
+    kept, space = sum(_kept(layer, strategy, "none")), _space(layer, strategy)
     if policy != "none":
         # Backward recomputes what was not kept: it is alive while the layer computes, as workspace.
-        less = sum(_kept(d, h, strategy, policy))
-        space = max(space, kept + space - less + (d / parts if policy == "selective" else 0))
+        less = sum(_kept(layer, strategy, policy))
+        space = max(space, kept + space - less + (given / parts if policy == "selective" else 0))
         kept = less
-    touched = 8 * d / parts + (2 * d + 2 * h) / t
-    # Few tokens use a smaller tile: the next power of two, at least 16.
-    tile = min(ATTENTION_TILE, max(16, 1 << (s - 1).bit_length()))
-    padded = -(-s // tile) * tile
-    return _Counts(products, 4 * padded**2 * d / t, s * touched, s * kept, s * space)
+    rows, merges = _of_role(layer, "row"), _of_role(layer, "merge")
+    touched = sum(4 * _given(part) / parts + 2 * _taken(part) / t for part in rows)
+    touched += sum(3 * _taken(part) / parts for part in merges)
+    attention = 0.0
+    if found := layer.attention:
+        # Few tokens use a smaller tile: the next power of two, at least 16.
+        tile = min(ATTENTION_TILE, max(16, 1 << (found.tokens - 1).bit_length()))
+        padded = -(-found.tokens // tile) * tile
+        attention = 4 * found.windows * padded**2 * found.heads * found.head_dim / t
+        if found.windows > 1:
+            touched += 4 * given / parts  # tokens are moved into windows and back
+    return _Counts(products, attention, touched, kept, space)
 
 
-def _kept(d: int, h: int, strategy: Strategy, policy: str) -> Iterator[float]:
-    """Yield the elements per token that a block keeps for backward: its output included, its input not."""
-    t, q = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    mode = "sp" if strategy.sequence_parallel else strategy.tensor_mode
-    inside = {"1d": 1, "sp": t}.get(mode, t)  # parts that activations outside the products are split into
-    yield d / inside  # the output
+def _of_role(layer: LayerDescription, *roles: str) -> list[Part]:
+    return [part for part in layer.parts if part.role in roles]
+
+
+def _taken(part: Part) -> int:
+    """Return the elements that a linear layer takes of one row."""
+    return part.tokens * part.product[0] if part.product else 0
+
+
+def _given(part: Part) -> int:
+    """Return the elements that a linear layer gives for one row."""
+    return part.tokens * part.product[1] if part.product else 0
+
+
+def _elements(part: Part) -> int:
+    """Return the elements of one row that a norm computes."""
+    return part.tokens * part.shapes["weight"][0]
+
+
+def _products(layer: LayerDescription, strategy: Strategy) -> Iterator[_Product]:
+    """Yield the products of a layer on one rank."""
+    t, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
+    parts = 1 if mode_of(strategy) == "1d" else t
+    # A product's input and output are split into `inner` and `outer` parts; the next product swaps them.
+    inner, outer = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
+    for part in layer.parts:
+        if part.product is None:
+            continue
+        taken, given = _taken(part), _given(part)
+        match part.role:
+            case "column":
+                yield _Product(part.flops / t, taken / inner, given / outer)
+            case "row":
+                yield _Product(part.flops / t, taken / outer, given / inner)
+            case "classifier":
+                yield _Product(part.flops / t, taken, given / t)
+            case "merge":
+                yield _Product(part.flops / t, taken / t, given / parts)
+            case _:
+                yield _Product(part.flops / parts, taken / parts, given / parts)
+
+
+def _kept(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[float]:
+    """Yield the elements of a row that a block keeps for backward: its output included, its input not."""
+    t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
+    inside = 1 if mode == "1d" else t  # parts that activations outside the products are split into
+    columns, rows, merges = (_of_role(layer, role) for role in ("column", "row", "merge"))
+    yield layer.gives.elements / inside  # the output
     if policy == "full":
         return
+    residual = sum(map(_given, [*merges, *rows][:-1]))  # between the branches
     if policy == "none":
-        yield 3 * d / inside  # outputs of the two norms, and the residual between the branches
-        yield (4 * d + 2 * h) / t  # queries, keys, values, attention, and input and output of the activation function
+        normed = sum(map(_elements, _of_role(layer, "norm")))
+        yield (normed + residual) / inside
+        # Queries, keys, values, attention, and input and output of the activation function.
+        yield (sum(map(_given, columns)) + sum(map(_taken, rows))) / t
         if mode not in ("1d", "sp"):
-            yield 2 * d / t  # normalised inputs, which split norms multiply by their scales
+            yield normed / t  # normalised inputs, which split norms multiply by their scales
         return
     # selective: results of products, attention and communication
-    yield (4 * d + h) / t  # queries, keys, values, attention, hidden features
+    attended = sum(map(_taken, rows[:-1])) if layer.attention else 0
+    yield (sum(map(_given, columns)) + attended) / t  # queries, keys, values, attention, hidden features
+    summed = sum(map(_given, [*merges, *rows]))
+    taken = sum(map(_taken, columns))
     if mode == "1d":
-        yield 2 * d * (2 if t > 1 else 1)  # the last product of each branch, and its sum over the ranks
+        yield summed * (2 if t > 1 else 1)  # the last product of each branch, and its sum over the ranks
     elif mode == "sp":
-        yield 2 * d + 2 * d / t + 2 * d  # the same before and after its reduce-scatter, and the gathered inputs
+        yield summed + summed / t + taken  # the same before and after its reduce-scatter, and the gathered inputs
     elif mode == "3d":
-        yield (3 * d + h) / q**2 + (5 * d + h) / q**2 + 2 * d / t  # gathered inputs, and products before their sum
+        # Gathered inputs, and products before their sum.
+        every = taken + sum(map(_taken, rows)) + sum(map(_given, columns)) + summed
+        yield every / q**2 + summed / t
     else:
-        yield 2 * d / t + (3 * d + h) / q
+        yield summed / t + (taken + sum(map(_taken, rows))) / q
 
 
-def _space(config: ViTConfig, strategy: Strategy) -> float:
-    """Return the peak of transient elements per token on top of what a block keeps for backward."""
-    d, h, t, q = config.embed_dim, config.mlp_hidden_dim, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
+def _space(layer: LayerDescription, strategy: Strategy) -> float:
+    """Return the peak of transient elements of a row on top of what a block keeps for backward."""
+    d, t, q = layer.gives.elements, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
+    h = max(map(_taken, _of_role(layer, "row")), default=d)
     if strategy.tensor_mode == "3d":
         return 2 * h / q**2 + h / t + 2 * d / t
     if strategy.tensor_mode != "1d":

@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vitpar.errors import PlannerError
 from vitpar.io import read_json
 from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
-from vitpar.models.config import ViTConfig
-from vitpar.planner.profile.estimate import computed_elements
+from vitpar.models.config import ModelConfig
+from vitpar.models.families import config_to_json
+from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.profiles import (
     STEPS,
     Bytes,
@@ -128,21 +128,22 @@ def _sends(bandwidths: Mapping[str, float], ranks: int, per_node: int) -> Iterat
             yield Link(operation="p2p", ranks=2, stride=stride, nodes=1 + (stride >= per_node), timings=timings)
 
 
-def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfile:
+def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProfile:
     """Return the model profile of `config`, from the computation and memory profiles in `folder`.
 
     Raises PlannerError if the files are missing, ambiguous, or for another number of tokens.
     """
+    tokens = config.layers["blocks.0"].gives.tokens
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
-    block, others = (_forwards(computed, name, config.tokens, folder) for name in ("0", "other"))
+    block, others = (_forwards(computed, name, tokens, folder) for name in ("0", "other"))
     # Galvatron measures everything but the blocks together: embed and head get half each.
     ends = tuple((images, seconds / 2) for images, seconds in others)
-    block_memory = _section(memory, "layertype_0", config.tokens, folder)
+    block_memory = _section(memory, "layertype_0", tokens, folder)
     saved = _activations(block_memory.get("tp_activation_per_bsz_dict"), folder)
     recomputed = _numbers(block_memory["tp_activation_per_bsz_dict"], folder).get("checkpoint")
     first, last = (
-        _activations(_section(memory, f"other_memory_pp_on_{place}", config.tokens, folder).get("activation"), folder)
+        _activations(_section(memory, f"other_memory_pp_on_{place}", tokens, folder).get("activation"), folder)
         for place in ("first", "last")
     )
     layers, weights = [], []
@@ -172,11 +173,11 @@ def import_model(folder: Path, config: ViTConfig, precision: str) -> ModelProfil
                 )
                 layers += [layer, layer.model_copy(update={"wrapped": True})]
         for kind in kinds:
-            elements = computed_elements(config, kind, strategy)
+            elements = layer_elements(config.kinds[kind], strategy).compute_numel
             (nothing,) = exact([(elements, NOTHING)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=nothing, reduce=0))
     return ModelProfile(
-        model=asdict(config),
+        model=config_to_json(config),
         device="cuda",
         device_name=folder.resolve().name,
         precision=precision,

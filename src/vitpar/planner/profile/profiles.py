@@ -33,8 +33,8 @@ HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
 """Default files of `vitpar profile` and of the commands that read profiles."""
 OPTIMIZER_BYTES = 28
 """Bytes that AdamW reads and writes per float32 parameter."""
-LayerKind = Literal["embed", "block", "head"]
-"""Kind of a layer; all blocks of a model are alike."""
+LayerKind = str
+"""Kind of a layer (``LayerDescription.kind``), such as embed, block or head."""
 CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
 """Checkpointing policies, with their flags in a strategy."""
 
@@ -321,7 +321,7 @@ class ModelProfile(Profile):
     format: Literal["vitpar model 1"] = "vitpar model 1"
     """Format and version of the file."""
     model: dict[str, Any]
-    """Fields of the model's ViTConfig."""
+    """Fields of the model's ModelConfig."""
     device: Literal["cpu", "cuda"]
     """Type of the device."""
     device_name: str

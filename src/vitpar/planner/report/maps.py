@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import stage_layers
 from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
@@ -18,7 +18,7 @@ AXES = {"j": "tp", "i": "tp i", "k": "tp k", "d": "tp d"}
 """Displayed names of tensor axes."""
 
 
-def layer_map(config: ViTConfig, plan: Plan) -> str:
+def layer_map(config: ModelConfig, plan: Plan) -> str:
     """Return a table of the layers of every stage, their strategies, and the ranks that hold them."""
     strategies, places = plan.strategies(config.layer_names), range(plan.pipeline_degree)
     held = {stage: pp for pp in places for stage in stages_of_rank(pp, plan)}

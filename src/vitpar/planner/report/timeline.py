@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
 from vitpar.planner.cost.links import placed
-from vitpar.planner.cost.price import Price, kind_of
+from vitpar.planner.cost.price import Price
 from vitpar.planner.cost.stage import build_stage
 from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import Overlap
@@ -47,7 +47,7 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
         return tuple(sorted(found, key=lambda span: (span.start, span.row)))
     plan = price.plan
     batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)
-    layers = [(kind_of(name), strategies[name]) for name in costs.config.layer_names]
+    layers = [(layer.kind, strategies[name]) for name, layer in costs.config.layers.items()]
     stage = build_stage(costs, layers, batch.microbatch_rows, PlacedStrategy(*placed(plan), plan.splits_backward))
     turns = costs.crowd(plan.stage_size)
     streams = _Recorder(costs.hardware.overlap, turns)

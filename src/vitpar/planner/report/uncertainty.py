@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
-from vitpar.planner.cost.price import Price, kind_of
+from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Curve, LayerProfile, Operation
 from vitpar.strategy import batch_arithmetic
 
@@ -97,6 +97,6 @@ def _profiles(price: Price, costs: LayerCosts) -> Iterator[tuple[LayerProfile, i
         (layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers
     }
     for name, strategy in price.plan.strategies(costs.config.layer_names).items():
-        profile = known.get((kind_of(name), tensor_name(strategy), strategy.checkpoint or "none"))
+        profile = known.get((costs.config.layers[name].kind, tensor_name(strategy), strategy.checkpoint or "none"))
         if profile is not None:
             yield profile, strategy.degree("dp") * strategy.degree("fsdp")

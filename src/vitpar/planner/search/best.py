@@ -345,7 +345,7 @@ class Search:
         size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
         speed, sending = min(1.0, at_once), crowded(at_once, pp)
         overlap = costs.hardware.overlap
-        tokens = kind.rows * config.tokens * config.embed_dim * costs.precision.compute.itemsize
+        tokens = kind.rows * config.layers["embed"].gives.elements * costs.precision.compute.itemsize
         return Machine(
             alone=costs.crowd(1),
             sending=sending,
@@ -386,7 +386,7 @@ class Search:
     @property
     def depth(self) -> int:
         """Number of blocks of the model."""
-        return self.space.config.depth
+        return self.space.config.num_blocks
 
 
 def _smaller(budget: float) -> list[float]:

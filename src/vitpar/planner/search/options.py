@@ -23,7 +23,6 @@ from vitpar.strategy.layout import row_parts, token_layout_key, token_parts
 T = TypeVar("T")
 N = TypeVar("N")
 Array = NDArray[np.float64]
-KINDS: tuple[LayerKind, ...] = ("embed", "block", "head")
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,14 @@ class Choices:
 
     options: tuple[Option, ...]
     """The strategies; arrays have one column for each, in this order."""
+    kinds: tuple[LayerKind, ...]
+    """The kinds of layers; arrays have one row for each, in this order."""
 
     @cached_property
     def loads(self) -> dict[str, Array]:
         """The fields of `Load` by name, as arrays [3, strategies] with rows for embed, block and head."""
         return {
-            field.name: np.array([[getattr(o.loads[kind], field.name) for o in self.options] for kind in KINDS])
+            field.name: np.array([[getattr(o.loads[kind], field.name) for o in self.options] for kind in self.kinds])
             for field in fields(Load)
         }
 
@@ -123,6 +124,7 @@ class Options:
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
         self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # least seconds per element
+        self._kinds = tuple(costs.config.kinds)
         self._works, self._weights = _Order(), _Order()
         self._work_numbers: dict[tuple[int, int], int] = {}
         self._weight_numbers: dict[tuple[int, bool], int] = {}
@@ -147,7 +149,8 @@ class Options:
                     self._option(position, rows, pipelined)
                     for same in by_layout.values()
                     for position in _front(same, self._total, self._below)
-                )
+                ),
+                self._kinds,
             )
         return self._found[key]
 
@@ -164,7 +167,7 @@ class Options:
             each = min(
                 (self._costs.computing("block", position, rows) for position in seats.values()), default=math.inf
             )
-            self._least[key] = each * self._space.config.depth
+            self._least[key] = each * self._space.config.num_blocks
         return self._least[key]
 
     def _key(self, pipeline: Plan) -> tuple[int, bool]:
@@ -201,7 +204,7 @@ class Options:
         """Return the index in `_works` of the costs of computing `rows` images under a strategy."""
         key = position.computes, rows // position.data
         if key not in self._work_numbers:
-            works = (self._costs.work(kind, position, rows) for kind in KINDS)
+            works = (self._costs.work(kind, position, rows) for kind in self._kinds)
             self._work_numbers[key] = self._works.add(tuple(part for work in works for part in _of_work(work)))
         return self._work_numbers[key]
 
@@ -209,7 +212,9 @@ class Options:
         """Return the index in `_weights` of the costs of a strategy's parameters."""
         key = position.keeps, pipelined
         if key not in self._weight_numbers:
-            parts = (_of_weights(self._costs.weights(kind, position), position.executions[kind]) for kind in KINDS)
+            parts = (
+                _of_weights(self._costs.weights(kind, position), position.executions[kind]) for kind in self._kinds
+            )
             self._weight_numbers[key] = self._weights.add(tuple(part for numbers in parts for part in numbers))
         return self._weight_numbers[key]
 
@@ -224,7 +229,7 @@ class Options:
             position.strategy,
             {
                 kind: least_load(self._costs, kind, position, rows, self._moments, self._update, pipelined)
-                for kind in KINDS
+                for kind in self._kinds
             },
         )
 

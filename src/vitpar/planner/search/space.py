@@ -22,7 +22,7 @@ from itertools import permutations, product
 from typing import Any
 
 from vitpar.errors import StrategyError
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import tensor_name
 from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
@@ -38,7 +38,7 @@ ROLES = ("pp", "dp", "fsdp", "tp")
 class Space:
     """The plans that a search considers, for one model and number of ranks."""
 
-    config: ViTConfig
+    config: ModelConfig
     """Shape of the model."""
     ranks: int
     """Number of ranks of the plans."""
@@ -71,7 +71,7 @@ class Space:
                 for schedule in self.schedules:
                     counts = {"one": (1,), "two": (2,), "several": self.virtual_stages}[SCHEDULES[schedule].stages]
                     for virtual in counts:
-                        if pp * virtual <= self.config.depth:
+                        if pp * virtual <= self.config.num_blocks:
                             yield Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
@@ -101,7 +101,7 @@ class Space:
 
 
 @lru_cache(maxsize=256)
-def _strategies(config: ViTConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Strategy, ...]:
+def _strategies(config: ModelConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Strategy, ...]:
     """Return the strategies of `Space.strategies`, whatever `Space.tensors` is."""
     found: dict[Strategy, None] = {}  # an ordered set
     policies = (None, *(name for flag, name in (("ckpt", "full"), ("ckpt.selective", "selective")) if flag in flags))
@@ -126,7 +126,7 @@ def _products(size: int) -> Iterator[tuple[int, int, int]]:
             yield dp, fsdp, size // dp // fsdp
 
 
-def _tensor_ways(config: ViTConfig, axes: tuple[Axis, ...], flags: tuple[str, ...]) -> Iterator[Strategy]:
+def _tensor_ways(config: ModelConfig, axes: tuple[Axis, ...], flags: tuple[str, ...]) -> Iterator[Strategy]:
     """Yield the tensor-parallel modes on `axes` that can split the model, as strategies without other flags."""
     plain = Strategy(axes)
     tries: list[dict[str, Any]] = [{}]

@@ -10,7 +10,7 @@ need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,11 +43,15 @@ class ShardedOptimizer:
     """Optimizer over the local shards of named parameters.
 
     parameters: (name, parameter) pairs of this rank, in the order of the global model.
-    heads: attention heads of the model, which muon needs to separate queries, keys and values.
+    heads: attention heads by layer, which muon needs to separate queries, keys and values.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSection, *, heads: int | None = None
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimizerSection,
+        *,
+        heads: Mapping[str, int] | None = None,
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
         # over the global parameter.
@@ -60,7 +64,7 @@ class ShardedOptimizer:
             shards = [shard for name, (_, shard) in self._pairs.items() if decays(name) is decay]
             if shards:
                 groups.append({"params": shards, "weight_decay": settings.weight_decay if decay else 0.0})
-        self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads)
+        self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads or {})
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients that exist and have elements here, by parameter name, sharded like the parameters."""
@@ -117,7 +121,7 @@ _Pairs = dict[str, tuple[nn.Parameter, nn.Parameter]]
 
 
 def _torch_optimizer(
-    groups: list[dict], settings: OptimizerSection, pairs: _Pairs, heads: int | None
+    groups: list[dict], settings: OptimizerSection, pairs: _Pairs, heads: Mapping[str, int]
 ) -> torch.optim.Optimizer:
     moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
@@ -139,14 +143,15 @@ def _torch_optimizer(
             return Muon(groups, _matrices(pairs, heads), lr=lr, **moments, **momentum, **shape)
 
 
-def _matrices(pairs: _Pairs, heads: int | None) -> dict[Tensor, Matrix]:
+def _matrices(pairs: _Pairs, heads: Mapping[str, int]) -> dict[Tensor, Matrix]:
     """Return the matrices of the blocks, by shard, for Muon. Embed and head are not hidden layers."""
     matrices: dict[Tensor, Matrix] = {}
     for name, (parameter, shard) in pairs.items():
         if name.startswith("blocks.") and parameter.dim() == 2:
             fused = name.endswith(".attn.qkv.weight")
-            assert heads or not fused, f"muon cannot tell queries, keys and values of {name} apart without heads"
-            matrices[shard] = Matrix(parameter, heads if fused else None)
+            layer = ".".join(name.split(".")[:2])
+            assert layer in heads or not fused, f"muon cannot separate queries, keys and values of {name} without heads"
+            matrices[shard] = Matrix(parameter, heads[layer] if fused else None)
     return matrices
 
 

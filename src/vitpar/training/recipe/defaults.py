@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.training.recipe.effects import STREAM_CANNOT
 from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
@@ -189,10 +189,10 @@ def recipe_for(samples: int, options: Mapping[str, object] | None = None, assign
     return with_defaults(read_recipe(None, options, assignments, needs_length=False), samples)
 
 
-def _found(recipe: Recipe, config: ViTConfig, samples: int) -> dict[str, Any]:
+def _found(recipe: Recipe, config: ModelConfig, samples: int) -> dict[str, Any]:
     """Return the table's values for `recipe`, by dotted key."""
     row = row_for(samples)
-    larger = row.larger if config.embed_dim > BASE_WIDTH or config.depth > BASE_DEPTH else {}
+    larger = row.larger if config.large else {}
     found = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
     if config.image_size <= SMALL_IMAGE:
         found |= SMALL

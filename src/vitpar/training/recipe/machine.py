@@ -6,7 +6,7 @@ import os
 
 from vitpar.errors import RecipeError
 from vitpar.launch import find_world
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.text import size
 from vitpar.training.recipe.recipe import Recipe
 
@@ -78,7 +78,7 @@ def large_batch_warning(recipe: Recipe, samples: int) -> str | None:
     )
 
 
-def refuse_huge_batch(recipe: Recipe, config: ViTConfig) -> None:
+def refuse_huge_batch(recipe: Recipe, config: ModelConfig) -> None:
     """Raise RecipeError for a batch whose pixels alone do not fit into the memory of the machines."""
     world, batch = find_world(), recipe.train.batch_size
     machines = world.size // world.local_size if world else 1

@@ -15,7 +15,8 @@ import tomli_w
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vitpar.errors import RecipeError, StrategyError
-from vitpar.models.config import ViTConfig, model_config
+from vitpar.models.config import ModelConfig
+from vitpar.models.families import model_config
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.plan_json import read_plan
@@ -102,7 +103,7 @@ class Recipe(Section):
         assert train is not None
         return train if isinstance(train, str) else ", ".join(train)
 
-    def config(self, num_classes: int) -> ViTConfig:
+    def config(self, num_classes: int) -> ModelConfig:
         """Return the configuration of the model for data of `num_classes` classes.
 
         Raises ModelError.
@@ -121,7 +122,7 @@ class Recipe(Section):
         found._refuse_contradictions()
         return found
 
-    def plan(self, config: ViTConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+    def plan(self, config: ModelConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """Return the plan of `parallel.mesh`, validated against the model and the batch.
 
         resolve: fills the open degree, if the strategy has one, for the number of ranks.
@@ -130,14 +131,14 @@ class Recipe(Section):
         """
         return self._choose(self.requested_plans()[:1], config, resolve).plan
 
-    def chosen(self, config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
+    def chosen(self, config: ModelConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
         """Return the plan of `parallel.mesh` or, if it does not fit, the first of `parallel.fallback_meshes` that does.
 
         Raises StrategyError.
         """
         return self._choose(self.requested_plans(), config, resolve)
 
-    def _choose(self, wanted: Sequence[Plan], config: ViTConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
+    def _choose(self, wanted: Sequence[Plan], config: ModelConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
         precision = self.train.precision
 
         def fit(plan: Plan) -> Plan:

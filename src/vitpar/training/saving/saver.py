@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 
 from torch import Tensor
 
 from vitpar.checkpoint import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
 from vitpar.checkpoint.index import AVERAGES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
 from vitpar.checkpoint.writer import Saved
-from vitpar.models.config import ViTConfig
+from vitpar.models.config import ModelConfig
+from vitpar.models.families import config_to_json
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import sharded_as
 from vitpar.strategy import Plan
@@ -184,11 +184,11 @@ class Saver:
             self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
 
 
-def texts(facts: Facts, recipe: Recipe, config: ViTConfig, plan: Plan) -> dict[str, str]:
+def texts(facts: Facts, recipe: Recipe, config: ModelConfig, plan: Plan) -> dict[str, str]:
     """Return the text files of a checkpoint, by name."""
     return {
         STATE: facts.model_dump_json(indent=1),
         RECIPE: recipe.to_toml(),
-        CONFIG: json.dumps(asdict(config), indent=1),
+        CONFIG: json.dumps(config_to_json(config), indent=1),
         PLAN: plan_text(plan),
     }

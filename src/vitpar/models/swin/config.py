@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.limits import MAX_BLOCKS, MAX_IMAGE_SIZE, MAX_WIDTH
+from vitpar.limits import MAX_IMAGE_SIZE, MAX_WIDTH
 from vitpar.models.config import ModelConfig, block_index, check_ranges, check_tokens
 from vitpar.models.description import AttentionShape, LayerDescription, Part, Shape, linear, norm, parameter
 from vitpar.text import either, shown
@@ -113,11 +113,9 @@ class SwinConfig(ModelConfig):
         check_tokens(self, self.stages[0].shape.tokens, "use larger patches or smaller images")
 
     def _check_stages(self, name: str) -> None:
-        for depth in (*self.depths, sum(self.depths)):
-            if not 1 <= depth <= MAX_BLOCKS:
-                raise ModelError(
-                    f"depths of {name} has {shown(depth)} blocks: they must be from 1 to {MAX_BLOCKS:,} in all"
-                )
+        for stage, depth in enumerate(self.depths):
+            if depth < 1:
+                raise ModelError(f"stage {stage + 1} of {name} has {shown(depth)} blocks: it must have 1 or more")
         if len(self.depths) != len(self.num_heads):
             raise ModelError(
                 f"depths of {name} are {len(self.depths)} but num_heads are {len(self.num_heads)}: "
@@ -234,9 +232,7 @@ class SwinConfig(ModelConfig):
     def _embed(self) -> LayerDescription:
         shape = self.stages[0].shape
         parts = (
-            linear(
-                "patch_embed.proj", "embedding", self.channels * self.patch_size**2, shape.features, shape.tokens
-            ),
+            linear("patch_embed.proj", "embedding", self.channels * self.patch_size**2, shape.features, shape.tokens),
             norm("patch_embed.norm", shape.features, shape.tokens),
         )
         return LayerDescription("embed", "embed", None, shape, parts)

@@ -1,8 +1,8 @@
 """Conversion of a Swin Transformer's parameters from other libraries.
 
 There are four formats: timm's (``timm/models/swin_transformer.py``, 1.0), Microsoft's original one, transformers'
-(``modeling_swin.py``, 4 and 5), and vitpar's own. Regular expressions map the names to those of stages, whose blocks are
-then numbered through. The tensors differ as follows:
+(``modeling_swin.py``, 4 and 5), and vitpar's own. Regular expressions map the names to those of stages, whose blocks
+are then numbered through. The tensors differ as follows:
 
 - Blocks are numbered within each stage. Microsoft and transformers merge patches at the end of a stage, timm and vitpar
   at the beginning of the next.
@@ -110,8 +110,7 @@ def _numbered(names: Mapping[str, str]) -> dict[str, str]:
         return sum(depth for other, depth in depths.items() if other < stage) + int(match[2] or 0)
 
     return {
-        f"blocks.{number(match)}.{match[4]}" if (match := matches[ours]) else ours: name
-        for ours, name in names.items()
+        f"blocks.{number(match)}.{match[4]}" if (match := matches[ours]) else ours: name for ours, name in names.items()
     }
 
 
@@ -148,7 +147,7 @@ def infer_config(place: object, found: Renamed, hints: Hints, model: str | None 
     heads = [size(name, 0 if ours else 1) for name in tables]
     windows = [((size(name, 1) if ours else math.isqrt(size(name, 0))) + 1) // 2 for name in tables]
     window, width = max(windows), size(_PROJECTION, 0)
-    grid = _grid_of_masks(found.skipped) or _grid_of_windows(windows)
+    grid = _grid_of_masks(found.skipped) or _grid_of_windows(place, windows)
     told = hints.image_size or (named.image_size if named else None)
     # With neither, the size for which the last stage has one window, as in the published models.
     image_size = grid * patch if grid else told or window * 2 ** (len(firsts) - 1) * patch
@@ -212,10 +211,21 @@ def _grid_of_masks(skipped: Shapes) -> int | None:
     return None
 
 
-def _grid_of_windows(windows: Sequence[int]) -> int | None:
-    """Return the patches along a side of the image if a stage has a smaller window, which has all its tokens."""
+def _grid_of_windows(place: object, windows: Sequence[int]) -> int | None:
+    """Return the patches along a side of the image if a stage has a smaller window, which has all its tokens.
+
+    Raises DataError if another stage contradicts that.
+    """
     small = next((stage for stage, window in enumerate(windows) if window < max(windows)), None)
-    return None if small is None else windows[small] * 2**small
+    if small is None:
+        return None
+    grid = windows[small] * 2**small
+    if [min(max(windows), grid >> stage) for stage in range(len(windows))] != list(windows):
+        raise DataError(
+            f"'{place}' has windows of {_listed(windows)} tokens in its stages: only models with one window size can "
+            "be imported"
+        )
+    return grid
 
 
 def _mlp_ratio(width: int, hidden: Sequence[int]) -> float:

@@ -19,7 +19,9 @@ MASKED = -100.0
 
 def relative_positions(window: int) -> Tensor:
     """Return the place in the flat table of biases for each (query, key) of a window: int64 [window², window²]."""
-    row, column = (place.flatten() for place in torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij"))
+    row, column = (
+        place.flatten() for place in torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
+    )
     rows, columns = (place[:, None] - place + window - 1 for place in (row, column))
     return rows * (2 * window - 1) + columns
 

@@ -21,11 +21,12 @@ from vitpar.errors import DataError, ModelError
 from vitpar.models.description import LayerDescription
 from vitpar.models.families import model_config
 from vitpar.models.foreign import Renamed
+from vitpar.models.keyed_random import at_place, drop
 from vitpar.models.layers import Layer, LayeredModel
 from vitpar.models.swin.config import SHIPPED, SwinConfig
 from vitpar.models.swin.foreign import infer_config, parts, renamed
 from vitpar.models.swin.initial import SCHEMES
-from vitpar.models.swin.layers import Block, PatchMerging, WindowAttention, relative_positions, shift_mask
+from vitpar.models.swin.layers import PatchMerging, WindowAttention, relative_positions, shift_mask
 
 UNKNOWN_TO_TIMM = ("swin_huge_patch4_window7_224", "swin_huge48_patch4_window7_224")
 KEYS = torch.arange(1, 9) * 1_000_003
@@ -315,24 +316,23 @@ def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str
         swin(**options)
 
 
-@pytest.mark.parametrize("image_size", range(2, 82, 2))
 @pytest.mark.parametrize("window", [1, 3, 4, 6])
-def test_suggested_image_sizes_are_the_nearest_that_fit(image_size: int, window: int) -> None:
-    def fits(size: int) -> bool:
-        try:
-            swin(image_size=size, window_size=window, depths=(1, 1, 1), num_heads=(1, 1, 1))
-        except ModelError:
-            return False
-        return True
+def test_suggested_image_sizes_are_the_nearest_that_fit(window: int) -> None:
+    refusals = {size: refusal(size, window) for size in range(2, 400, 2)}
+    fit = [size for size, message in refusals.items() if message is None]
+    assert fit
+    for size in (size for size in range(2, 82, 2) if size not in fit):
+        below, above = max((other for other in fit if other < size), default=None), min(o for o in fit if o > size)
+        suggested = f"{below} or {above}" if below else f"{above}"
+        assert f"use an image size of {suggested}, or" in str(refusals[size])
 
+
+def refusal(image_size: int, window: int) -> str | None:
     try:
         swin(image_size=image_size, window_size=window, depths=(1, 1, 1), num_heads=(1, 1, 1))
     except ModelError as error:
-        said = re.search(r"image size of (?:(\d+) or )?(\d+),", str(error))
-        assert said is not None
-        below = next((size for size in range(image_size, 0, -2) if fits(size)), None)
-        above = next(size for size in range(image_size, 500, 2) if fits(size))
-        assert said.groups() == (None if below is None else str(below), str(above))
+        return str(error)
+    return None
 
 
 def test_unknown_names_are_refused() -> None:
@@ -410,16 +410,16 @@ def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
         assert infer_config("x", renamed_swin(timms(tiny).state_dict()), NO_HINTS, tiny.name) == tiny
 
 
-@pytest.mark.parametrize("ratio", [hidden / 24 for hidden in range(1, 120)])
-def test_mlp_ratio_is_inferred_from_hidden_features(ratio: float) -> None:
-    config = swin(embed_dim=24, depths=(1, 1), num_heads=(1, 1), mlp_ratio=ratio)
-    shapes = {f"{layer}.{key}": shape for layer, d in config.layers.items() for key, shape in d.parameters.items()}
-    found = renamed(shapes)
-    assert found is not None
+def test_mlp_ratio_is_inferred_from_hidden_features() -> None:
     hints = SimpleNamespace(image_size=16, patch_size=2, norm_eps=None)
-    inferred = infer_config("x", found, hints)
-    assert [stage.mlp_hidden_dim for stage in inferred.stages] == [stage.mlp_hidden_dim for stage in config.stages]
-    assert (inferred.depths, inferred.num_heads, inferred.window_size) == ((1, 1), (1, 1), 4)
+    for hidden in range(1, 120):
+        config = swin(embed_dim=24, depths=(1, 1), num_heads=(1, 1), mlp_ratio=hidden / 24)
+        shapes = {f"{layer}.{key}": shape for layer, d in config.layers.items() for key, shape in d.parameters.items()}
+        found = renamed(shapes)
+        assert found is not None
+        inferred = infer_config("x", found, hints)
+        assert [stage.mlp_hidden_dim for stage in inferred.stages] == [stage.mlp_hidden_dim for stage in config.stages]
+        assert (inferred.depths, inferred.num_heads, inferred.window_size) == ((1, 1), (1, 1), 4)
 
 
 def test_conversion_to_vitpar_and_back_is_exact() -> None:
@@ -577,6 +577,30 @@ def test_drop_path_is_timms_rule_and_depends_only_on_the_sample_key() -> None:
     torch.testing.assert_close(model.eval()(images, KEYS), model(images))
 
 
+def test_each_residual_branch_is_dropped_by_its_own_random_numbers() -> None:
+    block = filled(swin(depths=(2, 3), drop_path=0.4)).blocks["3"].train()
+    x, rate = torch.randn(8, 16, 16), 0.4 * 3 / 4
+    places = [1 + 4 * 3 + 1, 1 + 4 * 3 + 3]  # after embed's, and four for each block before
+    first, second = (at_place(KEYS, torch.tensor(place)) for place in places)
+    expected = x + drop(block.attn(block.norm1(x)), first, rate, whole_sample=True)
+    expected = expected + drop(block.mlp(block.norm2(expected)), second, rate, whole_sample=True)
+    torch.testing.assert_close(block(x, KEYS), expected)
+
+
+def test_parameters_and_buffers_may_be_created_on_the_meta_device() -> None:
+    config = swin(image_size=32)
+    expected = filled(config)
+    with torch.device("meta"):
+        model = LayeredModel(config)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(expected.state_dict())
+    for layer in model.layers().values():
+        layer.reset_buffers()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images), expected(images))
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
 def test_blocks_of_a_kind_compile_to_one_graph_each() -> None:
     """Shifted and other blocks of a stage have a graph each; merging adds one."""
     graphs = 0
@@ -619,10 +643,18 @@ def test_perturbed_start_has_no_zero_gradient() -> None:
     assert [name for name, p in model.named_parameters() if not p.grad.any()] == []
 
 
-def test_low_precision_activations_keep_their_dtype() -> None:
-    model = filled(swin(image_size=32)).bfloat16()
+def test_low_precision_attention_gets_a_mask_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs refuse another dtype."""
+    dtypes, compute = set(), F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+        dtypes.update({q.dtype, attn_mask.dtype})
+        return compute(q, k, v, attn_mask)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    model = filled(swin(image_size=32))
+    for parameter in model.parameters():  # as FSDP casts them; buffers stay in float32
+        parameter.data = parameter.data.bfloat16()
     logits = model(torch.randn(2, 3, 32, 32).bfloat16())
     logits.sum().backward()
-    assert logits.dtype == torch.bfloat16
-    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    assert isinstance(model.blocks["0"], Block)
+    assert dtypes == {torch.bfloat16} == {logits.dtype, *(p.grad.dtype for p in model.parameters())}

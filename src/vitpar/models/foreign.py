@@ -1,6 +1,6 @@
-"""What the conversions of parameters from other libraries share, one per family: ``vitpar.models.FAMILY.foreign``.
+"""Common parts of the conversions of parameters from other libraries, which each family has in its module ``foreign``.
 
-Such a module has
+That module has
 
 - ``renamed(shapes)``: recognise the format of foreign tensors and map their names to vitpar's; None for another family.
 - ``infer_config(place, found, hints, model)``: the configuration of the model whose tensors were found.
@@ -54,7 +54,7 @@ class MappedParameter:
     """Function from the foreign tensors, in the order of `names`, to the parameter."""
 
 
-class Hints(Protocol):
+class ImportHints(Protocol):
     """Settings from the files next to the tensors, or None, as far as every family has them."""
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vitpar.errors import DataError, ModelError
 from vitpar.models.families import model_config
-from vitpar.models.foreign import Hints, MappedParameter, Patterns, Renamed, Shapes, dimension, format_of, mapped
+from vitpar.models.foreign import ImportHints, MappedParameter, Patterns, Renamed, Shapes, dimension, format_of, mapped
 from vitpar.models.swin.config import SwinConfig
 
 _END = r"(\.weight|\.bias)"
@@ -114,7 +114,7 @@ def _numbered(names: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def infer_config(place: object, found: Renamed, hints: Hints, model: str | None = None) -> SwinConfig:
+def infer_config(place: object, found: Renamed, hints: ImportHints, model: str | None = None) -> SwinConfig:
     """Return the configuration of the model. A model without classifier gets one class.
 
     place: origin of the tensors, for messages.

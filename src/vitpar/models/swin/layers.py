@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitpar.models.layers import Layer, ResidualBlock
 from vitpar.models.swin.config import SwinConfig, SwinStage
+from vitpar.models.vit.layers import MLP
 from vitpar.sharded import to_local
 
 MASKED = -100.0
@@ -38,7 +39,7 @@ def shift_mask(grid: int, window: int, shift: int) -> Tensor:
     return torch.where(tokens[:, :, None] == tokens[:, None, :], 0.0, MASKED)
 
 
-class PatchEmbed(nn.Module):
+class NormedPatchEmbed(nn.Module):
     """Patch embedding by one linear and a norm: images [batch, channels, height, width] -> [batch, patches, width]."""
 
     def __init__(self, config: SwinConfig) -> None:
@@ -58,7 +59,7 @@ class Embed(Layer):
 
     def __init__(self, config: SwinConfig) -> None:
         super().__init__()
-        self.patch_embed = PatchEmbed(config)
+        self.patch_embed = NormedPatchEmbed(config)
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """images: [batch, channels, size, size], normalised. keys: ignored, since nothing is dropped here."""
@@ -146,19 +147,6 @@ class WindowAttention(nn.Module):
         x = rearrange(x, "b (i j h) (p q) d -> b (i p j q) (h d)", i=across, j=across, p=window, q=window)
         x = self.proj(x)
         return self._rolled(x, self.shift) if self.shift else x
-
-
-class MLP(nn.Module):
-    """Linear, GELU, Linear."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, tokens, width] -> the same shape."""
-        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class Block(ResidualBlock):

@@ -1,5 +1,6 @@
 """Swin Transformer: logits and gradients of timm and transformers, description, names, refusals, initial values."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers.oracles import timm, transformers
 from vitpar.errors import DataError, ModelError
 from vitpar.models.description import LayerDescription
-from vitpar.models.families import model_config
+from vitpar.models.families import config_from_json, config_to_json, model_config
 from vitpar.models.foreign import Renamed
 from vitpar.models.keyed_random import at_place, drop
 from vitpar.models.layers import Layer, LayeredModel
@@ -245,6 +246,22 @@ def test_number_of_parameters_matches_timm(name: str) -> None:
         else:
             theirs = timm.create_model(name, num_classes=1000)
     assert config.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(("name", "third"), [("swin_huge", 26), ("swin_huge48", 42)])
+def test_huge_models_have_galvatrons_sizes(name: str, third: int) -> None:
+    config = model_config(f"{name}_patch4_window7_224")
+    assert isinstance(config, SwinConfig)
+    assert (config.depths, config.num_heads) == ((2, 2, third, 2), (8, 16, 32, 64))
+    shapes = [(stage.width, stage.shape.tokens, stage.mlp_hidden_dim) for stage in config.stages]
+    assert shapes == [(320, 3136, 1280), (640, 784, 2560), (1280, 196, 5120), (2560, 49, 10240)]
+
+
+@pytest.mark.parametrize("config", [*CASES.values(), swin(mlp_ratio=3)])
+def test_configuration_survives_json(config: SwinConfig) -> None:
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    with pytest.raises(ModelError, match="depths"):
+        config_from_json({**config_to_json(config), "depths": "2"})
 
 
 def test_names_accept_any_patch_window_and_image_size() -> None:

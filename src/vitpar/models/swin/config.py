@@ -18,6 +18,7 @@ from vitpar.models.description import AttentionShape, LayerDescription, Part, Sh
 from vitpar.text import either, shown
 
 if TYPE_CHECKING:
+    from vitpar.models.initial import Rules
     from vitpar.models.layers import Layer
 
 _WORDS = {"init": ("timm", "perturbed")}
@@ -228,6 +229,11 @@ class SwinConfig(ModelConfig):
         from vitpar.models.swin.layers import Block, Embed, Head
 
         return Embed(self) if name == "embed" else Head(self) if name == "head" else Block(self, block_index(name))
+
+    def initial_rules(self) -> Rules:
+        from vitpar.models.swin.initial import SCHEMES
+
+        return SCHEMES[self.init]
 
     def _embed(self) -> LayerDescription:
         shape = self.stages[0].shape

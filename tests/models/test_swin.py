@@ -430,7 +430,8 @@ def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
 def test_mlp_ratio_is_inferred_from_hidden_features() -> None:
     hints = SimpleNamespace(image_size=16, patch_size=2, norm_eps=None)
     for hidden in range(1, 120):
-        config = swin(embed_dim=24, depths=(1, 1), num_heads=(1, 1), mlp_ratio=hidden / 24)
+        ratio = math.nextafter(hidden / 49, math.inf)  # int(49 * (1 / 49)) is 0
+        config = swin(embed_dim=49, depths=(1, 1), num_heads=(1, 1), mlp_ratio=ratio)
         shapes = {f"{layer}.{key}": shape for layer, d in config.layers.items() for key, shape in d.parameters.items()}
         found = renamed(shapes)
         assert found is not None

@@ -49,7 +49,7 @@ CASES: dict[str, SwinConfig] = {
     "odd window, odd depths": swin(image_size=24, window_size=3, depths=(1, 3, 1), num_heads=(1, 2, 8)),
     "one stage": swin(depths=(3,), num_heads=(2,), channels=3),
     "four stages": swin(
-        embed_dim=12, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), window_size=2, image_size=32, mlp_ratio=2.5
+        embed_dim=12, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), window_size=2, image_size=32, mlp_ratio=2.3
     ),
 }
 SMALLER_WINDOWS: dict[str, SwinConfig] = {
@@ -425,6 +425,11 @@ def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
         tiny = model_config("swin_tiny_patch4_window7_448")
         assert isinstance(tiny, SwinConfig)
         assert infer_config("x", renamed_swin(timms(tiny).state_dict()), NO_HINTS, tiny.name) == tiny
+        wide = model_config("swin_tiny_patch2_window50_16")  # larger than every stage
+        assert isinstance(wide, SwinConfig)
+        plain = renamed_swin(timms(wide).state_dict())
+        assert infer_config("x", plain, NO_HINTS, wide.name) == wide
+        assert infer_config("x", plain, NO_HINTS) == replace(wide, name="swin_custom", window_size=8)
 
 
 def test_mlp_ratio_is_inferred_from_hidden_features() -> None:
@@ -503,6 +508,16 @@ def test_tensors_of_other_models_are_recognised_or_refused() -> None:
             {},
             None,
             "'x' has windows of 2, 4 tokens in its stages: only models with one window size can be imported",
+        ),
+        (
+            {
+                f"layers.{i}.{part}": ()
+                for i in range(1, 99)
+                for part in ("downsample.norm.bias", "blocks.0.norm1.bias")
+            },
+            {},
+            None,
+            "'x' has 99 stages: models with more than 18 cannot be imported",
         ),
     ],
 )

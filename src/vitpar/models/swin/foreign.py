@@ -25,6 +25,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vitpar.errors import DataError, ModelError
+from vitpar.limits import MAX_WIDTH
 from vitpar.models.families import model_config
 from vitpar.models.foreign import ImportHints, MappedParameter, Patterns, Renamed, Shapes, dimension, format_of, mapped
 from vitpar.models.swin.config import SwinConfig
@@ -141,6 +142,8 @@ def infer_config(place: object, found: Renamed, hints: ImportHints, model: str |
         raise DataError(f"'{place}' has {channels} input channels, but only models with 3 can be imported")
     blocks = {int(name.split(".")[1]) for name in found.shapes if name.startswith("blocks.")}
     firsts = sorted({0} | {n for n in blocks if any(n > 0 and f"blocks.{n}.{m}" in found.shapes for m in _MERGED)})
+    if len(firsts) > (most := MAX_WIDTH.bit_length()):
+        raise DataError(f"'{place}' has {len(firsts)} stages: models with more than {most} cannot be imported")
     depths = [after - first for first, after in zip(firsts, [*firsts[1:], max(blocks) + 1], strict=True)]
     tables = [f"blocks.{first}.{_TABLE}" for first in firsts]
     ours = found.format == "vitpar"
@@ -229,15 +232,16 @@ def _grid_of_windows(place: object, windows: Sequence[int]) -> int | None:
 
 
 def _mlp_ratio(width: int, hidden: Sequence[int]) -> float:
-    """Return a ratio that gives the hidden features of each stage, or of the first one if none does."""
-    ratios = [features / max(1, width * 2**stage) for stage, features in enumerate(hidden)]
+    """Return the shortest ratio that gives the hidden features of each stage, or of the first one if none does."""
+    exact = [features / max(1, width * 2**stage) for stage, features in enumerate(hidden)]
+    rounded = [round(each, digits) for digits in range(4) for each in exact]
     # The quotient may be rounded down, and its product with the width then to the next lower number.
-    ratios = [ratio for each in ratios for ratio in (each, math.nextafter(each, math.inf))]
+    above = [math.nextafter(each, math.inf) for each in exact]
 
     def fits(ratio: float) -> bool:
         return all(int(width * 2**stage * ratio) == features for stage, features in enumerate(hidden))
 
-    return next(filter(fits, ratios), ratios[0])
+    return next(filter(fits, [*rounded, *exact, *above]), exact[0])
 
 
 def parts(found: Renamed, config: SwinConfig) -> dict[str, MappedParameter]:

@@ -1,0 +1,693 @@
+"""Swin Transformer: logits and gradients of timm and transformers, description, names, refusals, initial values."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatch
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers.oracles import timm, transformers
+from vitpar.errors import DataError, ModelError
+from vitpar.models.description import LayerDescription
+from vitpar.models.families import config_from_json, config_to_json, model_config
+from vitpar.models.foreign import Renamed
+from vitpar.models.keyed_random import at_place, drop
+from vitpar.models.layers import Layer, LayeredModel
+from vitpar.models.swin.config import SHIPPED, SwinConfig
+from vitpar.models.swin.foreign import infer_config, parts, renamed
+from vitpar.models.swin.initial import SCHEMES
+from vitpar.models.swin.layers import PatchMerging, WindowAttention, relative_positions, shift_mask
+
+UNKNOWN_TO_TIMM = ("swin_huge_patch4_window7_224", "swin_huge48_patch4_window7_224")
+KEYS = torch.arange(1, 9) * 1_000_003
+NO_HINTS = SimpleNamespace(image_size=None, patch_size=None, norm_eps=None)
+
+
+def swin(**options: Any) -> SwinConfig:
+    sizes = {"patch_size": 2, "image_size": 16, "window_size": 4, "num_classes": 3, "init": "perturbed"}
+    sizes |= {"embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4)}
+    config = model_config("swin_custom", **{**sizes, **options})
+    assert isinstance(config, SwinConfig)
+    return config
+
+
+CASES: dict[str, SwinConfig] = {
+    "shifted in both stages": swin(image_size=32),
+    "one window in the last stage": swin(image_size=28, window_size=7),
+    "window of one token": swin(window_size=1, image_size=8),
+    "odd window, odd depths": swin(image_size=24, window_size=3, depths=(1, 3, 1), num_heads=(1, 2, 8)),
+    "one stage": swin(depths=(3,), num_heads=(2,), channels=3),
+    "four stages": swin(
+        embed_dim=12, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), window_size=2, image_size=32, mlp_ratio=2.3
+    ),
+}
+SMALLER_WINDOWS: dict[str, SwinConfig] = {
+    "one window in every stage": swin(image_size=8, window_size=4),
+    "smaller window in the last stage": swin(image_size=12, window_size=6),
+    "smaller windows in two stages": swin(image_size=32, depths=(1, 2, 2), num_heads=(2, 2, 2), window_size=8),
+    "every stage smaller than the window": swin(image_size=8, window_size=100),
+}
+"""transformers cannot compute these: its bias has the shape of the larger window."""
+
+
+def timms(config: SwinConfig) -> nn.Module:
+    """Return timm's model of this configuration, with random values of every parameter, in evaluation mode."""
+    torch.manual_seed(0)
+    model = timm.models.swin_transformer.SwinTransformer(
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        in_chans=config.channels,
+        num_classes=config.num_classes,
+        embed_dim=config.embed_dim,
+        depths=config.depths,
+        num_heads=config.num_heads,
+        window_size=config.window_size,
+        mlp_ratio=config.mlp_ratio,
+        drop_path_rate=config.drop_path,
+    )
+    return randomised(model)
+
+
+def transformers_(config: SwinConfig) -> nn.Module:
+    """Return transformers' model of this configuration, with random values of every parameter, in evaluation mode."""
+    torch.manual_seed(0)
+    settings = transformers.SwinConfig(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_channels=config.channels,
+        num_labels=config.num_classes,
+        embed_dim=config.embed_dim,
+        depths=config.depths,
+        num_heads=config.num_heads,
+        window_size=config.window_size,
+        mlp_ratio=config.mlp_ratio,
+        drop_path_rate=config.drop_path,
+    )
+    return randomised(transformers.SwinForImageClassification(settings))
+
+
+@torch.no_grad()
+def randomised(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():  # initial biases, norms and tables hide mistakes
+        weight = parameter.dim() > 1 and "table" not in name
+        std = parameter[0].numel() ** -0.5 if weight else 0.5
+        parameter.normal_(std=std)
+        if "norm" in name and name.endswith("weight"):
+            parameter.add_(1)
+    return model.eval()
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def renamed_swin(state: Mapping[str, Tensor]) -> Renamed:
+    found = renamed(shapes_of(state))
+    assert found is not None
+    assert found.unknown == ()
+    return found
+
+
+def converted(state: Mapping[str, Tensor], config: SwinConfig) -> dict[str, Tensor]:
+    """Return tensors of timm or transformers, values or gradients, as vitpar's."""
+    made = parts(renamed_swin(state), config)
+    result = {name: part.make(*(state[foreign] for foreign in part.names)) for name, part in made.items()}
+    assert shapes_of(result) == {name: part.shape for name, part in made.items()}
+    return result
+
+
+def filled(config: SwinConfig, layers: tuple[str, ...] | None = None, state: Mapping[str, Tensor] | None = None) -> Any:
+    """Return a model with the parameters `state`, or those of its scheme of initial values."""
+    model = LayeredModel(config, layers)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    values = {name: drawn(name, shape, config) for name, shape in shapes.items()} if state is None else state
+    model.load_state_dict({name: values[name] for name in shapes})
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.reset_buffers()
+    return model
+
+
+def drawn(name: str, shape: tuple[int, ...], config: SwinConfig) -> Tensor:
+    """Return initial values of a parameter by the rules of its scheme."""
+    rule = next(rule for pattern, rule in SCHEMES[config.init] if fnmatch(name, pattern))
+    uniform = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+    return rule(uniform.mul_(2).sub_(1).add_(2**-53), torch.Size(shape), config).float()
+
+
+def assert_same_function(theirs: nn.Module, config: SwinConfig, dtype: torch.dtype, most: float) -> None:
+    """Check that logits and the gradient of every parameter are equal, relative to the largest element."""
+    theirs = theirs.to(dtype)
+    ours = filled(config, state=converted(dict(theirs.named_parameters()), config)).to(dtype).eval()
+    images = torch.randn(3, config.channels, config.image_size, config.image_size, dtype=dtype)
+    output = theirs(images)
+    expected, logits = getattr(output, "logits", output), ours(images)
+    assert_close(logits, expected, most, "logits")
+    for computed in (logits, expected):
+        F.cross_entropy(computed, torch.arange(3) % config.num_classes).backward()
+    gradients = converted({name: p.grad for name, p in theirs.named_parameters()}, config)
+    parameters = dict(ours.named_parameters())
+    assert gradients.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        assert parameter.grad.any() or (config.window_size == 1 and name.endswith("table")), name
+        assert_close(parameter.grad, gradients[name], most, name)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, most: float, name: str) -> None:
+    error = (ours - theirs).abs().max().item() / max(1e-3, theirs.abs().max().item())
+    assert error <= most, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize("case", [*CASES, *SMALLER_WINDOWS])
+def test_logits_and_gradients_match_timm_in_float64(case: str) -> None:
+    config = {**CASES, **SMALLER_WINDOWS}[case]
+    assert_same_function(timms(config), config, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_match_transformers_in_float64(case: str) -> None:
+    assert_same_function(transformers_(CASES[case]), CASES[case], torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("library", [timms, transformers_])
+def test_logits_and_gradients_match_in_float32(library: Callable[[SwinConfig], nn.Module]) -> None:
+    config = CASES["shifted in both stages"]
+    assert_same_function(library(config), config, torch.float32, 1e-5)
+
+
+def tokens_of_modules(layer: Layer, described: LayerDescription) -> dict[str, int]:
+    """Return a mapping that a forward of `layer` fills: the tokens of a sample that each described module gives."""
+    tokens: dict[str, int] = {}
+
+    def note(part: str) -> Callable[..., None]:
+        return lambda module, inputs, output: tokens.update({part: math.prod(output.shape[1:-1])})
+
+    for part in described.parts:
+        if "" not in part.shapes:  # not a bare parameter
+            layer.get_submodule(part.name).register_forward_hook(note(part.name))
+    return tokens
+
+
+@pytest.mark.parametrize("case", [*CASES, *SMALLER_WINDOWS])
+def test_description_matches_the_modules(case: str) -> None:
+    config = {**CASES, **SMALLER_WINDOWS}[case]
+    x = torch.randn(2, config.channels, config.image_size, config.image_size)
+    for name, layer in filled(config).layers().items():
+        described = config.layers[name]
+        assert described.parameters == {key: tuple(p.shape) for key, p in layer.named_parameters()}
+        tokens = tokens_of_modules(layer, described)
+        taken, x = x, layer(x)
+        if described.takes is not None:
+            assert taken.shape[1:] == (described.takes.tokens, described.takes.features)
+        given = x if name != "head" else x[:, None]
+        assert given.shape[1:] == (described.gives.tokens, described.gives.features)
+        assert tokens == {part.name: part.tokens for part in described.parts if "" not in part.shapes}
+
+
+@pytest.mark.parametrize("case", [*CASES, *SMALLER_WINDOWS])
+def test_flops_match_torchs_counter(case: str) -> None:
+    config = {**CASES, **SMALLER_WINDOWS}[case]
+    model, counter = filled(config), FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.randn(1, config.channels, config.image_size, config.image_size))
+    assert config.flops == 3 * counter.get_total_flops()
+
+
+def test_kinds_groups_and_boundaries() -> None:
+    config = swin(depths=(2, 1, 3), num_heads=(2, 4, 4), image_size=32)
+    kinds = [layer.kind for layer in config.layers.values()]
+    assert kinds == ["embed", "stage1", "stage1", "merge2", "merge3", "stage3", "stage3", "head"]
+    assert config.groups == {"stage1": range(2), "stage2": range(2, 3), "stage3": range(3, 6)}
+    layers = list(config.layers.values())
+    assert all(before.gives == after.takes for before, after in pairwise(layers))
+    for layer in layers:
+        same = config.kinds[layer.kind]
+        assert (layer.numel, layer.flops, layer.takes, layer.gives) == (same.numel, same.flops, same.takes, same.gives)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_number_of_parameters_matches_timm(name: str) -> None:
+    config = model_config(name)
+    with torch.device("meta"):
+        if name in UNKNOWN_TO_TIMM:
+            assert isinstance(config, SwinConfig)
+            theirs = timms(config)
+        else:
+            theirs = timm.create_model(name, num_classes=1000)
+    assert config.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(("name", "third"), [("swin_huge", 26), ("swin_huge48", 42)])
+def test_huge_models_have_galvatrons_sizes(name: str, third: int) -> None:
+    config = model_config(f"{name}_patch4_window7_224")
+    assert isinstance(config, SwinConfig)
+    assert (config.depths, config.num_heads) == ((2, 2, third, 2), (8, 16, 32, 64))
+    shapes = [(stage.width, stage.shape.tokens, stage.mlp_hidden_dim) for stage in config.stages]
+    assert shapes == [(320, 3136, 1280), (640, 784, 2560), (1280, 196, 5120), (2560, 49, 10240)]
+
+
+@pytest.mark.parametrize("config", [*CASES.values(), swin(mlp_ratio=3)])
+def test_configuration_survives_json(config: SwinConfig) -> None:
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    with pytest.raises(ModelError, match="depths"):
+        config_from_json({**config_to_json(config), "depths": "2"})
+
+
+def test_names_accept_any_patch_window_and_image_size() -> None:
+    config = model_config("swin_tiny_patch2_window4_32", num_classes=10, drop_path=0.1)
+    assert isinstance(config, SwinConfig)
+    assert (config.patch_size, config.window_size, config.image_size, config.embed_dim) == (2, 4, 32, 96)
+    assert (config.num_classes, config.stochastic, config.features) == (10, True, 768)
+    nano = model_config("swin_nano_patch2_window4_32")
+    assert isinstance(nano, SwinConfig)
+    assert [(stage.grid, stage.width, stage.windows) for stage in nano.stages] == [
+        (16, 32, 16),
+        (8, 64, 4),
+        (4, 128, 1),
+    ]
+    assert [nano.stages[0].shift(i) for i in (0, 1)] == [0, 2]
+    assert nano.stages[2].shift(5) == 0
+
+
+def test_lists_of_a_recipe_become_tuples() -> None:
+    assert swin(depths=[2, 2], num_heads=[2, 4]) == swin()
+    assert hash(swin(depths=[2, 2], num_heads=[2, 4])) == hash(swin())
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"depths": (2, 2, 2)}, "depths of swin_custom are 3 but num_heads are 2: list one of each for each stage"),
+    ({"depths": (), "num_heads": ()}, "depths of swin_custom is (): list one number for each stage"),
+    ({"depths": 2}, "depths of swin_custom is 2: list one number for each stage"),
+    ({"depths": (2, 0)}, "stage 2 of swin_custom has 0 blocks: it must have 1 or more"),
+    ({"depths": (1000, 1000)}, "depth of swin_custom is 2000: it must be from 1 to 1,024"),
+    ({"depths": (-5, 10)}, "stage 1 of swin_custom has -5 blocks: it must have 1 or more"),
+    ({"depths": (10**400, 1)}, "depth of swin_custom is 1000000"),
+    (
+        {"num_heads": (2, 3)},
+        "3 heads do not divide the width 16 of stage 2 of swin_custom: change num_heads or embed_dim",
+    ),
+    ({"num_heads": (2, 0)}, "num_heads of swin_custom is 0: it must be from 1 to 131,072"),
+    (
+        {"embed_dim": 131_072, "mlp_ratio": 0.5},
+        "stage 2 of swin_custom has width 262144, above 131,072: use fewer stages",
+    ),
+    ({"mlp_ratio": 0.01}, "stage 1 of swin_custom has 0 hidden features: change mlp_ratio"),
+    ({"mlp_ratio": math.nan}, "mlp_ratio of swin_custom is nan: it must be above 0"),
+    ({"mlp_ratio": math.inf}, "mlp_ratio of swin_custom is inf: it must be above 0"),
+    ({"window_size": 0}, "window_size of swin_custom is 0: it must be from 1 to 16,384"),
+    ({"patch_size": 3}, "patches of 3 pixels do not tile images of 16 for swin_custom: use an image size of 15"),
+    (
+        {"image_size": 18},
+        "windows of 4x4 do not tile the 9x9 tokens of stage 1 of swin_custom: use an image size of 16 or 32, or",
+    ),
+    (
+        {"image_size": 24},
+        "windows of 4x4 do not tile the 6x6 tokens of stage 2 of swin_custom: use an image size of 16 or 32",
+    ),
+    (
+        {"image_size": 20, "window_size": 5, "depths": (1, 1, 1), "num_heads": (1, 1, 1)},
+        "stage 2 of swin_custom has 5x5 tokens, which cannot be merged two by two: use an image size of 8 or 40, or",
+    ),
+    ({"image_size": 14, "window_size": 7}, "stage 1 of swin_custom has 7x7 tokens, which cannot be merged two by two"),
+    ({"init": "jax"}, "unknown init 'jax' of swin_custom: use timm or perturbed"),
+    ({"drop_path": 1.0}, "drop_path of swin_custom is 1.0"),
+    ({"image_size": 16_384, "patch_size": 8, "window_size": 8}, "images of swin_custom have 4194304 tokens, above"),
+    ({"pool": "avg"}, "swin_custom has no pool: leave the option out"),
+)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        swin(**options)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 6])
+def test_suggested_image_sizes_are_the_nearest_that_fit(window: int) -> None:
+    refusals = {size: refusal(size, window) for size in range(2, 400, 2)}
+    fit = [size for size, message in refusals.items() if message is None]
+    assert fit
+    for size in (size for size in range(2, 82, 2) if size not in fit):
+        below, above = max((other for other in fit if other < size), default=None), min(o for o in fit if o > size)
+        suggested = f"{below} or {above}" if below else f"{above}"
+        assert f"use an image size of {suggested}, or" in str(refusals[size])
+
+
+def refusal(image_size: int, window: int) -> str | None:
+    try:
+        swin(image_size=image_size, window_size=window, depths=(1, 1, 1), num_heads=(1, 1, 1))
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def test_unknown_names_are_refused() -> None:
+    for name in ("swin_tiny", "swin_giant_patch4_window7_224", "swin_tiny_patch4_window7_" + "9" * 5_000):
+        with pytest.raises(ModelError, match="unknown model 'swin_"):
+            model_config(name)
+    with pytest.raises(ModelError, match="swin_custom needs the model options num_heads, patch_size"):
+        model_config("swin_custom", embed_dim=8, depths=(1,))
+
+
+def microsofts(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of timm's model as Microsoft's files have them."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        name = re.sub(r"layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) - 1}.downsample", name)
+        state[name.replace("head.fc.", "head.")] = tensor
+    for name, module in model.named_modules():
+        if name.endswith(".attn"):
+            state[f"{name}.relative_position_index"] = module.relative_position_index
+        elif getattr(module, "attn_mask", None) is not None:
+            state[f"{name}.attn_mask"] = module.attn_mask
+    return state
+
+
+def older_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return transformers' weights under the names of version 4."""
+    older = {}
+    for name, tensor in state.items():
+        name = re.sub(r"attention\.([qkv])_proj", lambda found: f"attention.self.{WORDS[found[1]]}", name)
+        name = name.replace("attention.relative_position_bias.", "attention.self.")
+        name = name.replace("attention.o_proj", "attention.output.dense").replace("mlp.fc1", "intermediate.dense")
+        older[name.replace("mlp.fc2", "output.dense")] = tensor
+    return older
+
+
+WORDS = {"q": "query", "k": "key", "v": "value"}
+FOREIGN: dict[str, Callable[[SwinConfig], Mapping[str, Tensor]]] = {
+    "timm": lambda config: timms(config).state_dict(),
+    "microsoft": lambda config: microsofts(timms(config)),
+    "transformers": lambda config: transformers_(config).state_dict(),
+    "transformers 4": lambda config: older_names(transformers_(config).state_dict()),
+}
+
+
+@pytest.mark.parametrize("source", FOREIGN)
+@pytest.mark.parametrize("case", ["odd window, odd depths", "four stages", "one window in the last stage"])
+def test_configuration_is_inferred(source: str, case: str) -> None:
+    config = CASES[case]
+    found = renamed_swin(FOREIGN[source](config))
+    assert found.format == source.removesuffix(" 4")
+    hints = SimpleNamespace(image_size=config.image_size, patch_size=None, norm_eps=None)
+    assert infer_config("x", found, hints) == replace(config, init="timm")
+    made = parts(found, config)
+    assert {name: part.shape for name, part in made.items()} == {
+        name: shape
+        for layer, described in config.layers.items()
+        for name, shape in ((f"{layer}.{key}", shape) for key, shape in described.parameters.items())
+    }
+
+
+def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
+    masked = renamed_swin(microsofts(timms(swin(image_size=64))))
+    assert infer_config("x", masked, NO_HINTS).image_size == 64
+    smaller = renamed_swin(timms(swin(image_size=12, window_size=6)).state_dict())
+    assert infer_config("x", smaller, NO_HINTS).image_size == 12
+    assert infer_config("x", smaller, NO_HINTS).window_size == 6
+    with torch.device("meta"):
+        for name in ("swin_tiny_patch4_window7_224", "swin_base_patch4_window12_384"):
+            plain = renamed_swin(timm.create_model(name).state_dict())
+            inferred = infer_config("x", plain, NO_HINTS)
+            assert replace(inferred, name=name) == model_config(name)
+            assert infer_config("x", plain, NO_HINTS, name) == model_config(name)
+        tiny = model_config("swin_tiny_patch4_window7_448")
+        assert isinstance(tiny, SwinConfig)
+        assert infer_config("x", renamed_swin(timms(tiny).state_dict()), NO_HINTS, tiny.name) == tiny
+        wide = model_config("swin_tiny_patch2_window50_16")  # larger than every stage
+        assert isinstance(wide, SwinConfig)
+        plain = renamed_swin(timms(wide).state_dict())
+        assert infer_config("x", plain, NO_HINTS, wide.name) == wide
+        assert infer_config("x", plain, NO_HINTS) == replace(wide, name="swin_custom", window_size=8)
+
+
+def test_mlp_ratio_is_inferred_from_hidden_features() -> None:
+    hints = SimpleNamespace(image_size=16, patch_size=2, norm_eps=None)
+    for hidden in range(1, 120):
+        ratio = math.nextafter(hidden / 49, math.inf)  # int(49 * (1 / 49)) is 0
+        config = swin(embed_dim=49, depths=(1, 1), num_heads=(1, 1), mlp_ratio=ratio)
+        shapes = {f"{layer}.{key}": shape for layer, d in config.layers.items() for key, shape in d.parameters.items()}
+        found = renamed(shapes)
+        assert found is not None
+        inferred = infer_config("x", found, hints)
+        assert [stage.mlp_hidden_dim for stage in inferred.stages] == [stage.mlp_hidden_dim for stage in config.stages]
+        assert (inferred.depths, inferred.num_heads, inferred.window_size) == ((1, 1), (1, 1), 4)
+
+
+def test_conversion_to_vitpar_and_back_is_exact() -> None:
+    config = CASES["odd window, odd depths"]
+    state = {name: p.detach() for name, p in timms(config).named_parameters()}
+    ours = converted(state, config)
+    assert {name: tensor.numel() for name, tensor in ours.items()} == {
+        f"{layer}.{key}": math.prod(shape) for layer, d in config.layers.items() for key, shape in d.parameters.items()
+    }
+    back = {name: timms_value(name, ours, config) for name in state}
+    for name, tensor in state.items():
+        assert back[name].contiguous().numpy().tobytes() == tensor.numpy().tobytes(), name
+    model = filled(config, state=ours)
+    own = dict(model.named_parameters())
+    assert all(torch.equal(tensor, own[name]) for name, tensor in converted(own, config).items())
+
+
+def timms_value(name: str, ours: Mapping[str, Tensor], config: SwinConfig) -> Tensor:
+    """Return the parameter of timm with this name from vitpar's, element by element."""
+    if found := re.fullmatch(r"layers\.(\d)\.(?:blocks\.(\d)|downsample)\.(.+)", name):
+        stage, rest = config.stages[int(found[1])], found[3]
+        block = f"blocks.{stage.blocks[int(found[2] or 0)]}"
+        value = ours[f"{block}.{rest}" if found[2] else f"{block}.downsample.{rest}"]
+        heads, d, width = stage.num_heads, stage.head_dim, stage.width // 2
+        if "qkv" in rest:
+            rows = [h * 3 * d + part * d + i for part in range(3) for h in range(heads) for i in range(d)]
+            return value[rows]
+        if "table" in rest:
+            offsets = 2 * stage.window - 1
+            return torch.stack([value[:, a, b] for a in range(offsets) for b in range(offsets)])
+        if not found[2]:
+            return value[..., [feature * 4 + neighbour for neighbour in range(4) for feature in range(width)]]
+        return value
+    if name.startswith("patch_embed.proj.weight"):
+        return ours["embed.patch_embed.proj.weight"].view(-1, config.channels, config.patch_size, config.patch_size)
+    for theirs, mine in (("patch_embed", "embed.patch_embed"), ("norm", "head.norm"), ("head.fc", "head.fc")):
+        if name.startswith(theirs):
+            return ours[mine + name.removeprefix(theirs)]
+    raise AssertionError(name)
+
+
+def test_tensors_of_other_models_are_recognised_or_refused() -> None:
+    vit = {"patch_embed.proj.weight": (8, 3, 4, 4), "blocks.0.attn.qkv.weight": (24, 8)}
+    assert renamed(vit) is None
+    config = CASES["shifted in both stages"]
+    state = shapes_of(timms(config).state_dict())
+    odd = renamed({**state, "layers.0.blocks.0.mlp.gate.weight": (3,), "absolute_pos_embed": (1, 256, 8)})
+    assert odd is not None
+    assert odd.unknown == ("layers.0.blocks.0.mlp.gate.weight", "absolute_pos_embed")
+
+
+@pytest.mark.parametrize(
+    ("change", "hints", "model", "message"),
+    [
+        ({}, {}, "vit_tiny_patch4_32", "'x' is a Swin Transformer, not a vit_tiny_patch4_32"),
+        ({}, {}, "swin_tiny_patch2_window4_32", "its embed_dim is 8 instead of 96: name another model"),
+        ({}, {"image_size": 18}, None, "'x' is not a vitpar model: windows of 4x4 do not tile the 9x9 tokens"),
+        ({"patch_embed.proj.weight": (8, 1, 2, 2)}, {}, None, "'x' has 1 input channels"),
+        ({"patch_embed.proj.weight": ()}, {}, None, "has shape []: it is not a Swin Transformer that vitpar supports"),
+        ({"layers.1.blocks.0.mlp.fc1.weight": None}, {}, None, "lacks blocks.2.mlp.fc1.weight (vitpar's name)"),
+        (
+            {f"layers.0.blocks.0.attn.{'relative_position_bias_table'}": (9, 2)},
+            {},
+            None,
+            "'x' has windows of 2, 4 tokens in its stages: only models with one window size can be imported",
+        ),
+        (
+            {
+                f"layers.{i}.{part}": ()
+                for i in range(1, 99)
+                for part in ("downsample.norm.bias", "blocks.0.norm1.bias")
+            },
+            {},
+            None,
+            "'x' has 99 stages: models with more than 18 cannot be imported",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    change: dict[str, Any], hints: dict[str, Any], model: str | None, message: str
+) -> None:
+    state = shapes_of(timms(CASES["shifted in both stages"]).state_dict()) | change
+    found = renamed({name: shape for name, shape in state.items() if shape is not None})
+    assert found is not None
+    with pytest.raises((DataError, ModelError), match=re.escape(message)):
+        infer_config("x", found, SimpleNamespace(**vars(NO_HINTS) | hints), model)
+
+
+def test_another_epsilon_of_transformers_is_refused() -> None:
+    found = renamed_swin(transformers_(swin()).state_dict())
+    hints = SimpleNamespace(image_size=16, patch_size=None, norm_eps=1e-6)
+    with pytest.raises(DataError, match="'x' has layer_norm_eps 1e-06: only models with 1e-05 in every norm"):
+        infer_config("x", found, hints)
+
+
+def test_a_missing_block_stays_missing() -> None:
+    state = timms(CASES["four stages"]).state_dict()
+    found = renamed({name: tuple(t.shape) for name, t in state.items() if not name.startswith("layers.2.blocks.3.")})
+    assert found is not None
+    blocks = {int(name.split(".")[1]) for name in found.names if name.startswith("blocks.")}
+    assert blocks == set(range(12)) - {7}
+
+
+def test_merged_features_of_a_slice_are_a_slice() -> None:
+    config = swin()
+    merging = PatchMerging(config, config.stages[0])
+    merging.norm, merging.reduction = nn.Identity(), nn.Identity()
+    x = torch.randn(2, 64, 8)
+    whole = merging(x)
+    assert whole.shape == (2, 16, 32)
+    torch.testing.assert_close(torch.cat([merging(x[..., :4]), merging(x[..., 4:])], dim=-1), whole, rtol=0, atol=0)
+    image = x.view(2, 8, 8, 8)
+    first = torch.stack([image[:, 0, 0], image[:, 1, 0], image[:, 0, 1], image[:, 1, 1]], dim=-1)
+    assert torch.equal(whole[:, 0], first.flatten(1))
+
+
+def test_attention_of_each_half_of_the_heads_adds_up() -> None:
+    config = swin(image_size=32, num_heads=(2, 4))
+    stage = config.stages[0]
+    block = filled(config).blocks["1"]
+    whole, x = block.attn, torch.randn(3, 256, 8)
+    total = whole.proj.bias.expand(3, 256, 8).clone()
+    for half in range(2):
+        part = WindowAttention(stage, stage.shift(1))
+        part.reset_buffers()
+        part.qkv.weight = nn.Parameter(whole.qkv.weight.chunk(2)[half])
+        part.qkv.bias = nn.Parameter(whole.qkv.bias.chunk(2)[half])
+        part.proj.weight = nn.Parameter(whole.proj.weight.chunk(2, dim=1)[half])
+        part.relative_position_bias_table = nn.Parameter(whole.relative_position_bias_table.chunk(2)[half])
+        part.proj.bias = None
+        total = total + part(x)
+    torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+def test_relative_positions_and_masks_match_timm(window: int) -> None:
+    theirs = timm.models.swin_transformer
+    assert torch.equal(relative_positions(window), theirs.get_relative_position_index(window, window))
+    if window > 1:
+        block = theirs.SwinTransformerBlock(8, (3 * window, 3 * window), 2, window_size=window, shift_size=window // 2)
+        assert torch.equal(shift_mask(3 * window, window, window // 2), block.attn_mask)
+
+
+def test_two_stages_compute_the_same_as_the_complete_model() -> None:
+    """A pipeline cuts the model between any two layers, also where tokens are merged."""
+    config = swin(depths=(1, 2), drop_path=0.4)
+    whole = filled(config).train()
+    images = torch.randn(8, 3, 16, 16)
+    expected = whole(images, KEYS)
+    for cut in range(1, 5):
+        first, second = filled(config, config.layer_names[:cut]), filled(config, config.layer_names[cut:])
+        assert torch.equal(second.train()(first.train()(images, KEYS), KEYS), expected)
+
+
+def test_drop_path_is_timms_rule_and_depends_only_on_the_sample_key() -> None:
+    config = swin(depths=(2, 3), drop_path=0.4)
+    model = filled(config).train()
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in timms(config).layers for block in stage.blocks]
+    assert [block.rate.item() for block in model.blocks.values()] == pytest.approx(rates)
+    images = torch.randn(1, 3, 16, 16).expand(8, -1, -1, -1)
+    together = model(images, KEYS)
+    alone = torch.cat([model(images[i : i + 1], KEYS[i : i + 1]) for i in range(8)])
+    torch.testing.assert_close(together, alone)
+    assert len({tuple(row.tolist()) for row in together.detach()}) > 4
+    torch.testing.assert_close(model.eval()(images, KEYS), model(images))
+
+
+def test_each_residual_branch_is_dropped_by_its_own_random_numbers() -> None:
+    block = filled(swin(depths=(2, 3), drop_path=0.4)).blocks["3"].train()
+    x, rate = torch.randn(8, 16, 16), 0.4 * 3 / 4
+    places = [1 + 4 * 3 + 1, 1 + 4 * 3 + 3]  # after embed's, and four for each block before
+    first, second = (at_place(KEYS, torch.tensor(place)) for place in places)
+    expected = x + drop(block.attn(block.norm1(x)), first, rate, whole_sample=True)
+    expected = expected + drop(block.mlp(block.norm2(expected)), second, rate, whole_sample=True)
+    torch.testing.assert_close(block(x, KEYS), expected)
+
+
+def test_parameters_and_buffers_may_be_created_on_the_meta_device() -> None:
+    config = swin(image_size=32)
+    expected = filled(config)
+    with torch.device("meta"):
+        model = LayeredModel(config)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(expected.state_dict())
+    for layer in model.layers().values():
+        layer.reset_buffers()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images), expected(images))
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+def test_blocks_of_a_kind_compile_to_one_graph_each() -> None:
+    """Shifted and other blocks of a stage have a graph each; merging adds one."""
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    torch.compiler.reset()
+    model = filled(swin(depths=(6,), num_heads=(2,), drop_path=0.2))
+    for block in model.blocks.values():
+        block.compile(backend=count, fullgraph=True)
+    images = torch.randn(2, 3, 16, 16)
+    model.train()(images, torch.tensor([1, 2]))
+    assert graphs == 2
+
+
+def test_initial_values_have_timms_distributions() -> None:
+    config = swin(embed_dim=32, init="timm", image_size=28, window_size=7)
+    torch.manual_seed(0)
+    model = timm.models.swin_transformer.SwinTransformer(
+        img_size=28, patch_size=2, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=7, num_classes=3
+    )
+    theirs = converted({name: p.detach() for name, p in model.named_parameters()}, config)
+    for name, value in theirs.items():
+        ours, n = drawn(name, tuple(value.shape), config), value.numel()
+        if value.unique().numel() == 1:
+            assert torch.equal(ours, value), name
+        else:
+            assert ours.std().item() / value.std().item() == pytest.approx(1, abs=8 / n**0.5), name
+            assert abs(ours.mean() - value.mean()).item() < 6 * value.std().item() * (2 / n) ** 0.5, name
+            bounded = value.abs().max() < 2 * value.std()  # uniform
+            assert bounded == (ours.abs().max() < 2 * ours.std()), name
+
+
+def test_perturbed_start_has_no_zero_gradient() -> None:
+    model = filled(swin(image_size=32)).train()
+    F.cross_entropy(model(torch.randn(8, 3, 32, 32), KEYS), torch.arange(8) % 3).backward()
+    assert [name for name, p in model.named_parameters() if not p.grad.any()] == []
+
+
+def test_low_precision_attention_gets_a_mask_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs refuse another dtype."""
+    dtypes, compute = set(), F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+        dtypes.update({q.dtype, attn_mask.dtype})
+        return compute(q, k, v, attn_mask)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    model = filled(swin(image_size=32))
+    for parameter in model.parameters():  # as FSDP casts them; buffers stay in float32
+        parameter.data = parameter.data.bfloat16()
+    logits = model(torch.randn(2, 3, 32, 32).bfloat16())
+    logits.sum().backward()
+    assert dtypes == {torch.bfloat16} == {logits.dtype, *(p.grad.dtype for p in model.parameters())}

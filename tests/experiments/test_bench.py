@@ -114,7 +114,7 @@ def test_peers_start_from_the_same_parameters() -> None:
 
     from bench.peers.job import Job
     from bench.peers.same import our_vit, start_as_ours
-    from vitpar.weights.formats import parts, renamed
+    from vitpar.models.vit.foreign import parts, renamed
 
     class Theirs(torch.nn.Module):
         """Parameters as timm names and shapes them."""
@@ -137,7 +137,7 @@ def test_peers_start_from_the_same_parameters() -> None:
     options = {"patch_size": 2, "image_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
     job, theirs = Job("timm_loop", "vit_custom", 2, options), Theirs()
     start_as_ours(theirs, job)
-    made = parts(renamed("it", theirs.shapes), job.config)
+    made = parts(renamed(theirs.shapes), job.config)
     for name, ours in our_vit(job).named_parameters():
         assert torch.equal(made[name].make(*(theirs.values[n] for n in made[name].names)), ours), name
 

@@ -15,10 +15,11 @@ from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
+from vitpar.models.vit.initial import SCHEMES
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.weights.formats import parts, renamed
+from vitpar.models.vit.foreign import parts, renamed
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
 SEEDS = 12
@@ -62,7 +63,7 @@ def drawn_by_timm(scheme: str, config: ViTConfig) -> dict[str, Tensor]:
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         state = {name: p.detach() for name, p in timms(scheme, config).named_parameters()}
-        made = parts(renamed("timm", {name: tuple(p.shape) for name, p in state.items()}), config)
+        made = parts(renamed({name: tuple(p.shape) for name, p in state.items()}), config)
         for name, part in made.items():
             found.setdefault(name, []).append(part.make(*(state[n] for n in part.names)).flatten())
     return {name: torch.cat(values)[:SAMPLES].double() for name, values in found.items()}
@@ -138,8 +139,8 @@ def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
 def test_wrong_rule_is_detected(
     monkeypatch: pytest.MonkeyPatch, scheme: str, pattern: str, rule: initial.Rule, name: str
 ) -> None:
-    rules = tuple((p, rule if p == pattern else r) for p, r in initial.SCHEMES[scheme])
-    monkeypatch.setitem(initial.SCHEMES, scheme, rules)
+    rules = tuple((p, rule if p == pattern else r) for p, r in SCHEMES[scheme])
+    monkeypatch.setitem(SCHEMES, scheme, rules)
     assert name in differences(scheme, {})
 
 

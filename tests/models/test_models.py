@@ -19,7 +19,12 @@ from vitpar.models.keyed_random import at_place, drop, keyed_uniform
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.layers import Block, sincos_2d
 
-UNKNOWN_TO_TIMM = ("vit_tiny_patch32_224", "vit_22b_patch14_224")
+UNKNOWN_TO_TIMM = (
+    "vit_tiny_patch32_224",
+    "vit_22b_patch14_224",
+    "swin_huge_patch4_window7_224",
+    "swin_huge48_patch4_window7_224",
+)
 KEYS = torch.arange(1, 9) * 1_000_003
 
 GIGAFLOPS = {

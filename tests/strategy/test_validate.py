@@ -1,6 +1,7 @@
 """Validation of plans for a model and a batch: defaults, refusals, and the rules of torch's schedules."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,25 +10,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
+from vitpar.models.description import LayerDescription, Shape
 from vitpar.strategy import BatchArithmetic, Plan, batch_arithmetic, parse, stages_of_rank, validate
 from vitpar.strategy.batch import schedule_objection
 
 
 @dataclass(frozen=True)
-class Shape:
+class Model:
+    """A model with only the numbers that plans depend on."""
+
     name: str = "vit"
     depth: int = 8
     num_heads: int = 12
     mlp_hidden_dim: int = 768
     features: int = 192
     embed_dim: int = 192
+    groups: Mapping[str, range] = field(default_factory=dict)
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        return ("embed", *(f"blocks.{i}" for i in range(self.depth)), "head")
+    def layers(self) -> Mapping[str, LayerDescription]:
+        tokens = Shape(4, self.embed_dim)
+        numbers = {"head": self.num_heads, "hidden feature": self.mlp_hidden_dim}
+        found = [LayerDescription("embed", "embed", None, tokens, ())]
+        found += [
+            LayerDescription(f"blocks.{i}", "block", tokens, tokens, (), divisible=numbers) for i in range(self.depth)
+        ]
+        divisible = {"classifier feature": self.features}
+        found.append(LayerDescription("head", "head", tokens, Shape(1, 10), (), divisible=divisible))
+        return {layer.name: layer for layer in found}
 
 
-SMALL = Shape("vit_small_patch16_224", depth=12, num_heads=6, mlp_hidden_dim=1536, features=384)
+SMALL = Model("vit_small_patch16_224", depth=12, num_heads=6, mlp_hidden_dim=1536, features=384)
 
 
 def plan_of(text: str, **fields: Any) -> Plan:
@@ -67,9 +80,9 @@ def interleaved(text: str, virtual_stages: int = 2, **fields: Any) -> Plan:
 )
 def test_batch_arithmetic(plan: Plan, batch_size: int, expected: BatchArithmetic) -> None:
     assert batch_arithmetic(plan, batch_size) == expected
-    filled = validate(plan, Shape(), batch_size)
+    filled = validate(plan, Model(), batch_size)
     assert filled == replace(plan, microbatches=expected.microbatches, microbatch_size=None)
-    assert validate(filled, Shape(), batch_size) == filled
+    assert validate(filled, Model(), batch_size) == filled
     assert batch_arithmetic(filled, batch_size) == expected
 
 
@@ -91,16 +104,16 @@ def test_default_microbatches_are_valid_or_refused(text: str, schedule: tuple[st
 
 
 def test_fields_that_depend_on_the_batch_stay_open_without_one() -> None:
-    assert validate(parse("dp2"), Shape(), None).microbatches == 1
-    assert validate(parse("pp2"), Shape(), None).microbatches is None
-    assert validate(plan_of("pp2", microbatches=6), Shape(), None).microbatches == 6
+    assert validate(parse("dp2"), Model(), None).microbatches == 1
+    assert validate(parse("pp2"), Model(), None).microbatches is None
+    assert validate(plan_of("pp2", microbatches=6), Model(), None).microbatches == 6
     sized = plan_of("dp2", microbatch_size=4)
-    assert validate(sized, Shape(), None) == sized
+    assert validate(sized, Model(), None) == sized
 
 
 @pytest.mark.parametrize("split", ["even", "balanced", (2, 6)])
 def test_valid_splits_are_kept(split: str | tuple[int, ...]) -> None:
-    assert validate(plan_of("pp2", split=split), Shape(), 8).split == split
+    assert validate(plan_of("pp2", split=split), Model(), 8).split == split
 
 
 @pytest.mark.parametrize(
@@ -111,86 +124,86 @@ def test_valid_splits_are_kept(split: str | tuple[int, ...]) -> None:
             SMALL,
             "tp4 does not divide the 6 heads of vit_small_patch16_224: use tp2, tp3 or tp6",
         ),
-        (parse("tp2"), Shape(num_heads=1), "tp2 does not divide the 1 head of vit: leave tp out"),
-        (parse("tp2"), Shape(num_heads=3, mlp_hidden_dim=6), "tp2 does not divide the 3 heads of vit: use tp3"),
+        (parse("tp2"), Model(num_heads=1), "tp2 does not divide the 1 head of vit: leave tp out"),
+        (parse("tp2"), Model(num_heads=3, mlp_hidden_dim=6), "tp2 does not divide the 3 heads of vit: use tp3"),
         (
             parse("tp3"),
-            Shape(num_heads=12, mlp_hidden_dim=512),
+            Model(num_heads=12, mlp_hidden_dim=512),
             "tp3 does not divide the 512 hidden features of vit: use tp2 or tp4",
         ),
-        (parse("tp2xdp"), Shape(), "the degree of 'dp' is open: give it a number or resolve it for a world size"),
-        (parse("pp9"), Shape(), "pp9 makes 9 stages but vit has 8 blocks: use at most 8 stages, as in pp8"),
+        (parse("tp2xdp"), Model(), "the degree of 'dp' is open: give it a number or resolve it for a world size"),
+        (parse("pp9"), Model(), "pp9 makes 9 stages but vit has 8 blocks: use at most 8 stages, as in pp8"),
         (
             interleaved("pp4"),
-            Shape(depth=5),
+            Model(depth=5),
             "pp4 with 2 virtual stages makes 8 stages but vit has 5 blocks: use at most 5 stages, as in pp2 with 2",
         ),
         (
             interleaved("pp2", 3),
-            Shape(depth=5),
+            Model(depth=5),
             "pp2 with 3 virtual stages makes 6 stages but vit has 5 blocks: use at most 5 stages",
         ),
         (
             parse("tp4+2d"),
-            Shape(num_heads=3, mlp_hidden_dim=6, features=6, embed_dim=6),
+            Model(num_heads=3, mlp_hidden_dim=6, features=6, embed_dim=6),
             "the side 2 of tp4+2d does not divide the 3 heads of vit: use sides of 3",
         ),
         (
             parse("tp8+3d"),
-            Shape(embed_dim=191),
+            Model(embed_dim=191),
             "the side 2 of tp8+3d does not divide the 191 features of vit: use dp or fsdp instead",
         ),
         (
             plan_of("pp2", schedule="zbvzerobubble"),
-            Shape(),
+            Model(),
             "schedule zbvzerobubble needs 2 virtual stages, not 1: set virtual_stages to 2",
         ),
         (
             parse("pp1: 0-8=dp2, *=fsdp2"),
-            Shape(),
+            Model(),
             "blocks 0-8 are given a strategy but the model has 8 blocks, 0 to 7: change the group",
         ),
         (
             plan_of("pp2", split=(4, 5)),
-            Shape(),
+            Model(),
             "split 4,5 has 9 blocks but the model has 8: give 2 numbers with sum 8",
         ),
         (
             plan_of("dp2", split=(4, 4)),
-            Shape(),
+            Model(),
             "split 4,4 is for 2 stages but the plan has 1: give 1 number with sum 8",
         ),
         (
             plan_of("dp4", schedule="gpipe"),
-            Shape(),
+            Model(),
             "schedule gpipe needs pp, which 'dp4' lacks: add an axis such as pp2, or use schedule 1f1b",
         ),
         (
             interleaved("dp4"),
-            Shape(),
+            Model(),
             "schedule interleaved1f1b needs pp, which 'dp4' lacks: add an axis such as pp2, or use schedule 1f1b",
         ),
         (
             interleaved("pp2", 1),
-            Shape(),
+            Model(),
             "schedule interleaved1f1b needs 2 or more virtual stages, not 1: set virtual_stages to 2, "
             "or use schedule 1f1b",
         ),
         (
             plan_of("pp2", schedule="gpipe", virtual_stages=2),
-            Shape(),
+            Model(),
             "schedule gpipe has 1 stage per rank, not 2: set virtual_stages to 1, or use schedule interleaved1f1b",
         ),
         (
             plan_of("dp2", microbatches=2, microbatch_size=4),
-            Shape(),
+            Model(),
             "both microbatches (2) and microbatch_size (4) are given: give one of them",
         ),
     ],
 )
 @pytest.mark.parametrize("batch_size", [None, 36])
 def test_plans_that_do_not_fit_the_model_are_refused(
-    plan: Plan, shape: Shape, message: str, batch_size: int | None
+    plan: Plan, shape: Model, message: str, batch_size: int | None
 ) -> None:
     with pytest.raises(StrategyError) as caught:
         validate(plan, shape, batch_size)
@@ -264,7 +277,7 @@ def test_plans_that_do_not_fit_the_model_are_refused(
     ],
 )
 def test_batches_that_do_not_fit_the_plan_are_refused(plan: Plan, batch_size: int, message: str) -> None:
-    for check in (lambda: batch_arithmetic(plan, batch_size), lambda: validate(plan, Shape(), batch_size)):
+    for check in (lambda: batch_arithmetic(plan, batch_size), lambda: validate(plan, Model(), batch_size)):
         with pytest.raises(StrategyError) as caught:
             check()
         assert str(caught.value) == message
@@ -285,7 +298,7 @@ def test_batches_that_do_not_fit_the_plan_are_refused(plan: Plan, batch_size: in
 )
 def test_microbatches_invalid_for_any_batch_are_refused(plan: Plan, message: str) -> None:
     with pytest.raises(StrategyError) as caught:
-        validate(plan, Shape(), None)
+        validate(plan, Model(), None)
     assert str(caught.value) == message
 
 

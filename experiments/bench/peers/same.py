@@ -7,7 +7,7 @@ from bench.peers.job import Job
 from bench.settings import SEED
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.weights.formats import parts, renamed
+from vitpar.models.vit.foreign import parts, renamed
 
 BATCHES = 3
 
@@ -43,7 +43,7 @@ def start_as_ours(model: nn.Module, job: Job) -> None:
     """
     theirs = dict(model.named_parameters())
     ours = dict(our_vit(job).named_parameters())
-    made = parts(renamed("the contender", {name: tuple(p.shape) for name, p in theirs.items()}), job.config)
+    made = parts(renamed({name: tuple(p.shape) for name, p in theirs.items()}), job.config)
     assert made.keys() == ours.keys(), f"parameters differ: {sorted(made.keys() ^ ours.keys())}"
     for name, part in made.items():
         places, end = [], 0

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitpar.models.config import ModelConfig
@@ -46,6 +47,19 @@ class Layer(nn.Module):
 
     def reset_buffers(self) -> None:
         """Fill what is neither learned nor saved."""
+
+
+class MLP(nn.Module):
+    """Linear, GELU, Linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> the same shape."""
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class ResidualBlock(Layer):

@@ -19,7 +19,7 @@ from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
-from vitpar.weights.importing import CLASSIFIERS, POSITIONS, interpolated, resampled
+from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
 
 _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
 """Model settings in which a run may differ from its initial weights: they change no parameter, or are adapted."""
@@ -35,15 +35,20 @@ def beginning(recipe: Recipe, config: ModelConfig) -> list[str]:
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     there = open_weights(folder).config
+    if type(there) is not type(config):
+        raise RecipeError(
+            f"the weights in '{folder}' are of the family {there.FAMILY}, but {config.name} is of {config.FAMILY}: "
+            f"use their model, as with --recipe {folder / RECIPE}"
+        )
     other = [
         f"{field.name} is {getattr(config, field.name)} but {getattr(there, field.name)} in the weights"
-        for field in fields(config)
+        for field in fields(config)  # type: ignore[arg-type]
         if field.name not in _OF_THE_RUN and getattr(config, field.name) != getattr(there, field.name)
     ]
-    if (config.layer_scale is None) != (there.layer_scale is None):
-        other.append(
-            f"layer_scale is {config.layer_scale or 'not set'} but {there.layer_scale or 'not set'} in the weights"
-        )
+    scales = [getattr(one, "layer_scale", None) for one in (config, there)]
+    if (scales[0] is None) != (scales[1] is None):
+        words = [scale or "not set" for scale in scales]
+        other.append(f"layer_scale is {words[0]} but {words[1]} in the weights")
     if other:
         raise RecipeError(
             f"the weights in '{folder}' do not match the model: {'; '.join(other)}: use their model, as with --recipe "
@@ -56,7 +61,7 @@ def beginning(recipe: Recipe, config: ModelConfig) -> list[str]:
             f"(the weights have {there.num_classes:,})"
         )
     if config.image_size != there.image_size:
-        notes.append(interpolated(there, config))
+        notes.append(resized(there, config))
     known = read_data_section(folder / RECIPE)
     for name in ("mean", "std"):
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
@@ -77,13 +82,13 @@ def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
     folder = Path(recipe.model.weights)
     weights = open_weights(folder)
     without = set(CLASSIFIERS) if config.num_classes != weights.config.num_classes else set[str]()
-    grid, before = (c.image_size // c.patch_size for c in (config, weights.config))
-    if grid != before:
+    resizes = config.image_size != weights.config.image_size
+    if resizes:
         without.add(POSITIONS)
     load_weights(model, folder, without)
     for name, parameter in model.named_parameters():
-        if name == POSITIONS and grid != before:
-            copy_whole_(parameter, resampled(weights.read(POSITIONS), config.prefix_tokens, grid))
+        if name == POSITIONS and resizes:
+            copy_whole_(parameter, resampled(weights.read(POSITIONS), *grid_of(config, parameter.shape)))
     model.parameters_changed()
     if ema:
         ema.restart()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,12 +16,12 @@ from einops import rearrange
 from torch import Tensor
 
 from vitpar.errors import DataError, ModelError
-from vitpar.models.vit.config import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json, model_config
 from vitpar.models.initial import initial_value
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
-from vitpar.weights.formats import parts, renamed
-from vitpar.weights.infer_config import IMAGENET, hints, infer_config
+from vitpar.weights.foreign import recognised
+from vitpar.weights.hints import IMAGENET, hints
 from vitpar.weights.shards import refuse_other_shapes
 from vitpar.weights.sources import open_source
 
@@ -38,7 +39,7 @@ class ImportedWeights:
 
     format: str
     """Format of the source: "vitpar", "timm" or "transformers"."""
-    config: ViTConfig
+    config: ModelConfig
     """Configuration of the imported model."""
     files: list[Path]
     """Files of tensors that were written."""
@@ -71,9 +72,9 @@ def import_weights(
     """
     refuse_used(folder)
     source = open_source(path, trust)
-    found, beside = renamed(path, source.shapes), hints(source.configs)
-    there = infer_config(path, found, beside, model)
-    made, notes = parts(found, there), [*source.notes, *found.notes]
+    (family, found), beside = recognised(path, source.shapes), hints(source.configs)
+    there = family.infer_config(path, found, beside, model)
+    made, notes = family.parts(found, there), [*source.notes, *found.notes]
     if beside.data is None:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)
@@ -90,7 +91,7 @@ def import_weights(
         was = "the file has none" if headless else f"the file has {there.num_classes:,}"
         notes.append(f"the classifier of {classes:,} classes is newly initialised ({was})")
     if config.image_size != there.image_size:
-        notes.append(interpolated(there, config))
+        notes.append(resized(there, config))
     shapes = parameter_shapes(config, most=len(source.shapes) + len(CLASSIFIERS))
 
     def read(name: str) -> Tensor:
@@ -101,7 +102,7 @@ def import_weights(
         if not whole.isfinite().all():
             raise DataError(f"{' and '.join(part.names)} in '{path}' has non-finite numbers: do not use it")
         if name == POSITIONS and config.image_size != there.image_size:
-            whole = resampled(whole, config.prefix_tokens, config.image_size // config.patch_size)
+            whole = resampled(whole, *grid_of(config, shapes[name]))
         return whole.clone(memory_format=torch.contiguous_format)
 
     files = write_weights(
@@ -116,15 +117,34 @@ def import_weights(
     return ImportedWeights(found.format, config, files, notes)
 
 
-def interpolated(before: ViTConfig, after: ViTConfig) -> str:
-    """Return a sentence for the user on how positions were interpolated."""
-    if before.position != "learned":
-        return f"images have {after.image_size} pixels instead of {before.image_size}"
-    grids = [c.image_size // c.patch_size for c in (before, after)]
+def resized(before: ModelConfig, after: ModelConfig) -> str:
+    """Return a sentence for the user on what changes with the size of the images.
+
+    Raises DataError if parameters would need other shapes that nothing can interpolate.
+    """
+    shapes = [parameter_shapes(config, config.num_blocks) for config in (before, after)]
+    others = [name for name, shape in shapes[0].items() if shape != shapes[1][name] and name not in CLASSIFIERS]
+    pixels = f"images have {after.image_size} pixels instead of {before.image_size}"
+    if not others:
+        return pixels
+    if others != [POSITIONS]:
+        raise DataError(
+            f"{others[0]} of {before.name} cannot be resized to images of {after.image_size} pixels: keep images of "
+            f"{before.image_size}"
+        )
+    sides = [grid_of(config, shape[POSITIONS])[1] for config, shape in zip((before, after), shapes, strict=True)]
     return (
-        f"position embeddings are interpolated from {grids[0]}x{grids[0]} to {grids[1]}x{grids[1]} patches (images of "
-        f"{after.image_size} pixels instead of {before.image_size})"
+        f"position embeddings are interpolated from {sides[0]}x{sides[0]} to {sides[1]}x{sides[1]} patches ({pixels})"
     )
+
+
+def grid_of(config: ModelConfig, positions: tuple[int, ...]) -> tuple[int, int]:
+    """Return (tokens before the patches, patches along a side of the image).
+
+    positions: shape of the position embedding.
+    """
+    patches = next(part.tokens for part in config.layers["embed"].parts if part.role == "embedding")
+    return positions[1] - patches, math.isqrt(patches)
 
 
 def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
@@ -146,7 +166,7 @@ def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
     return torch.cat([tokens, rearrange(image, "1 d h w -> 1 (h w) d").to(positions.dtype)], dim=1)
 
 
-def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -> str:
+def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any]) -> str:
     """Return a recipe, as TOML, that fine-tunes the model and prepares images as in its original training."""
     values = {
         "model": _section(config),
@@ -158,13 +178,14 @@ def _recipe(path: Path, folder: Path, config: ViTConfig, data: dict[str, Any]) -
     return f"{comment} --data DIR\n{tomli_w.dumps(values)}"
 
 
-def _section(config: ViTConfig) -> dict[str, Any]:
+def _section(config: ModelConfig) -> dict[str, Any]:
     """Return the section [model] of a recipe: the name, and the settings that differ from the model of that name."""
+    defaults = {field.name: field.default for field in fields(config)}  # type: ignore[arg-type]
     try:
-        plain = model_config(config.name)
+        plain = config_to_json(model_config(config.name))
     except ModelError:
-        plain = ViTConfig(name="vit_custom", patch_size=1, embed_dim=1, depth=1, num_heads=1, mlp_hidden_dim=1)
+        plain = defaults
     # The data determine the number of classes, and images of a recipe have three channels.
-    said = [field.name for field in fields(config) if field.name not in ("name", "num_classes", "channels")]
-    changed = {name: value for name in said if (value := getattr(config, name)) != getattr(plain, name)}
+    names = [name for name in defaults if name not in ("name", "num_classes", "channels")]
+    changed = {name: value for name in names if (value := getattr(config, name)) != plain[name]}
     return {"name": config.name, **changed}

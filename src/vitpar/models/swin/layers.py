@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.layers import Layer, ResidualBlock
+from vitpar.models.layers import MLP, Layer, ResidualBlock
 from vitpar.models.swin.config import SwinConfig, SwinStage
-from vitpar.models.vit.layers import MLP
 from vitpar.sharded import to_local
 
 MASKED = -100.0

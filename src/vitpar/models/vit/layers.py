@@ -6,7 +6,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.keyed_random import drop
-from vitpar.models.layers import Layer, ResidualBlock, for_every_sample
+from vitpar.models.layers import MLP, Layer, ResidualBlock, for_every_sample
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
 
@@ -108,19 +108,6 @@ class Attention(nn.Module):
         q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
         x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
         return self.proj(rearrange(x, "b h s d -> b s (h d)"))
-
-
-class MLP(nn.Module):
-    """Linear, GELU, Linear."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, tokens, width] -> the same shape."""
-        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class LayerScale(nn.Module):

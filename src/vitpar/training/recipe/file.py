@@ -27,7 +27,10 @@ _ALTERNATIVES = (
     ("parallel", "microbatches", "microbatch_size"),
     ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
 )
-_SIZES = ("image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim")
+_SIZES = (
+    *("image_size", "patch_size", "embed_dim", "depth", "depths", "num_heads"),
+    *("window_size", "mlp_ratio", "mlp_hidden_dim"),
+)
 """Settings of [model] that another model replaces by its own."""
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 SHIPPED = Path(__file__).parents[2] / "recipes"

@@ -22,11 +22,17 @@ class ModelSection(Section):
     patch_size: int | None = None
     """Side of a patch, in pixels; divides `image_size`."""
     embed_dim: int | None = None
-    """Number of features of a token."""
+    """Number of features of a token; for Swin in the first stage."""
     depth: int | None = None
     """Number of transformer blocks."""
-    num_heads: int | None = None
-    """Number of attention heads; divides `embed_dim`."""
+    depths: tuple[int, ...] | None = None
+    """Number of blocks of each stage (Swin)."""
+    num_heads: int | tuple[int, ...] | None = None
+    """Number of attention heads; divides `embed_dim`. Of each stage for Swin."""
+    window_size: int | None = None
+    """Side of the windows of attention, in tokens (Swin)."""
+    mlp_ratio: float | None = None
+    """Hidden features of a block's MLP for each of its features (Swin)."""
     mlp_hidden_dim: int | None = None
     """Number of hidden features of a block's MLP."""
     pool: Literal["cls", "avg"] | None = None

@@ -1,0 +1,41 @@
+"""Recognition of tensors of other libraries: their family and their format."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from vitpar.errors import DataError
+from vitpar.former_names import present_parameter
+from vitpar.models.foreign import Renamed, Shapes
+from vitpar.models.swin import foreign as swin
+from vitpar.models.vit import foreign as vit
+from vitpar.weights.shards import listed
+
+FAMILIES: tuple[ModuleType, ...] = (swin, vit)
+"""Conversions of each family. The patch projection, by which ViT's formats are recognised, is in every family."""
+
+
+def recognised(place: object, shapes: Shapes) -> tuple[ModuleType, Renamed]:
+    """Return (conversion of the family, tensors under vitpar's names). place: origin of the tensors, for messages.
+
+    Raises DataError for an unknown format, and for names that a model of the format does not have.
+    """
+    for family in FAMILIES:
+        found: Renamed | None = family.renamed(shapes)
+        if found is None:
+            continue
+        if found.unknown:
+            why = " (it averages patches before the norm, vitpar after)" if "fc_norm.weight" in found.unknown else ""
+            raise DataError(
+                f"'{place}' has {listed(list(found.unknown))}, which vitpar's model lacks{why}: use another model"
+            )
+        return family, found
+    if former := next((name for name in shapes if present_parameter(name) != name), None):
+        raise DataError(
+            f"'{place}' was written by an earlier version of vitpar: its tensor '{former}' is now called "
+            f"'{present_parameter(former)}'; rename its tensors"
+        )
+    raise DataError(
+        f"the tensor names in '{place}' are not those of timm's, transformers' or vitpar's models: it has "
+        f"{listed(sorted(shapes))}"
+    )

@@ -19,7 +19,7 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.search.best import ROUNDING, Search
 from vitpar.planner.search.bounds import Kind, Machine
-from vitpar.planner.search.options import KINDS, Choices, Load, Option
+from vitpar.planner.search.options import Choices, Load, Option
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 
@@ -140,8 +140,8 @@ class UnderItsModel(Search):
             if batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0:
                 block = Load(once=pp * layer_ms(pp, strategy, batch) / 1e3, kept=layer_mb(strategy, batch) * MB)
                 loads = {"embed": Load(kept=other_mb(strategy, batch) * MB), "block": block, "head": Load()}
-                found.append(Option(strategy, {kind: loads[kind] for kind in KINDS}))
-        return Choices(tuple(found))
+                found.append(Option(strategy, loads))
+        return Choices(tuple(found), tuple(self.costs.config.kinds))
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         # The cost model counts memory outside the layers on every stage, vitpar's search only on the first.

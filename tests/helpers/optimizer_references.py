@@ -40,16 +40,16 @@ def reference(settings: dict[str, Any], rates: tuple[float, ...] = RATES) -> dic
     parameters = {name: drawn("value", name) for name in SHAPES}
     for name, x in parameters.items():
         memory: dict[str, Tensor] = {"m": torch.zeros_like(x), "v": torch.zeros_like(x)}
-        decay = chosen.weight_decay if decays(name) else 0.0
+        decay = chosen.weight_decay if decays(x) else 0.0
         for t, rate in enumerate(rates, start=1):
             gradient = drawn(str(t), name)
             if chosen.name == "lamb":
                 step = adam(memory, gradient, t, chosen) + decay * x
-                ratio = x.norm() / step.norm() if decays(name) else 1.0
+                ratio = x.norm() / step.norm() if decays(x) else 1.0
                 x -= rate * ratio * step
             elif chosen.name == "lars":
                 norms = x.norm(), gradient.norm()
-                ratio = chosen.trust_coefficient * norms[0] / (norms[1] + decay * norms[0]) if decays(name) else 1.0
+                ratio = chosen.trust_coefficient * norms[0] / (norms[1] + decay * norms[0]) if decays(x) else 1.0
                 scaled = ratio * (gradient + decay * x)
                 memory["m"] = chosen.momentum * memory["m"] + scaled
                 x -= rate * (scaled + chosen.momentum * memory["m"] if chosen.nesterov else memory["m"])

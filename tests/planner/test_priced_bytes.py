@@ -93,7 +93,7 @@ def test_priced_bytes_match_the_bytes_sent(mesh: str, microbatches: int, ranks: 
     FSDP2 gathers the head once more with several micro-batches.
     """
     (found, *_) = ranks(4).run(sent, mesh, microbatches)
-    head = 4 * torch.float32.itemsize * layer_elements(CONFIG, "head", parse(mesh).strategy).local_numel
+    head = 4 * torch.float32.itemsize * layer_elements(CONFIG.layers["head"], parse(mesh).strategy).local_numel
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):
         more = head if operation == "all_gather" and microbatches > 1 else 0
         expected = priced(mesh, microbatches, operation)

@@ -84,8 +84,9 @@ def test_cosine_without_warmup_or_shorter_than_it() -> None:
 
 def test_only_matrices_decay() -> None:
     config = config_of(**EVERYTHING, representation_size=12)
-    names = [name for name, _ in LayeredModel(config).named_parameters()]
-    decaying = {name.removeprefix("blocks.0.") for name in names if decays(name) and not name.startswith("blocks.1.")}
+    parameters = dict(LayeredModel(config).named_parameters())
+    decaying = {name.removeprefix("blocks.0.") for name, p in parameters.items() if decays(p)}
+    decaying = {name for name in decaying if not name.startswith("blocks.1.")}
     inside = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
     assert decaying == inside | {
         "embed.patch_embed.proj.weight",

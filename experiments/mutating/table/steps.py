@@ -75,7 +75,7 @@ MUTATIONS = (
         name="decay-on-everything",
         breaks="Weight decay applies to biases, norms, tokens and positions too.",
         file="src/vitpar/training/optim/optimizer.py",
-        old="    return not any(part in name for part in NO_DECAY)\n",
+        old="    return parameter.dim() in (2, 4)\n",
         new="    return True\n",
         caught_by=("pytest tests/training/test_training_parts.py::test_only_matrices_decay",),
     ),

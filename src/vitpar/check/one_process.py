@@ -197,7 +197,7 @@ class Updates:
         for name, x in parameters.items():
             g = gradients[name]
             memory = self._memory.setdefault(name, {})
-            matrix = x.dim() == 2  # biases, norms, tokens, positions and layer scales neither decay nor are adapted
+            matrix = x.dim() in (2, 4)  # biases, norms, tokens, positions and scales neither decay nor are adapted
             decay = s.weight_decay if matrix else 0.0
             if s.name == "sgd":
                 x -= lr * self._momentum(memory, g + decay * x)
@@ -206,7 +206,7 @@ class Updates:
                 if matrix and x.norm() > 0 and g.norm() > 0:
                     ratio = s.trust_coefficient * x.norm() / (g.norm() + decay * x.norm())
                 x -= lr * self._momentum(memory, ratio * (g + decay * x))
-            elif s.name == "muon" and matrix and name.startswith("blocks."):
+            elif s.name == "muon" and x.dim() == 2 and name.startswith("blocks."):
                 x -= lr * (self._muon(name, memory, g) + decay * x)
             else:  # adamw, lamb, and muon's other parameters
                 step = self._adam(memory, g) + decay * x

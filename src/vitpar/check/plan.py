@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare
 from vitpar.check.one_process import OneProcess, Samples, Trace, draw_samples
 from vitpar.data import Batch
 from vitpar.launch.world_group import broadcast_json
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.families import family_of
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
@@ -52,13 +52,23 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Sequence[str] = ()) -> Recipe:
     """Return a recipe of a tiny ViT that turns on everything a check compares.
 
-    options, assignments: settings that differ, as for `read_recipe`. Raises RecipeError as it does.
+    options, assignments: settings that differ, as for `read_recipe`.
+
+    Raises RecipeError as it does, and ModelError for an unknown model.
     """
     given = {key: value for key, value in (options or {}).items() if value is not None}
-    return read_recipe(None, {**_DEFAULTS, **given}, assignments)
+    assigned = dict(assignment.partition("=")[::2] for assignment in assignments)
+    name = assigned.get("model.name") or given.get("model.name") or _DEFAULTS["model.name"]
+    known = field_names(family_of(str(name).strip()))
+    defaults = {
+        key: value
+        for key, value in _DEFAULTS.items()
+        if not key.startswith("model.") or key.removeprefix("model.") in known
+    }
+    return read_recipe(None, {**defaults, **given}, assignments)
 
 
 def check_plan(
@@ -85,7 +95,7 @@ def check_plan(
     Raises RecipeError as `build` does.
     """
     recipe = _for_check(resolve_precision(recipe, device.type))
-    config = replace(config, init="perturbed")
+    config = config.perturbed
     samples = draw_samples(recipe, config, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device)

@@ -58,12 +58,17 @@ class ModelConfig:
     """Outputs of the classifier."""
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self | None:
-        """Return the model called `name`, with `options` replacing its fields; None for a name of another family.
+    def knows(cls, name: str) -> bool:
+        """Return whether `name` is that of a model of this family."""
+        return False
+
+    @classmethod
+    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
+        """Return the model called `name`, which the family knows, with `options` replacing its fields.
 
         Raises ModelError for options that contradict each other.
         """
-        return None
+        raise NotImplementedError
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -99,6 +104,11 @@ class ModelConfig:
     def large(self) -> bool:
         """Return whether the model is larger than ViT-B, for which some default settings differ."""
         return self.parameters > 10**8
+
+    @property
+    def perturbed(self) -> Self:
+        """Return the model with initial values under which no gradient is zero, for comparing plans."""
+        return dataclasses.replace(self, init="perturbed") if "init" in field_names(type(self)) else self  # type: ignore[type-var]
 
     @property
     def tiny(self) -> Self:

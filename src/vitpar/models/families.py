@@ -30,26 +30,32 @@ def model_config(name: str, **options: Any) -> ModelConfig:
 
     Raises ModelError for an unknown name or option, or options that contradict each other.
     """
-    known = frozenset().union(*map(field_names, FAMILIES.values())) - {"name"}
+    family = family_of(name)
+    known = field_names(family) - {"name"}
     for option in options:
         if present := present_field(option):
             raise ModelError(f"model option '{option}' is now called '{present}': rename it")
         if option not in known:
             raise ModelError(
-                f"unknown model option '{shown(option)}'{nearest(option, known)}: options are "
+                f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
                 f"{', '.join(sorted(known))}"
             )
+    return family.named(name, options)
+
+
+def family_of(name: str) -> type[ModelConfig]:
+    """Return the configuration class of the family that knows the model called `name`.
+
+    Raises ModelError for an unknown name.
+    """
     for family in FAMILIES.values():
-        fields = field_names(family)
-        found = family.named(name, {key: value for key, value in options.items() if key in fields})
-        if found is None:
-            continue
-        if others := sorted(options.keys() - fields):
-            raise ModelError(
-                f"{shown(name)} has no {others[0]}: leave the option out, or use another model. Its options are "
-                f"{', '.join(sorted(fields - {'name'}))}"
-            )
-        return found
+        if family.knows(name):
+            return family
+    if ".py:" in name:
+        raise ModelError(
+            f"'{shown(name)}' is a model of your own, which only the command line can name, since its file is run: "
+            f"give --model {shown(name)}"
+        )
     raise ModelError(
         f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: use a name such as vit_small_patch16_224, vit_custom "
         "or swin_custom"

@@ -204,7 +204,12 @@ class SwinConfig(ModelConfig):
         return self.drop_path > 0
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self | None:
+    def knows(cls, name: str) -> bool:
+        found = _NAME.fullmatch(name)
+        return name == "swin_custom" or (found is not None and found[1] in SIZES)
+
+    @classmethod
+    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
         if name == "swin_custom":
             missing = {"patch_size", "embed_dim", "depths", "num_heads"} - set(options)
             if missing:
@@ -213,8 +218,7 @@ class SwinConfig(ModelConfig):
                 )
             return cls(name=name, **options)
         found = _NAME.fullmatch(name)
-        if found is None or found[1] not in SIZES:
-            return None
+        assert found is not None, f"{name} is no Swin Transformer"
         numbers = zip(("patch_size", "window_size", "image_size"), map(int, found.groups()[1:]), strict=True)
         return cls(name=name, **{**SIZES[found[1]], **dict(numbers), **options})
 

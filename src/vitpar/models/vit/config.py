@@ -121,7 +121,12 @@ class ViTConfig(ModelConfig):
         return self.drop_path > 0 or self.dropout > 0
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self | None:
+    def knows(cls, name: str) -> bool:
+        found = _NAME.fullmatch(name)
+        return name == "vit_custom" or (found is not None and found[1] in SIZES)
+
+    @classmethod
+    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
         if name == "vit_custom":
             missing = {"patch_size", "embed_dim", "depth", "num_heads"} - set(options)
             if missing:
@@ -129,11 +134,9 @@ class ViTConfig(ModelConfig):
                     f"vit_custom needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}"
                 )
             return cls(name=name, **{"mlp_hidden_dim": 4 * options["embed_dim"], **options})
-        size, _, sizes = name.partition("_patch")
-        patch, _, image = sizes.partition("_")
-        if size not in SIZES or not all(re.fullmatch("[0-9]{1,9}", number) for number in (patch, image)):
-            return None
-        fields = {**SIZES[size], "patch_size": int(patch), "image_size": int(image), **options}
+        found = _NAME.fullmatch(name)
+        assert found is not None, f"{name} is no ViT"
+        fields = {**SIZES[found[1]], "patch_size": int(found[2]), "image_size": int(found[3]), **options}
         if "embed_dim" in options and "mlp_hidden_dim" not in options:
             fields["mlp_hidden_dim"] = 4 * options["embed_dim"]
         return cls(name=name, **fields)
@@ -234,6 +237,7 @@ def _sizes(embed_dim: int, depth: int, num_heads: int, mlp_hidden_dim: int = 0, 
     return {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "mlp_hidden_dim": hidden, **options}
 
 
+_NAME = re.compile("([a-z0-9_]{1,30})_patch([0-9]{1,9})_([0-9]{1,9})")
 SIZES: dict[str, dict[str, Any]] = {
     "vit_nano": _sizes(96, 8, 12),  # ours: small enough for a laptop's processes, divisible enough for most plans
     "vit_tiny": _sizes(192, 12, 3),

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.sections import OptimizerSection
 
-NO_DECAY = (".bias", "norm", "pos_embed", "_token", "gamma")
-"""Parts of a parameter's name that exempt it from weight decay."""
+def decays(parameter: Tensor) -> bool:
+    """Return whether weight decay applies to a parameter: to matrices and convolutions.
 
-
-def decays(name: str) -> bool:
-    """Return whether weight decay applies to the parameter `name`: to matrices only."""
-    return not any(part in name for part in NO_DECAY)
+    Biases, norms and layer scales have one dimension; tokens, positions and biases of attention scores have three.
+    """
+    return parameter.dim() in (2, 4)
 
 
 class ShardedOptimizer:
@@ -61,7 +60,7 @@ class ShardedOptimizer:
         }
         groups = []
         for decay in (True, False):
-            shards = [shard for name, (_, shard) in self._pairs.items() if decays(name) is decay]
+            shards = [shard for p, shard in self._pairs.values() if decays(p) is decay]
             if shards:
                 groups.append({"params": shards, "weight_decay": settings.weight_decay if decay else 0.0})
         self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads or {})
@@ -128,7 +127,7 @@ def _torch_optimizer(
     fused: dict[str, Any] = {"fused": True}
     choices = {"auto": fused, "fused": fused, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
     options, lr = choices[settings.implementation], settings.lr
-    adapted: dict[Tensor, Tensor] = {shard: parameter for name, (parameter, shard) in pairs.items() if decays(name)}
+    adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, **moments, **options)

@@ -20,15 +20,19 @@ from typing import Any, Self
 
 import numpy as np
 
-from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
 from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
+from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
 from vitpar.planner.search.expand import BestPlans, Expansion, SearchEffort
-from vitpar.planner.search.options import Choices, Option, Options
+from vitpar.planner.search.layered import LayeredExpansion
+from vitpar.planner.search.options import Array, Choices, Option, Options
 from vitpar.planner.search.relaxed import STEPS, least_seconds, split_seconds
 from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan
+from vitpar.planner.search.tables import Moves, received_shares
+from vitpar.strategy import Plan, Strategy, token_layout
+from vitpar.strategy.layout import token_layout_key
 from vitpar.strategy.selectors import Groups
 from vitpar.strategy.stages import split_blocks
 
@@ -100,6 +104,7 @@ class Search:
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
+        self._shares: dict[tuple[object, ...], Array] = {}
         self._frontiers: dict[tuple[Plan, int], tuple[Price, ...]] = {}
 
     def best(
@@ -278,17 +283,39 @@ class Search:
                 exact = False
                 break
             progress(2 * len(kinds) - len(heap), 2 * len(kinds), found.plans[0] if found.plans else None)
-            exact &= Expansion(
-                kind,
-                self.options(kind),
-                self.machine(kind, budget),
-                self._sections.depth,
-                lambda plan, batch_size: self._fits(plan, batch_size, budget),
-                self.price,
-                found,
-                effort,
-            ).run()
+            exact &= self._expansion(kind, budget, found, effort).run()
         return least, exact
+
+    def _expansion(
+        self, kind: Kind, budget: float, found: BestPlans, effort: SearchEffort
+    ) -> Expansion | LayeredExpansion:
+        """Return the search of one kind's plans that offers them to `found`."""
+        choices, machine, sections = self.options(kind), self.machine(kind, budget), self._sections
+
+        def fits(plan: Plan, batch_size: int) -> bool:
+            return self._fits(plan, batch_size, budget)
+
+        if len(sections.sections) == 1:
+            return Expansion(kind, choices, machine, sections.depth, fits, self.price, found, effort)
+        moves = self._moves(kind, machine)
+        return LayeredExpansion(kind, choices, machine, sections, moves, fits, self.price, found, effort)
+
+    def _moves(self, kind: Kind, machine: Machine) -> Moves:
+        """Return the function of the seconds of redistribution between two blocks in plans of a kind."""
+        pipeline, costs = kind.pipeline, self.costs
+        where = PlacedStrategy(pp=pipeline.pipeline_degree, splits=pipeline.splits_backward)
+
+        def moves(elements: int, strategies: tuple[Strategy, ...]) -> Array:
+            stage, layouts = costs.position(strategies[0], where).groups.stage, tuple(map(token_layout_key, strategies))
+            if layouts not in self._shares:
+                self._shares[layouts] = received_shares([token_layout(strategy) for strategy in strategies])
+            shares, whole = self._shares[layouts], kind.rows * elements * costs.precision.compute.itemsize
+            sizes, places = np.unique(shares, return_inverse=True)
+            seconds = np.array([exchange_seconds(costs.links, stage, size * whole) if size else 0.0 for size in sizes])
+            there = seconds[places].reshape(shares.shape) * (machine.sending / machine.speed)
+            return there + there.T
+
+        return moves
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7, until: float = math.inf) -> tuple[Price, ...]:
         """Return the fastest plans for decreasing memory, `best` first. Cached per plan.
@@ -350,7 +377,9 @@ class Search:
 
     def _uniform_options(self, kind: Kind) -> Choices:
         """Return the options of plans with one strategy, or with its counterparts where it does not fit."""
-        return self.options(kind) if len(self._sections.sections) == 1 else self._options.uniform(kind.pipeline, kind.rows)
+        return (
+            self.options(kind) if len(self._sections.sections) == 1 else self._options.uniform(kind.pipeline, kind.rows)
+        )
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         """Return the cluster's rates and memory as the bounds of a kind need them."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -51,12 +52,10 @@ class Choices:
     @cached_property
     def loads(self) -> dict[str, Array]:
         """The fields of `Load` by name, as arrays [kinds, strategies]."""
-        return {
-            field.name: np.array(
-                [[getattr(o.loads.get(kind, MISFIT), field.name) for o in self.options] for kind in self.kinds]
-            )
-            for field in fields(Load)
-        }
+        names = [field.name for field in fields(Load)]
+        values = attrgetter(*names)
+        table = np.array([[values(o.loads.get(kind, MISFIT)) for o in self.options] for kind in self.kinds])
+        return {name: np.ascontiguousarray(table[..., number]) for number, name in enumerate(names)}
 
     @cached_property
     def token_share(self) -> Array:
@@ -141,6 +140,7 @@ class Options:
         self._work_numbers: dict[tuple[int, int, int], int] = {}
         self._weight_numbers: dict[tuple[int, int, bool], int] = {}
         self._allowed: dict[tuple[int, bool], list[Strategy]] = {}
+        self._combined: dict[int, tuple[tuple[Strategy, ...], ...]] = {}
         self._light: dict[tuple[int, bool, Indices], list[_Candidate]] = {}
         self._least: dict[tuple[int, bool, int], tuple[float, ...]] = {}
         self._loads: dict[tuple[LayerKind, PipelinePosition, int, bool], Load] = {}
@@ -256,9 +256,7 @@ class Options:
             keeps = tuple(self._weight_number(number, position, pp > 1) for number, position in pairs)
             found = _Candidate(positions, layout, keeps, math.lcm(*map(row_parts, strategies)))
             alike[layout, tuple(position.computes for position in positions)].append((found, keeps))
-        self._light[key] = [
-            found for same in alike.values() for found in _front(same, self._lightness, self._lighter)
-        ]
+        self._light[key] = [found for same in alike.values() for found in _front(same, self._lightness, self._lighter)]
         return self._light[key]
 
     def _combinations(self, pipeline: Plan, sections: Indices) -> Iterable[tuple[Strategy, ...]]:
@@ -269,9 +267,11 @@ class Options:
         if len(sections) == 1:
             section = self._sections[sections[0]]
             return ((strategy,) for strategy in allowed if section.fits(strategy))
+        size = self._space.ranks // pipeline.pipeline_degree
+        if size not in self._combined:
+            self._combined[size] = self._space.combinations(size)
         known = {*allowed}
-        found = self._space.combinations(self._space.ranks // pipeline.pipeline_degree)
-        return (strategies for strategies in found if known.issuperset(strategies))
+        return (strategies for strategies in self._combined[size] if known.issuperset(strategies))
 
     def _work_number(self, section: int, position: PipelinePosition, rows: int) -> int:
         """Return the index in `_works` of the costs of computing `rows` images of a section under a strategy."""
@@ -304,9 +304,7 @@ class Options:
     def _below(self, one: tuple[Indices, Indices], other: tuple[Indices, Indices]) -> bool:
         return self._lighter(one[1], other[1]) and all(map(self._works.below, one[0], other[0]))
 
-    def _option(
-        self, positions: tuple[PipelinePosition, ...], rows: int, pipeline: Plan, sections: Indices
-    ) -> Option:
+    def _option(self, positions: tuple[PipelinePosition, ...], rows: int, pipeline: Plan, sections: Indices) -> Option:
         """Return an option with the costs of `sections`, whose strategies are at `positions`."""
         pipelined = pipeline.pipeline_degree > 1
         strategies = tuple(position.strategy for position in positions)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from vitpar.strategy.validate import unsplittable
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Section:
     """Neighbouring blocks of one group, with embed in front of the first section and the head behind the last."""
 
@@ -38,7 +38,15 @@ class Section:
 
     def fits(self, strategy: Strategy) -> bool:
         """Return whether `strategy` can split every layer of the section."""
-        return not any(unsplittable(layer, strategy) for layer in self.layers)
+        return _fits(self, strategy.degree("tp"), strategy.tensor_mode, strategy.depth, strategy.sequence_parallel)
+
+
+@lru_cache(maxsize=4096)
+def _fits(section: Section, tp: int, mode: str, depth: int | None, sequence_parallel: bool) -> bool:
+    """Return what `Section.fits` returns: only these properties of a strategy decide it."""
+    axes = (Axis("tp", tp),) if tp > 1 else ()
+    strategy = Strategy(axes, mode, depth, sequence_parallel)
+    return not any(unsplittable(layer, strategy) for layer in section.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +99,14 @@ class Sections:
         """Return the least share of all blocks' work that a stage has.
 
         sizes: number of blocks of each stage
-        works: work of one block by kind
+        works: work of one layer by kind; that of embed and head does not count
         """
         if self.alike:
             return min(sizes) / self.depth
+        if not 0 < sum(works) < float("inf"):
+            return 0.0
         stages = self.stage_counts(sizes) @ np.array([0.0, *works[1:-1], 0.0])
-        return float(stages.min() / stages.sum()) if 0 < stages.sum() < float("inf") else 0.0
+        return float(stages.min() / stages.sum())
 
 
 def sections_of(config: ModelConfig) -> Sections:
@@ -110,12 +120,15 @@ def sections_of(config: ModelConfig) -> Sections:
     starts = [
         number
         for number, block in enumerate(blocks)
-        if number == 0 or (not alike and (block.group or block.kind) != (blocks[number - 1].group or blocks[number - 1].kind))
+        if number == 0
+        or (not alike and (block.group or block.kind) != (blocks[number - 1].group or blocks[number - 1].kind))
     ]
     sections = []
     for first, stop in zip(starts, [*starts[1:], len(blocks)], strict=True):
         inside = layers[first + (first > 0) : stop + 1 + (stop == len(blocks))]
-        sections.append(Section(range(first, stop), tuple({layer.kind: layer for layer in reversed(inside)}.values())[::-1]))
+        sections.append(
+            Section(range(first, stop), tuple({layer.kind: layer for layer in reversed(inside)}.values())[::-1])
+        )
     rows = tuple(kinds.index(block.kind) for block in blocks)
     return Sections(tuple(sections), kinds, rows, tuple(block.takes.elements for block in blocks if block.takes))
 

@@ -101,12 +101,12 @@ class Space:
         strategies, sections = self.strategies(size), self.sections.sections
         if len(sections) == 1:
             return tuple((strategy,) for strategy in strategies)
-        known, found = {*strategies}, dict[tuple[Strategy, ...], None]()  # an ordered set
+        known, found = {strategy: strategy for strategy in strategies}, list[tuple[Strategy, ...]]()
         for strategy in strategies:
             fits = [section.fits(strategy) for section in sections]
             for other in (strategy,) if all(fits) else counterparts(strategy):
                 if other in known:
-                    found[tuple(strategy if fit else other for fit in fits)] = None
+                    found.append(tuple(strategy if fit else known[other] for fit in fits))
         return tuple(found)
 
     def covers(self, plan: Plan) -> bool:

@@ -132,9 +132,8 @@ def profiles_command(
     machine.save(hardware_out)
     found.save(model_out)
     typer.echo(origin())
-    sizes = [
-        str(timing.size) for timing in next(layer for layer in found.layers if layer.layer == "block").forward.timings
-    ]
+    blocks = next(layer for layer in found.layers if layer.layer not in ("embed", "head"))
+    sizes = [str(timing.size) for timing in blocks.forward.timings]
     batches = f"blocks profiled with batches of {', '.join(sizes)}"
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")
     typer.echo(

@@ -283,10 +283,8 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, ends: list[int],
     # With more micro-batches than are alive, gradients of earlier ones exist when the peak is reached.
     again = m > (1 if pipeline.pipeline_degree == 1 else alive)
     blocks = alive * saved - counts[:, -1:] * a["saved"][-1]
-    if m == 1:
-        working = a["working_once"][ends]
-    else:
-        working = a["working"][ends] + np.where(again, gradients, a["fresh"][ends])
+    several = a["working"][ends] + np.where(again, gradients, a["fresh"][ends])
+    working = a["working_once"][ends] if m == 1 else several
     busy_bytes = held + gathered + blocks + working
     return np.asarray(np.maximum(resting, busy_bytes).max(0))
 

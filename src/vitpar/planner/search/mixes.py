@@ -132,7 +132,7 @@ class Proposals:
             at += 1
 
     def pipelined(self) -> list[Proposal]:
-        """Return plans of several stages, fastest first: of one mix each, of a mix per stage, of two mixes per stage."""
+        """Return plans of several stages, fastest first: of one mix, of a mix per stage, of two mixes per stage."""
         depth, stages = self._depth, self._stages
         count = len(self._mixes.mixes)
         alone, own = np.full((depth + 1, count), np.inf), np.full(depth + 1, np.inf)

@@ -59,7 +59,7 @@ def least_seconds(
     times, rows = sections.counts, range(len(sections.kinds))
 
     def least(costs: Array) -> tuple[float, Array]:
-        """Return the least total of `costs` [kinds, strategies] over all layers, and each kind's strategy, an index."""
+        """Return the least total of `costs` [kinds, strategies] over all layers, and the strategy of each kind."""
         chosen = costs.argmin(1)
         return float(times @ costs[rows, chosen]), chosen
 
@@ -201,9 +201,9 @@ def _on_simplex(point: Array) -> Array:
 
 
 def _sums(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
-    """Return lower bounds on the seconds of a step: (seconds per layer [bounds, kinds, strategies], constants [bounds]).
+    """Return lower bounds on the seconds of a step: (seconds per layer, constants).
 
-    Each bound is its constant plus the sum over embed, blocks and head.
+    Seconds are an array [bounds, kinds, strategies]. A bound is its constant plus the sum over embed, blocks, head.
     """
     pipeline, m = kind.pipeline, kind.microbatches
     pp, costs = pipeline.pipeline_degree, Costs(choices, machine)
@@ -265,7 +265,7 @@ def _pipelined_sums(
 
 
 def _needs(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:
-    """Return (bytes needed per layer [2, kinds, strategies], bytes available), summed over the places of the pp axis.
+    """Return (bytes needed per layer [2, kinds, strategies], bytes available), summed over places of the pp axis.
 
     The two moments are the step of the optimizer, and the beginning of the last backward. Summing over places drops the
     split into stages, and only makes it easier to fit.

@@ -48,7 +48,7 @@ class LayerTable:
         return self._found[number]
 
     def moved(self, block: int) -> Array:
-        """Return the seconds per micro-batch of redistribution in front of a block, [layouts before, layouts behind]."""
+        """Return the seconds per micro-batch of redistribution in front of a block, [layout before, layout behind]."""
         elements = self.sections.takes[block]
         if elements not in self._moved:
             self._moved[elements] = self._moves(elements, self._models)

@@ -97,13 +97,29 @@ DataDir = Annotated[
     Path | None,
     setting("data.path", "--data", to=str, metavar="DIR", help="Folder made by `vitpar data pack`."),
 ]
+
+
+def own_model(name: str | None) -> str | None:
+    """Return the name of the model; that of the user's own is loaded and known by the name of its file from then on.
+
+    Raises ModelError for a file that fails.
+    """
+    if name is None or ".py:" not in name:
+        return name
+    from vitpar.models.own import load
+
+    return load(name)
+
+
 ModelName = Annotated[
     str | None,
     setting(
         "model.name",
         "--model",
         metavar="NAME",
-        help="timm model name, such as vit_small_patch16_224; its sizes replace the recipe's.",
+        help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your own "
+        "as FILE.py:NAME, whose file is run.",
+        callback=own_model,
     ),
 ]
 BatchSize = Annotated[

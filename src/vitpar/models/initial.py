@@ -56,12 +56,17 @@ def patch_convolution(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
     return v.div_(math.sqrt(c.channels * c.patch_size**2))
 
 
-# The rule of a model whose family has no scheme of its own.
+def _factors_or_matrix(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
+    """Ones for the factors of a norm, which have one dimension; normal numbers for anything else."""
+    return torch.ones_like(v) if len(shape) == 1 else normal(0.02)(v, shape, c)
+
+
 PLAIN: Rules = (
-    ("*norm*.weight", constant(1.0)),
     ("*.bias", constant(0.0)),
+    ("*.weight", _factors_or_matrix),
     ("*", normal(0.02)),
 )
+"""The rules of a model whose family has none of its own."""
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, config: ModelConfig) -> Tensor:

@@ -4,8 +4,9 @@ A layer takes one tensor and gives one. What it takes and gives, and how its par
 is in its description (``vitpar.models.description``).
 """
 
-from collections.abc import Collection
-from typing import Any, cast
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,18 @@ class Layer(nn.Module):
 
     description: LayerDescription
     """Description of the layer, set by the model that holds it."""
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {}
+    """Roles of modules and parameters by name (``vitpar.strategy.splits``), for models that are described by running
+    them (``vitpar.models.own``)."""
+    TENSOR_MODES: ClassVar[tuple[str, ...]] = ("1d", "sp")
+    """Tensor-parallel modes under which these roles compute the layer correctly, likewise. Without roles, every rank
+    computes all of the layer under 1d, and its part of the samples under sp."""
+    takes_keys: ClassVar[bool] = False
+    """Whether `forward` takes the samples' random keys, as a second argument called keys."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.takes_keys = "keys" in inspect.signature(cls.forward).parameters
 
     def take_features(self, index: int, parts: int) -> None:
         """Expect and give only part `index` of `parts` of the tokens' features."""
@@ -139,5 +152,5 @@ class LayeredModel(nn.Module):
         keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
         """
         for layer in self.layers().values():
-            x = layer(x, keys) if layer is not self.head else layer(x)
+            x = layer(x, keys) if layer.takes_keys else layer(x)
         return x

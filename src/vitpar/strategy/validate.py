@@ -80,10 +80,8 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
     """
     tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
     if tp > 1 and mode not in layer.modes:
-        fix = f"use +{layer.modes[-1]}" if layer.modes not in ((), ("1d",)) else "leave the flag out"
-        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", (
-            fix if layer.modes else "use dp or fsdp for them"
-        )
+        fix = f"leave {strategy.tensor_flag} out" if "1d" in layer.modes and mode != "1d" else "use dp or fsdp for them"
+        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", fix
     split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
         shapes = [layer.takes, layer.gives if layer.name != "head" else None]

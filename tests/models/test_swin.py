@@ -572,7 +572,9 @@ def test_two_stages_compute_the_same_as_the_complete_model() -> None:
 def test_drop_path_is_timms_rule_and_depends_only_on_the_sample_key() -> None:
     config = swin(depths=(2, 3), drop_path=0.4)
     model = filled(config).train()
-    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in timm_swin(config).layers for block in stage.blocks]
+    rates = [
+        getattr(block.drop_path1, "drop_prob", 0.0) for stage in timm_swin(config).layers for block in stage.blocks
+    ]
     assert [block.rate.item() for block in model.blocks.values()] == pytest.approx(rates)
     images = torch.randn(1, 3, 16, 16).expand(8, -1, -1, -1)
     together = model(images, KEYS)

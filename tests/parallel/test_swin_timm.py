@@ -54,7 +54,11 @@ def gradients_of(theirs: nn.Module, folder: Path, config: dict) -> dict[str, Ten
     grads = {name: p.grad.float() for name, p in theirs.named_parameters()}
     import_weights(saved(folder, grads, config), folder / "imported")
     weights = open_weights(folder / "imported")
-    return {f"{layer}.{key}": weights.read(f"{layer}.{key}") for layer, d in weights.config.layers.items() for key in d.parameters}
+    return {
+        f"{layer}.{key}": weights.read(f"{layer}.{key}")
+        for layer, d in weights.config.layers.items()
+        for key in d.parameters
+    }
 
 
 @pytest.mark.parametrize("mesh", PLANS)

@@ -113,7 +113,9 @@ def test_priced_bytes_match_the_bytes_sent(
     check_bytes(config, mesh, parse(mesh).strategy, microbatches, ranks)
 
 
-@pytest.mark.parametrize("mesh", ["pp1: stage1=fsdp4, *=tp2xfsdp2", "pp1: stage1=tp4+2d, *=tp4+sp", "pp1: 1-2=tp4, *=dp4"])
+@pytest.mark.parametrize(
+    "mesh", ["pp1: stage1=fsdp4, *=tp2xfsdp2", "pp1: stage1=tp4+2d, *=tp4+sp", "pp1: 1-2=tp4, *=dp4"]
+)
 def test_priced_bytes_of_layerwise_plans_of_swin_match_the_bytes_sent(
     mesh: str, ranks: Callable[[int], RankPool]
 ) -> None:

@@ -218,9 +218,7 @@ def held_by_layer(device: torch.device, config: ModelConfig, plans: list[Plan]) 
 
 
 @pytest.mark.parametrize("size", BY_RANKS)
-@pytest.mark.parametrize(
-    ("config", "by_ranks"), [(UNEVEN, BY_RANKS), (SWIN, SWIN_BY_RANKS)], ids=["vit", "swin"]
-)
+@pytest.mark.parametrize(("config", "by_ranks"), [(UNEVEN, BY_RANKS), (SWIN, SWIN_BY_RANKS)], ids=["vit", "swin"])
 def test_ranks_hold_the_predicted_number_of_parameters(
     config: ModelConfig,
     by_ranks: dict[int, list[tuple[str, dict[str, Any]]]],

@@ -116,9 +116,7 @@ def test_equal_neighbours_are_joined_when_numbered() -> None:
         ),
     ],
 )
-def test_names_that_do_not_fit_the_model_are_refused(
-    text: str, config: ViTConfig | SwinConfig, message: str
-) -> None:
+def test_names_that_do_not_fit_the_model_are_refused(text: str, config: ViTConfig | SwinConfig, message: str) -> None:
     plan = parse(text)
     with pytest.raises(StrategyError, match=re.escape(message)):
         validate(plan, config, None)
@@ -154,7 +152,20 @@ MODELS = {
     ),
 }
 DATA = ("", "xdp2", "xfsdp2", "xdp2xfsdp3")
-TENSOR = ("tp2", "tp4", "tp3", "tp8", "tp2+sp", "tp4+sp", "tp4+2d", "tp9+2d", "tp16+2d", "tp8+2.5d", "tp8+3d", "tp27+3d")
+TENSOR = (
+    "tp2",
+    "tp4",
+    "tp3",
+    "tp8",
+    "tp2+sp",
+    "tp4+sp",
+    "tp4+2d",
+    "tp9+2d",
+    "tp16+2d",
+    "tp8+2.5d",
+    "tp8+3d",
+    "tp27+3d",
+)
 FLAGS = ("", "+ckpt", "+offload", "+zero1")
 
 

@@ -83,7 +83,9 @@ def every_layer_sends(device: torch.device, mesh: str, config: ModelConfig) -> d
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, *(f"{mesh}+ckpt" for mesh in MESHES), "tp4+sp+ckpt.selective"])
-def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(
+    mesh: str, ranks: Callable[[int], RankPool]
+) -> None:
     strategy, counts = parse(mesh).strategy, ranks(parse(mesh).world_size).run(every_layer_sends, mesh, SWIN)
     assert list(counts[0]) == ["embed", "blocks.0", "blocks.2", "blocks.3", "blocks.4", "head"]
     for found in counts:

@@ -48,3 +48,10 @@ def test_every_pair_of_features_of_swin_matches_one_process(
 ) -> None:
     assert ranks_of(choice) <= 8
     check_case(swin_of_features(*choice), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_compiled_blocks_of_swin_match_one_process(ranks: Callable[[int], RankPool]) -> None:
+    case = SwinCase("tp2+ckpt", check={"compile_blocks": True})
+    check_case(case, ranks)

@@ -209,9 +209,9 @@ def test_every_suggestion_validates(model: str) -> None:
 
 def test_suggestion_fits_the_batch_and_the_schedule_too() -> None:
     """With tp as dp, a batch of 6 would have to be split in 4: another tp is suggested."""
-    with pytest.raises(StrategyError, match="give them another strategy, as in 'pp1: stage1=dp4, *"):
+    with pytest.raises(StrategyError, match=r"give them another strategy, as in 'pp1: stage1=dp4, \*"):
         validate(parse("dp2xtp2"), TINY, 8)
-    with pytest.raises(StrategyError, match="of stage1 of swin_tiny_patch4_window7_224: use tp3$"):
+    with pytest.raises(StrategyError, match=r"of stage1 of swin_tiny_patch4_window7_224: use tp3$"):
         validate(parse("dp2xtp2"), TINY, 6)
-    with pytest.raises(StrategyError, match="give them another strategy, as in 'pp2: stage1=dp2, *"):
+    with pytest.raises(StrategyError, match=r"give them another strategy, as in 'pp2: stage1=dp2, \*"):
         validate(replace(parse("tp2xpp2"), schedule="interleaved1f1b", virtual_stages=2), TINY, 8)

@@ -20,7 +20,7 @@ class Patches(vitpar.Layer):
         self.proj = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)
+        return self.proj(images).flatten(2).transpose(1, 2).contiguous()
 
 
 class MixerBlock(vitpar.Layer):

@@ -33,13 +33,14 @@ def model_config(name: str, **options: Any) -> ModelConfig:
     family = family_of(name)
     known = field_names(family) - {"name"}
     for option in options:
+        if option in known:
+            continue
         if present := present_field(option):
             raise ModelError(f"model option '{option}' is now called '{present}': rename it")
-        if option not in known:
-            raise ModelError(
-                f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
-                f"{', '.join(sorted(known))}"
-            )
+        raise ModelError(
+            f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
+            f"{', '.join(sorted(known))}"
+        )
     return family.named(name, options)
 
 

@@ -140,6 +140,16 @@ def test_memory_matches_a_calculation_by_hand() -> None:
     assert shards.parameters == pytest.approx(held / 4, rel=0.02) and shards.gathered > 0
 
 
+def test_every_backward_of_zero2_has_unreduced_gradients() -> None:
+    """Reduced gradients of earlier micro-batches are kept apart from those that the next backward computes."""
+    held = sum(layer_parameters(CONFIG, parse("dp1")).values()) * 4
+    (once,), (twice,) = (step("dp4+zero2", 4 * m, microbatches=m).memory for m in (1, 2))
+    assert twice.activations == once.activations and twice.workspace == once.workspace
+    assert twice.gradients == pytest.approx(once.gradients + held / 4, rel=0.02)
+    (unsharded,) = step("dp4+zero1", 8, microbatches=2).memory
+    assert twice.gradients < unsharded.gradients
+
+
 @pytest.mark.parametrize(
     "mesh", ["pp4xfsdp2+ckpt", "pp2xdp2xtp2", "pp4: 0-2=dp2, 3-5=fsdp2, *=dp2+zero2", "fsdp8", "dp8+zero1"]
 )

@@ -196,6 +196,25 @@ def test_overlapping_streams_slow_each_other_down() -> None:
     assert free.at == 3.0 and free.left == 0
 
 
+def test_overlap_takes_at_most_as_long_as_one_after_the_other() -> None:
+    config = replace(CONFIG, depth=1)
+
+    def computing(found: Overlap) -> tuple[float, Overlap | None]:
+        """Return the seconds of 20 s of computing beside a transfer of 1 s, and the overlap of the costs."""
+        costs = LayerCosts(config, machine(overlap=found, device="cpu"), model(config, device="cpu"))
+        streams = Streams(costs.hardware.overlap)
+        streams.send(1.0)
+        streams.compute(20.0, "backward")
+        assert streams.left == 0
+        return streams.at, costs.hardware.overlap
+
+    taken, found = computing(Overlap(compute=2.0, communication=4.0))
+    assert taken == pytest.approx(21.0) and found == Overlap(compute=1.5, communication=3.0)
+    apart = Overlap(compute=1.5, communication=2.0)  # 7/6 of the work in a second: some of the transfer is hidden
+    taken, found = computing(apart)
+    assert taken == pytest.approx(20 + 2 / 3) and found == apart
+
+
 def test_collectives_wait_for_the_slowest_rank() -> None:
     streams = Streams(None)
     streams.compute(1.0, "forward", skew=0.3)

@@ -215,6 +215,39 @@ def test_overlap_takes_at_most_as_long_as_one_after_the_other() -> None:
     assert taken == pytest.approx(20 + 2 / 3) and found == apart
 
 
+def test_layer_takes_until_the_last_process_on_shared_cores_is_done() -> None:
+    readings = tuple(
+        Timing(size=size, seconds=seconds, skew=skew, spread=0, samples=1)
+        for size, seconds, skew in ((1, 0.002, 0.001), (2, 0.005, 0.002), (4, 0.02, 0.004), (16, 0.1, 0.02))
+    )
+    measured = model(cores=2, device="cpu")
+    block = measured.layers[0].model_copy(update={"layer": "block", "forward": Curve(timings=readings)})
+    gather = readings[2]
+    measured = measured.model_copy(
+        update={
+            "layers": (block,),
+            "weights": tuple(weights.model_copy(update={"gather": gather}) for weights in measured.weights),
+            "optimizer": Curve(timings=readings),
+        }
+    )
+
+    def with_processes(count: int, **fields: object) -> ModelProfile:
+        return measured.model_copy(update={"processes": count, **fields})
+
+    assert with_processes(2).steady() == with_processes(2)
+    assert with_processes(4, device="cuda").steady() == with_processes(4, device="cuda")
+    steady = with_processes(4).steady()
+    # Two processes on a core take turns after 4 ms each. So 3 and 7 ms may be those of a process that was never
+    # interrupted: 1 and 2 rows are counted as their share of the 24 ms of 4 rows.
+    for curve in (steady.layers[0].forward, steady.optimizer):
+        assert [timing.seconds for timing in curve.timings] == pytest.approx([0.006, 0.012, 0.024, 0.12])
+        assert not any(timing.skew for timing in curve.timings)
+    assert all(weights.gather.seconds == 0.024 and not weights.gather.skew for weights in steady.weights)
+    assert steady.steady() == steady
+    costs = LayerCosts(CONFIG, machine(device="cpu"), with_processes(4))
+    assert costs.model == steady
+
+
 def test_collectives_wait_for_the_slowest_rank() -> None:
     streams = Streams(None)
     streams.compute(1.0, "forward", skew=0.3)

@@ -120,7 +120,7 @@ class LayerCosts:
         hardware = hardware.at_pace(model.pace)
         overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
         self.config, self.hardware = config, hardware.model_copy(update={"overlap": overlap})
-        self.model = model
+        self.model = model = model.steady()
         self.links = Links(self.hardware)
         self.precision = PRECISIONS[model.precision]
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {

@@ -33,6 +33,8 @@ HARDWARE, MODEL = Path("hardware.json"), Path("model.json")
 """Default files of `vitpar profile` and of the commands that read profiles."""
 OPTIMIZER_BYTES = 28
 """Bytes that AdamW reads and writes per float32 parameter."""
+TIME_SLICE = 0.004
+"""Seconds that a process keeps a core which others wait for: a tick of Linux's scheduler at its usual 250 Hz."""
 LayerKind = Literal["embed", "block", "head"]
 """Kind of a layer; all blocks of a model are alike."""
 CHECKPOINTS = {"none": "", "full": "+ckpt", "selective": "+ckpt.selective"}
@@ -59,6 +61,10 @@ class Timing(ProfileRecord):
         """Return a copy with all seconds multiplied by `factor`."""
         return self.model_copy(update={"seconds": self.seconds * factor, "skew": self.skew * factor})
 
+    def until_last(self) -> Self:
+        """Return a copy whose seconds are those of the slowest process, without skew."""
+        return self.model_copy(update={"seconds": self.seconds + self.skew, "skew": 0.0})
+
 
 def exact(points: Iterable[tuple[int, float]]) -> tuple[Timing, ...]:
     """Return (size, seconds) pairs that were computed, not measured, as timings."""
@@ -83,6 +89,21 @@ class Curve(ProfileRecord):
         """Return a copy with all seconds multiplied by `factor`."""
         # A new object: model_copy would also copy the values that cached properties hold.
         return type(self)(**{**dict(self), "timings": tuple(timing.slower(factor) for timing in self.timings)})
+
+    def until_last(self, short: float) -> Self:
+        """Return a copy with the seconds until the last of all processes is done, on cores that processes share.
+
+        short: seconds of a reading up to which the system's scheduler may not have interrupted it. It then looks as if
+            the process had a core alone. Dividing work into smaller pieces does not speed it up, so such a point takes
+            at least its share of the time of the next larger size.
+        """
+        timings: list[Timing] = []
+        for timing in reversed([timing.until_last() for timing in self.timings]):
+            if timings and timing.seconds < short:
+                share = timings[-1].seconds * timing.size / timings[-1].size
+                timing = timing.model_copy(update={"seconds": max(timing.seconds, share)})
+            timings.append(timing)
+        return type(self)(**{**dict(self), "timings": tuple(reversed(timings))})
 
     def seconds(self, size: float) -> float:
         """Return the seconds for `size`.
@@ -303,6 +324,11 @@ class LayerProfile(ProfileRecord):
         curves = {"forward": self.forward.slower(factor), "backward": self.backward.slower(factor)}
         return self.model_copy(update=curves)
 
+    def until_last(self, short: float) -> Self:
+        """Return a copy with the seconds until the last of all processes is done; see ``Curve.until_last``."""
+        curves = {"forward": self.forward.until_last(short), "backward": self.backward.until_last(short)}
+        return self.model_copy(update=curves)
+
 
 class WeightProfile(ProfileRecord):
     """Cost of ``fully_shard`` for one layer apart from communication: packing, unpacking and freeing copies."""
@@ -390,6 +416,26 @@ class ModelProfile(Profile):
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
+
+    def steady(self) -> Self:
+        """Return a copy with the times of ranks that compute without a pause; the profile itself on cores of their own.
+
+        Where processes share cores, each reading begins for all at once, and the mean over them is too short: a process
+        that the system's scheduler serves first is done before the core has done the work of all. In a training step
+        the ranks that are served first go on with the next layer, so a layer takes each of them as long as a core needs
+        for the work of all: until the last one is done. That also holds where ranks meet: the last one has the core for
+        itself while the others wait, so nobody is late on top of it.
+        """
+        shared = self.processes * self.threads / self.cores
+        if self.device == "cuda" or shared <= 1:
+            return self
+        return self.model_copy(
+            update={
+                "layers": tuple(layer.until_last(shared * TIME_SLICE) for layer in self.layers),
+                "weights": tuple(w.model_copy(update={"gather": w.gather.until_last()}) for w in self.weights),
+                "optimizer": self.optimizer.until_last(shared * TIME_SLICE),
+            }
+        )
 
 
 @cache

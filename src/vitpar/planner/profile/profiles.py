@@ -423,8 +423,8 @@ class ModelProfile(Profile):
         Where processes share cores, each reading begins for all at once, and the mean over them is too short: a process
         that the system's scheduler serves first is done before the core has done the work of all. In a training step
         the ranks that are served first go on with the next layer, so a layer takes each of them as long as a core needs
-        for the work of all: until the last one is done. That also holds where ranks meet: the last one has the core for
-        itself while the others wait, so nobody is late on top of it.
+        for the work of all: until the last one is done. Where ranks meet, no wait for the slowest is added: it has the
+        core for itself while the others wait.
         """
         shared = self.processes * self.threads / self.cores
         if self.device == "cuda" or shared <= 1:

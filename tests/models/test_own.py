@@ -107,9 +107,9 @@ def test_layers_run_one_after_the_other() -> None:
 
 
 def test_tp_is_refused_with_the_numbers_it_has_to_divide() -> None:
-    with pytest.raises(vitpar.UserError, match="tp3 does not divide the 24 features of tokens_in|tp5 does not divide"):
+    with pytest.raises(vitpar.UserError, match=r"tp5 does not divide the \d+ features of"):
         vitpar.validate(vitpar.parse("tp5"), mixer(width=48), 10)
-    with pytest.raises(vitpar.UserError, match="cannot split the layers 'block' .*: leave \\+2d out"):
+    with pytest.raises(vitpar.UserError, match=r"cannot split the layers 'block' .*: leave \+2d out"):
         vitpar.validate(vitpar.parse("tp4+2d"), mixer(), 8)
 
 
@@ -118,7 +118,7 @@ def test_configuration_survives_json_only_while_it_is_registered() -> None:
     record = config_to_json(config)
     assert config_from_json(record) == config
     del FAMILIES["own_model.py:Mixer"]
-    with pytest.raises(ModelError, match="own_model.py:Mixer, a model of your own: give the file"):
+    with pytest.raises(ModelError, match=r"own_model\.py:Mixer, a model of your own: give the file"):
         config_from_json(record)
 
 
@@ -182,7 +182,7 @@ def test_a_layer_that_gives_a_view_is_refused() -> None:
 
             return View()
 
-    with pytest.raises(ModelError, match="gives a view of another tensor: end its forward with .contiguous"):
+    with pytest.raises(ModelError, match=r"gives a view of another tensor: end its forward with \.contiguous"):
         _ = Views().layers
 
 

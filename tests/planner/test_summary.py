@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from helpers.ranks import RankPool
-from vitpar.models import model_config
-from vitpar.models import ViTConfig
+from vitpar.models import ViTConfig, model_config
 from vitpar.parallel import Execution, parallelize
 from vitpar.parallel.pipeline import stage_layers
 from vitpar.planner.cost.elements import chunk_length, layer_parameters

@@ -82,7 +82,8 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         if isinstance(name, str) and ".py:" in name:
             raise ModelError(
-                f"the model is {shown(name)}, a model of your own: give the file that defines it with --model FILE.py:NAME"
+                f"the model is {shown(name)}, a model of your own: give the file that defines it with "
+                "--model FILE.py:NAME"
             )
         raise ModelError(
             f"unknown family of models '{shown(name)}'{nearest(name, FAMILIES)}: use {', '.join(FAMILIES)}"

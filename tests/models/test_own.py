@@ -107,7 +107,7 @@ def test_layers_run_one_after_the_other() -> None:
 
 
 def test_tp_is_refused_with_the_numbers_it_has_to_divide() -> None:
-    with pytest.raises(vitpar.UserError, match=r"tp5 does not divide the \d+ features of"):
+    with pytest.raises(vitpar.UserError, match=r"tp5 does not divide the \d+ \w+ features of"):
         vitpar.validate(vitpar.parse("tp5"), mixer(width=48), 10)
     with pytest.raises(vitpar.UserError, match=r"cannot split the layers 'block' .*: leave \+2d out"):
         vitpar.validate(vitpar.parse("tp4+2d"), mixer(), 8)

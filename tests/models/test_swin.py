@@ -323,7 +323,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"init": "jax"}, "unknown init 'jax' of swin_custom: use timm or perturbed"),
     ({"drop_path": 1.0}, "drop_path of swin_custom is 1.0"),
     ({"image_size": 16_384, "patch_size": 8, "window_size": 8}, "images of swin_custom have 4194304 tokens, above"),
-    ({"pool": "avg"}, "swin_custom has no pool: leave the option out"),
+    ({"pool": "avg"}, "unknown model option 'pool' of swin_custom: options are channels, depths"),
 )
 
 

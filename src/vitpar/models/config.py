@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -20,7 +20,7 @@ from vitpar.text import nearest, shown
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Rule = Callable[["Tensor", Sequence[int], Any], "Tensor"]
+Rule = Callable[..., "Tensor"]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers."""
 Rules = tuple[tuple[str, Rule], ...]
 """Pairs of a pattern of parameter names and a rule; the first that matches decides."""

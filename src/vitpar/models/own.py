@@ -276,7 +276,7 @@ def _divisible(parts: tuple[Part, ...]) -> dict[str, int]:
     for part in parts:
         if part.product and part.role in ("column", "row", "classifier", "merge"):
             taken, given = part.product
-            found[f"feature of {part.name}"] = given if part.role == "column" else taken
+            found[f"{part.name} feature"] = given if part.role == "column" else taken
         elif part.role == "per_head":
-            found[f"head of {part.name}"] = next(iter(part.shapes.values()))[0]
+            found[f"{part.name} head"] = next(iter(part.shapes.values()))[0]
     return found

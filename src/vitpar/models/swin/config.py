@@ -274,7 +274,7 @@ class SwinConfig(ModelConfig):
             divisible={
                 "head": stage.num_heads,
                 "hidden feature": h,
-                **({"feature of the previous stage": takes.features} if merges else {}),
+                **({"incoming feature": takes.features} if merges else {}),
             },
         )
 

@@ -18,6 +18,7 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     yield "optimizer", optimizer_words(recipe)
     yield "lr", lr_words(recipe, header.train_samples)
     yield "augment", augment_words(recipe)
+    # Not every family drops paths or features.
     rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))
     if words := regularisation_words(recipe, *rates):
         yield "regularize", words

@@ -5,6 +5,7 @@ vitpar check --model examples/own_model.py:Mixer --mesh "pp2: 0-3=tp2, *=fsdp2"
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,14 +21,19 @@ class Patches(vitpar.Layer):
         self.proj = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)
+        return self.proj(images).flatten(2).transpose(1, 2).contiguous()
 
 
 class MixerBlock(vitpar.Layer):
     """Mix tokens, then features: [batch, tokens, width] -> the same shape."""
 
     # Pairs of linear layers that tensor parallelism splits; every rank computes the rest.
-    TENSOR_PARALLEL = {"tokens_in": "column", "tokens_out": "row", "features_in": "column", "features_out": "row"}
+    TENSOR_PARALLEL: ClassVar = {
+        "tokens_in": "column",
+        "tokens_out": "row",
+        "features_in": "column",
+        "features_out": "row",
+    }
 
     def __init__(self, config: "Mixer") -> None:
         super().__init__()
@@ -46,7 +52,7 @@ class MixerBlock(vitpar.Layer):
 class Classifier(vitpar.Layer):
     """Mean over the tokens, then classes: [batch, tokens, width] -> [batch, classes]."""
 
-    TENSOR_PARALLEL = {"pooled": "pooled", "fc": "classifier"}
+    TENSOR_PARALLEL: ClassVar = {"pooled": "pooled", "fc": "classifier"}
 
     def __init__(self, config: "Mixer") -> None:
         super().__init__()

@@ -100,7 +100,7 @@ DataDir = Annotated[
 
 
 def own_model(name: str | None) -> str | None:
-    """Return the name of the model; that of the user's own is loaded and known by the name of its file from then on.
+    """Return the name of the model, after loading it if it is the user's own.
 
     Raises ModelError for a file that fails.
     """
@@ -119,6 +119,15 @@ ModelName = Annotated[
         metavar="NAME",
         help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your own "
         "as FILE.py:NAME, whose file is run.",
+        callback=own_model,
+    ),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="FILE.py:NAME",
+        help="The model, if it is one of your own; the file is run.",
         callback=own_model,
     ),
 ]

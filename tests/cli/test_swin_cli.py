@@ -92,7 +92,10 @@ def test_timms_weights_are_imported_and_trained(source: str, place: Path, vitpar
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mesh", "tp4"], "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as "),
+        (
+            ["--mesh", "tp4"],
+            "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as ",
+        ),
         (["--mesh", "pp1: stage4=dp2, *=tp2"], "swin_custom has no blocks called 'stage4'"),
         (["--set", "model.depths=[2,2]"], "depths of swin_custom are 2 but num_heads are 3: list one of each"),
         (["--set", "model.image_size=12"], "windows of 2x2 do not tile the 3x3 tokens of stage 3 of swin_custom"),

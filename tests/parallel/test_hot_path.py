@@ -177,9 +177,7 @@ def test_no_operation_runs_on_dtensors(mesh: str, ranks: Callable[[int], RankPoo
         assert found.on_dtensors <= {"aten.detach.default"}
 
 
-def graphs(
-    device: torch.device, mesh: str, config: ModelConfig | None = None
-) -> tuple[list[int], dict[str, int]]:
+def graphs(device: torch.device, mesh: str, config: ModelConfig | None = None) -> tuple[list[int], dict[str, int]]:
     """Return the number of graphs after each of three steps and two evaluations, and the graph breaks.
 
     A block that the compiler would run eagerly raises an error.

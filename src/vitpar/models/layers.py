@@ -145,7 +145,7 @@ class LayeredModel(nn.Module):
         held = set(config.layer_names if layers is None else layers)
         assert held <= set(config.layer_names), f"unknown layers {held - set(config.layer_names)}"
         self.config = config
-        built = {name: config.build_layer(name) for name in config.layer_names if name in held}
+        built = {name: cast(Layer, config.build_layer(name)) for name in config.layer_names if name in held}
         for name, layer in built.items():
             layer.description = config.layers[name]
         self.embed = built.pop("embed", None)

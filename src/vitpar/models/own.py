@@ -21,7 +21,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
@@ -62,7 +62,7 @@ class OwnModel(ModelConfig):
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        return name == cls.FAMILY
+        return PurePath(name).name == cls.FAMILY
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any]) -> Self:
@@ -90,9 +90,9 @@ class OwnModel(ModelConfig):
 
 
 def load(text: str) -> str:
-    """Run the file of ``FILE.py:NAME``, register the configuration class NAME in it, and return the model's name.
+    """Run the file of ``FILE.py:NAME`` and register the configuration class NAME in it. Return `text`.
 
-    That name has no folder: a run may go on from another place.
+    The family's name has no folder, so that a run can be resumed from another place.
 
     Raises ModelError if the file cannot be run or has no such class.
     """
@@ -114,7 +114,8 @@ def load(text: str) -> str:
             f"'{shown(file)}' has no model called '{shown(attribute)}'{nearest(attribute, known)}: name a dataclass "
             f"that derives from vitpar.OwnModel{', such as ' + known[0] if known else ''}"
         )
-    return register(found, f"{path.name}:{attribute}")
+    register(found, f"{path.name}:{attribute}")
+    return text
 
 
 def register(model: type[ModelConfig], name: str | None = None) -> str:
@@ -185,6 +186,9 @@ def _described(config: OwnModel, name: str, taken: Shape | None) -> LayerDescrip
     if y.dim() != rank or y.shape[0] != batch:
         wanted = "[batch, classes]" if name == "head" else "[batch, tokens, features]"
         raise ModelError(f"{where} gives a tensor of shape {list(y.shape)} for {batch} samples: give {wanted}")
+    if y._is_view() or not y.is_contiguous():
+        # FSDP2 and pipelines hold on to what a layer gives, and send it.
+        raise ModelError(f"{where} gives a view of another tensor: end its forward with .contiguous() or .clone()")
     gives = Shape(1, y.shape[1]) if name == "head" else Shape(y.shape[1], y.shape[2])
     parts = tuple(_parts(layer, inputs, batch, where))
     linear = sum(part.flops for part in parts)
@@ -272,7 +276,7 @@ def _divisible(parts: tuple[Part, ...]) -> dict[str, int]:
     for part in parts:
         if part.product and part.role in ("column", "row", "classifier", "merge"):
             taken, given = part.product
-            found[f"feature of {part.name}"] = given if part.role == "column" else taken
+            found[f"{part.name} feature"] = given if part.role == "column" else taken
         elif part.role == "per_head":
-            found[f"head of {part.name}"] = next(iter(part.shapes.values()))[0]
+            found[f"{part.name} head"] = next(iter(part.shapes.values()))[0]
     return found

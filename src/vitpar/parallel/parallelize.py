@@ -95,7 +95,7 @@ def _allow_graphs(config: ModelConfig, plan: Plan) -> None:
     ``Block.forward``. Beyond it the compiler silently runs a block eagerly.
     """
     strategies = plan.strategies(config.layer_names)
-    kinds = {(config.layers[name].kind, strategy) for name, strategy in strategies.items() if name not in ("embed", "head")}
+    kinds = {(config.layers[name].kind, strategies[name]) for name in strategies if name not in ("embed", "head")}
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, GRAPHS * len(kinds))
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
@@ -114,7 +114,7 @@ def _compute(
             compute_in_float8(name, layer)
         if compile_blocks:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward)
     if strategy.checkpoint:
         recompute_in_backward(layer, strategy.checkpoint)
     return found

@@ -19,7 +19,7 @@ from vitpar.text import closest, count, divisors, either, shown
 
 
 class Model(Protocol):
-    """What plans depend on in a model's configuration (``vitpar.models.config.ModelConfig``)."""
+    """Part of a model's configuration that plans depend on (``vitpar.models.config.ModelConfig``)."""
 
     @property
     def name(self) -> str: ...

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vitpar.models.config import block_index
 from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock
 from vitpar.models.swin.config import SwinConfig, SwinStage
 from vitpar.sharded import to_local
@@ -191,3 +192,8 @@ class Head(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, classes]."""
         return self.fc(self.pooled(self.norm(x).mean(dim=1)))
+
+
+def build_layer(config: SwinConfig, name: str) -> Layer:
+    """Return the layer called `name`."""
+    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))

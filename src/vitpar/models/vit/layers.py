@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vitpar.models.config import block_index
 from vitpar.models.keyed_random import drop
 from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock, for_every_sample
 from vitpar.models.vit.config import ViTConfig
@@ -171,3 +172,8 @@ class Head(Layer):
             return self.fc(self._features(self.norm(x[:, 0])))
         x = self.norm(x[:, :2])
         return (self.fc(self._features(x[:, 0])) + self.fc_dist(self._features(x[:, 1]))) / 2
+
+
+def build_layer(config: ViTConfig, name: str) -> Layer:
+    """Return the layer called `name`."""
+    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))

@@ -96,10 +96,10 @@ def read_recipe(
         if key == "train.precision" and value != values["train"].get("precision"):
             values["train"].pop("reduce_dtype", None)
             values.pop("loss_scale", None)
-        table, _, option = name.partition(".")
-        if option:  # as in model.options.width
-            inner = values[section].setdefault(table, {})
-            values[section][table] = {**(inner if isinstance(inner, dict) else {}), option: value}
+        if key.startswith("model.options."):
+            inner = values[section].get("options")
+            option = name.removeprefix("options.")
+            values[section]["options"] = {**(inner if isinstance(inner, dict) else {}), option: value}
         else:
             values[section][name] = value
     _refuse_unknown(values)

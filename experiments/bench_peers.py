@@ -1,6 +1,6 @@
 """Compare training speed of vitpar, timm, transformers' Trainer, Lightning's Trainer and plain PyTorch: ViT and Swin.
 
-    python experiments/bench_peers.py                          # CPU: a ViT, then a Swin; a quarter of an hour on two cores
+    python experiments/bench_peers.py                          # CPU: ViT, then Swin; fp32 and bf16
     python experiments/bench_peers.py --compile --precision fp32
     python experiments/bench_peers.py --device cuda --json peers.json     # B/16, compiled, in ten minutes at most
     python experiments/bench_peers.py --device cuda --models vit_large_patch16_224 --json large.json
@@ -20,8 +20,8 @@ packages are installed, else to vitpar's bare step. They are taken round by roun
 CPU time counts all threads of a process; page faults are those of a step (median of the rounds). Memory is the peak
 that a process allocated on the GPU. On a GPU one call trains one model. Contenders that would not be ready within
 --minutes are left out, and no round begins later. --json is written when a contender is ready and after every round.
-Contenders that are not installed are left out, with the reason; transformers' Trainer trains ViTs only. Exit code 1: an installed contender failed, or losses
-differ.
+Contenders that are not installed are left out, with the reason; transformers' Trainer trains ViTs only. Exit code 1: an
+installed contender failed, or losses differ.
 """
 
 import argparse

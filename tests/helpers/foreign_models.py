@@ -64,7 +64,7 @@ def transformers_model(kind: str, teacher: bool = False, **changed: Any) -> nn.M
 
 
 def timm_swin(config: SwinConfig) -> nn.Module:
-    """Return timm's Swin Transformer of this configuration, with random values of every parameter, in evaluation mode."""
+    """Return timm's Swin Transformer with random values of every parameter, in evaluation mode."""
     torch.manual_seed(0)
     model = timm.models.swin_transformer.SwinTransformer(
         img_size=config.image_size,

@@ -123,7 +123,7 @@ def test_names_that_do_not_fit_the_model_are_refused(text: str, config: ViTConfi
 
 
 def test_a_name_twice_is_refused() -> None:
-    with pytest.raises(StrategyError, match="^'stage1' is in two groups: give it one strategy"):
+    with pytest.raises(StrategyError, match=r"^'stage1' is in two groups: give it one strategy"):
         parse("pp1: stage1=dp2, stage1=fsdp2, *=tp2")
 
 

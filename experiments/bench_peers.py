@@ -1,6 +1,6 @@
-"""Compare training speed of vitpar, timm, transformers' Trainer, Lightning's Trainer and plain PyTorch on one ViT.
+"""Compare training speed of vitpar, timm, transformers' Trainer, Lightning's Trainer and plain PyTorch: ViT and Swin.
 
-    python experiments/bench_peers.py                          # CPU, fp32 and bf16, about 8 minutes on two cores
+    python experiments/bench_peers.py                          # CPU: ViT, then Swin; fp32 and bf16
     python experiments/bench_peers.py --compile --precision fp32
     python experiments/bench_peers.py --device cuda --json peers.json     # B/16, compiled, in ten minutes at most
     python experiments/bench_peers.py --device cuda --models vit_large_patch16_224 --json large.json
@@ -20,8 +20,8 @@ packages are installed, else to vitpar's bare step. They are taken round by roun
 CPU time counts all threads of a process; page faults are those of a step (median of the rounds). Memory is the peak
 that a process allocated on the GPU. On a GPU one call trains one model. Contenders that would not be ready within
 --minutes are left out, and no round begins later. --json is written when a contender is ready and after every round.
-Contenders that are not installed are left out, with the reason. Exit code 1: an installed contender failed, or losses
-differ.
+Contenders that are not installed are left out, with the reason; transformers' Trainer trains ViTs only. Exit code 1: an
+installed contender failed, or losses differ.
 """
 
 import argparse
@@ -43,14 +43,20 @@ from rich.table import Table
 from bench.gpu_models import GIB, MODELS, batch_for
 from bench.header import header
 from bench.json_file import write_json
-from bench.peers import CONTENDERS, OURS
+from bench.peers import CONTENDERS, ONLY_VIT, OURS
 from bench.peers.job import Job
 from bench.peers.largest import Trials, deepest
 from bench.peers.running import TOLERANCE, Contender, Left, Timed, difference, take_turns
 from bench.timing import Spread, ratio
+from vitpar.models.families import family_of
 
-SMALL = {"num_heads": 4, "num_classes": 100}
-TINY = {"depth": 2, "image_size": 32, "num_classes": 10}
+SMALL = {"vit": {"num_heads": 4, "num_classes": 100}, "swin": {"num_classes": 100}}
+"""Options of the models on a CPU, by family."""
+TINY = {
+    "vit": {"depth": 2, "image_size": 32, "num_classes": 10},
+    "swin": {"embed_dim": 24, "depths": (2, 1, 1, 1), "num_classes": 10},
+}
+"""The same for --tiny."""
 WARM_UP = 5
 START_S, MEASURE_S = 100, 90
 """Rough seconds on a GPU: to start and compile a contender, and to run all rounds."""
@@ -134,23 +140,23 @@ def arguments() -> argparse.Namespace:
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """Return a job for each model and precision; its contender is set later."""
-    gpu = options.device == "cuda"
+    gpu, no_options = options.device == "cuda", {"vit": {}, "swin": {}}
     if options.tiny:
-        models, size, sizes = ["vit_tiny_patch16_224"], TINY, {}
+        models, by_family, sizes = ["vit_tiny_patch16_224"], TINY, {}
     elif options.largest:
-        models, size, sizes = ["vit_giant_patch14_224"], {}, {"vit_giant_patch14_224": 16}
+        models, by_family, sizes = ["vit_giant_patch14_224"], no_options, {"vit_giant_patch14_224": 16}
     elif gpu:
-        models, size = [next(iter(MODELS))], {}
+        models, by_family = [next(iter(MODELS))], no_options
         free = free_memory()
         sizes = {name: batch_for(name, free, peers=True) for name in options.models or models}
     else:
-        models, size, sizes = ["vit_tiny_patch16_112"], SMALL, {"vit_tiny_patch16_112": 16}
+        models, by_family, sizes = ["vit_tiny_patch16_112", "swin_tiny_patch4_window4_64"], SMALL, {}
     return [
         Job(
             "plain",
             model,
             options.batch_size or (4 if options.tiny else sizes.get(model, 64 if gpu else 16)),
-            size,
+            by_family[family_of(model).FAMILY],
             precision,
             options.device,
             compiled=gpu or options.compile,
@@ -181,7 +187,8 @@ def beside(
     left: dict[str, str] = {}
     told: list[str] = []
     ok, timed = True, list[Timed]()
-    names = list(options.only or CONTENDERS)
+    unable = ONLY_VIT if family_of(job.model).FAMILY != "vit" else ()
+    names = [name for name in options.only or CONTENDERS if name not in unable]
     for start in range(options.restarts):
         order = names[start % len(names) :] + names[: start % len(names)]
 

@@ -26,7 +26,7 @@ PHRASES = re.compile(
     r"|so much more|as far as (it|they) go|gives? back what|wants to know|what there is|beside theory|is not there)\b",
     re.IGNORECASE,
 )
-SAME_NAME: frozenset[str] = frozenset()
+SAME_NAME = frozenset({"Embed", "Block", "Head"})  # the three layers of every family of models
 """Names that several classes may share; give the reason for each in a comment."""
 
 

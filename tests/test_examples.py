@@ -22,7 +22,12 @@ def output(place: Path, *words: str) -> str:
 
 
 def test_each_example_has_a_test() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_data.py", "own_loop.py", "planning.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "own_data.py",
+        "own_loop.py",
+        "own_model.py",
+        "planning.py",
+    }
 
 
 def test_own_data_example_trains(tmp_path: Path) -> None:

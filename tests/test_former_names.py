@@ -19,7 +19,10 @@ from vitpar.weights.importing import import_weights
 
 def test_former_and_present_parameter_names_translate_both_ways() -> None:
     with torch.device("meta"):
-        names = [name for name, _ in LayeredModel(model_config("vit_tiny_patch16_32", depth=2, **EVERYTHING)).named_parameters()]
+        names = [
+            name
+            for name, _ in LayeredModel(model_config("vit_tiny_patch16_32", depth=2, **EVERYTHING)).named_parameters()
+        ]
     former = [former_parameter(name) for name in names]
     assert [present_parameter(name) for name in former] == names
     assert [present_parameter(name) for name in names] == names

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,6 +172,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     """
     import torch
 
+    from vitpar.models import config_to_json
     from vitpar.planner.measure.device import device_name
     from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
     from vitpar.planner.sources import NO_COSTS, profiled_costs
@@ -194,7 +195,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
         "this machine",
         ("hardware", "--ranks", str(ranks), "--device", device),
     )
-    shape = {key: value for key, value in asdict(config).items() if key not in NO_COSTS}
+    shape = {key: value for key, value in config_to_json(config).items() if key not in NO_COSTS}
     train = recipe.train
     subject = [shape, name, train.precision, train.compile, train.attention]
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:12]

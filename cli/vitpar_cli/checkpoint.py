@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -278,6 +277,7 @@ def import_command(
 
     Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
     """
+    from vitpar.models import config_to_json
     from vitpar.sizes import parse_size
     from vitpar.weights.importing import import_weights
 
@@ -297,11 +297,12 @@ def import_command(
     c = done.config
     if as_json:
         files = [str(path) for path in done.files]
-        typer.echo(json.dumps({"format": done.format, "config": asdict(c), "files": files, "notes": done.notes}))
+        config = config_to_json(c)
+        typer.echo(json.dumps({"format": done.format, "config": config, "files": files, "notes": done.notes}))
         return
     typer.echo(
-        f"{out}: from {done.format}'s names, width {c.embed_dim}, {c.depth} blocks, {c.num_heads} heads, patches of "
-        f"{c.patch_size} in images of {c.image_size} pixels, {c.num_classes:,} classes"
+        f"{out}: from {done.format}'s names, {c.num_blocks} blocks, {c.parameters / 1e6:,.2f} M parameters, images of "
+        f"{c.image_size} pixels, {c.num_classes:,} classes"
     )
     for note in done.notes:
         typer.echo(f"  {note}")

@@ -30,6 +30,7 @@ def evaluate(
     batch_size: o.BatchSize = None,
     precision: o.Precision = None,
     device: o.DeviceName = None,
+    model: o.OwnModel = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:

@@ -123,6 +123,7 @@ class ConsoleReporter(Reporter):
         average = f", {_rate(rate)} on average" if rate else ""
         recipe = self._header.recipe
         arguments = ["--checkpoint", summary["weights"]]
+        arguments += ["--model", recipe.model.name] if ".py:" in recipe.model.name else []
         arguments += [] if recipe.data.path is None else ["--data", recipe.data.path]
         arguments += ["--set", "stream.allow_pipe=true"] if recipe.stream.allow_pipe else []
         self._print(f"done       {_duration(self._clock() - self._begun)}{average}", style="bold green")

@@ -97,13 +97,38 @@ DataDir = Annotated[
     Path | None,
     setting("data.path", "--data", to=str, metavar="DIR", help="Folder made by `vitpar data pack`."),
 ]
+
+
+def own_model(name: str | None) -> str | None:
+    """Return the name of the model, after loading it if it is the user's own.
+
+    Raises ModelError for a file that fails.
+    """
+    if name is None or ".py:" not in name:
+        return name
+    from vitpar.models.own import load
+
+    return load(name)
+
+
 ModelName = Annotated[
     str | None,
     setting(
         "model.name",
         "--model",
         metavar="NAME",
-        help="timm model name, such as vit_small_patch16_224; its sizes replace the recipe's.",
+        help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your own "
+        "as FILE.py:NAME, whose file is run.",
+        callback=own_model,
+    ),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="FILE.py:NAME",
+        help="The model, if it is one of your own; the file is run.",
+        callback=own_model,
     ),
 ]
 BatchSize = Annotated[

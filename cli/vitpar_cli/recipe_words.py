@@ -18,7 +18,9 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     yield "optimizer", optimizer_words(recipe)
     yield "lr", lr_words(recipe, header.train_samples)
     yield "augment", augment_words(recipe)
-    if words := regularisation_words(recipe, header.config.drop_path, header.config.dropout):
+    # Not every family drops paths or features.
+    rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))
+    if words := regularisation_words(recipe, *rates):
         yield "regularize", words
     yield "precision", precision_words(recipe, header.origin.automatic_precision)
     if words := kernel_words(recipe):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bench.settings import CLIP, LR, OPTIMIZER, SEED
-from vitpar.models import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision as numbers
@@ -26,7 +26,7 @@ class VitparStep:
 
 
 def vitpar_step(
-    config: ViTConfig,
+    config: ModelConfig,
     plan: Plan,
     batch_size: int,
     device: torch.device,

@@ -31,10 +31,11 @@ Returns this rank's share of the global batch's loss (the sum over ranks is the 
 def decay_groups(model: nn.Module) -> list[dict]:
     """Return parameter groups for AdamW: weight decay applies to matrices only, as in vitpar.
 
-    Tensors of 4 dimensions count as matrices, because timm's patch embedding is a convolution.
+    Tensors of 4 dimensions count as matrices, because timm's patch embedding is a convolution. Its tables of relative
+    positions have 2, and no decay.
     """
-    parameters = list(model.parameters())
+    parameters = [(p, p.ndim in (2, 4) and "bias_table" not in name) for name, p in model.named_parameters()]
     return [
-        {"params": [p for p in parameters if p.ndim in (2, 4)], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim not in (2, 4)], "weight_decay": 0.0},
+        {"params": [p for p, matrix in parameters if matrix], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p, matrix in parameters if not matrix], "weight_decay": 0.0},
     ]

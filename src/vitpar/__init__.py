@@ -25,6 +25,7 @@ from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 if TYPE_CHECKING:
     from vitpar.check import check_plan
     from vitpar.models.layers import Layer, LayeredModel
+    from vitpar.models.own import OwnModel, register
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
     from vitpar.planner.automatic import search
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _LAZY = {
     "vitpar.models.layers": ("Layer", "LayeredModel"),
+    "vitpar.models.own": ("OwnModel", "register"),
     "vitpar.parallel.model": ("ParallelModel",),
     "vitpar.parallel.parallelize": ("parallelize",),
     "vitpar.check.plan": ("check_plan",),
@@ -51,13 +53,14 @@ __all__ = [
     "Layer",
     "LayeredModel",
     "ModelConfig",
+    "OwnModel",
     "ParallelModel",
     "Plan",
     "Recipe",
     "Strategy",
+    "SwinConfig",
     "Trainer",
     "UserError",
-    "SwinConfig",
     "ViTConfig",
     "__version__",
     "check_plan",
@@ -66,6 +69,7 @@ __all__ = [
     "parallelize",
     "parse",
     "read_recipe",
+    "register",
     "save_weights",
     "search",
     "train",

@@ -266,7 +266,7 @@ def test_invalid_numbers_in_a_foreign_config(tmp_path: Path) -> None:
     config = transformers_config(model_type="x" * 10**6)
     (tmp_path / "else").mkdir()
     folder = saved(tmp_path / "else" / "there", as_transformers(timm_state()), config)
-    refused(folder, "has model_type 'x+…, but only vit and deit")
+    refused(folder, "has model_type 'x+…, but only vit, deit, swin")
     for number, (eps, message) in enumerate(
         (
             ("x" * 10**6, "has layer_norm_eps 'x+…, which is not a number"),

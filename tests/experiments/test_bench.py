@@ -99,6 +99,29 @@ def test_peers_program_compares_available_contenders_and_names_missing_ones(tmp_
     assert "timm, plain loop is left out" in printed
 
 
+def test_peers_train_a_swin_as_timm_does() -> None:
+    """Losses and gradient norms of three steps in the loop of all contenders, from the same parameters."""
+    from helpers.oracles import timm
+
+    assert timm  # imported first: timm needs torchvision, which may not match this torch
+    from bench.peers.job import Job
+    from bench.peers.same import batches, count, our_model, start_as_ours
+    from bench.peers.timm_loop import timms
+    from bench.plain_loop import plain_step
+
+    options = {"embed_dim": 12, "depths": [2, 2], "num_heads": [3, 6], "num_classes": 10}
+    job = Job("timm_loop", "swin_tiny_patch4_window4_64", 4, options)
+    theirs = timms(job)
+    start_as_ours(theirs, job)
+    ours = our_model(job)
+    assert count(ours) == count(theirs) == job.config.parameters
+    steps = [plain_step(model, compiled=False, precision="fp32") for model in (ours, theirs)]
+    for images, labels in batches(job):
+        (loss, norm), (expected, expected_norm) = (step(images, labels) for step in steps)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_peers_program_finds_the_deepest_model_for_a_memory_limit(tmp_path: Path) -> None:
     arguments = ("--tiny", "--largest", "--pretend-mb", "25", "--only", "plain", "--json", str(tmp_path / "r.json"))
@@ -113,7 +136,7 @@ def test_peers_start_from_the_same_parameters() -> None:
     import torch
 
     from bench.peers.job import Job
-    from bench.peers.same import our_vit, start_as_ours
+    from bench.peers.same import our_model, start_as_ours
     from vitpar.models.vit.foreign import parts, renamed
 
     class Theirs(torch.nn.Module):
@@ -138,7 +161,7 @@ def test_peers_start_from_the_same_parameters() -> None:
     job, theirs = Job("timm_loop", "vit_custom", 2, options), Theirs()
     start_as_ours(theirs, job)
     made = parts(renamed(theirs.shapes), job.config)
-    for name, ours in our_vit(job).named_parameters():
+    for name, ours in our_model(job).named_parameters():
         assert torch.equal(made[name].make(*(theirs.values[n] for n in made[name].names)), ours), name
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from helpers.foreign_weights import CLASSES, DEPTH, HEADS, HIDDEN, PATCH, SIZE, WIDTH, transformers_config
 from helpers.oracles import timm, transformers
+from vitpar.models.swin.config import SwinConfig
 
 
 def timm_model(state: dict[str, Tensor], pool: str = "cls") -> nn.Module:
@@ -60,3 +61,33 @@ def transformers_model(kind: str, teacher: bool = False, **changed: Any) -> nn.M
         return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes)).eval()
     classes = {True: transformers.DeiTForImageClassificationWithTeacher, False: transformers.DeiTForImageClassification}
     return classes[teacher](transformers.DeiTConfig(**sizes)).eval()
+
+
+def timm_swin(config: SwinConfig) -> nn.Module:
+    """Return timm's Swin Transformer with random values of every parameter, in evaluation mode."""
+    torch.manual_seed(0)
+    model = timm.models.swin_transformer.SwinTransformer(
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        in_chans=config.channels,
+        num_classes=config.num_classes,
+        embed_dim=config.embed_dim,
+        depths=config.depths,
+        num_heads=config.num_heads,
+        window_size=config.window_size,
+        mlp_ratio=config.mlp_ratio,
+        drop_path_rate=config.drop_path,
+    )
+    return randomised(model)
+
+
+@torch.no_grad()
+def randomised(model: nn.Module) -> nn.Module:
+    """Draw every parameter anew and return the model, in evaluation mode."""
+    for name, parameter in model.named_parameters():  # initial biases, norms and tables hide mistakes
+        weight = parameter.dim() > 1 and "table" not in name
+        std = parameter[0].numel() ** -0.5 if weight else 0.5
+        parameter.normal_(std=std)
+        if "norm" in name and name.endswith("weight"):
+            parameter.add_(1)
+    return model.eval()

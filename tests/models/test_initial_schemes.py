@@ -15,11 +15,11 @@ from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
-from vitpar.models.vit.initial import SCHEMES
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.foreign import parts, renamed
+from vitpar.models.vit.initial import SCHEMES
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
 SEEDS = 12

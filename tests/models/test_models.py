@@ -288,7 +288,7 @@ def test_unknown_names_and_options_suggest_the_nearest() -> None:
     refused("unknown model 'resnet50'", "resnet50")
     refused("unknown model 'vit_small'", "vit_small")
     refused("unknown model 'vit_small_patch16_'", "vit_small_patch16_")
-    refused("unknown model option 'drop_paht' .did you mean 'drop_path'", drop_paht=0.1)
+    refused("unknown model option 'drop_paht' of vit_custom .did you mean 'drop_path'", drop_paht=0.1)
     with pytest.raises(ModelError, match="vit_custom needs the model options depth, num_heads, patch_size"):
         model_config("vit_custom", embed_dim=24)
 

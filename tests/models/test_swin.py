@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.foreign_models import randomised, timm_swin
 from helpers.oracles import timm, transformers
 from vitpar.errors import DataError, ModelError
 from vitpar.models.description import LayerDescription
@@ -61,24 +62,6 @@ SMALLER_WINDOWS: dict[str, SwinConfig] = {
 """transformers cannot compute these: its bias has the shape of the larger window."""
 
 
-def timms(config: SwinConfig) -> nn.Module:
-    """Return timm's model of this configuration, with random values of every parameter, in evaluation mode."""
-    torch.manual_seed(0)
-    model = timm.models.swin_transformer.SwinTransformer(
-        img_size=config.image_size,
-        patch_size=config.patch_size,
-        in_chans=config.channels,
-        num_classes=config.num_classes,
-        embed_dim=config.embed_dim,
-        depths=config.depths,
-        num_heads=config.num_heads,
-        window_size=config.window_size,
-        mlp_ratio=config.mlp_ratio,
-        drop_path_rate=config.drop_path,
-    )
-    return randomised(model)
-
-
 def transformers_(config: SwinConfig) -> nn.Module:
     """Return transformers' model of this configuration, with random values of every parameter, in evaluation mode."""
     torch.manual_seed(0)
@@ -95,17 +78,6 @@ def transformers_(config: SwinConfig) -> nn.Module:
         drop_path_rate=config.drop_path,
     )
     return randomised(transformers.SwinForImageClassification(settings))
-
-
-@torch.no_grad()
-def randomised(model: nn.Module) -> nn.Module:
-    for name, parameter in model.named_parameters():  # initial biases, norms and tables hide mistakes
-        weight = parameter.dim() > 1 and "table" not in name
-        std = parameter[0].numel() ** -0.5 if weight else 0.5
-        parameter.normal_(std=std)
-        if "norm" in name and name.endswith("weight"):
-            parameter.add_(1)
-    return model.eval()
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -172,7 +144,7 @@ def assert_close(ours: Tensor, theirs: Tensor, most: float, name: str) -> None:
 @pytest.mark.parametrize("case", [*CASES, *SMALLER_WINDOWS])
 def test_logits_and_gradients_match_timm_in_float64(case: str) -> None:
     config = {**CASES, **SMALLER_WINDOWS}[case]
-    assert_same_function(timms(config), config, torch.float64, 1e-10)
+    assert_same_function(timm_swin(config), config, torch.float64, 1e-10)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,7 +152,7 @@ def test_logits_and_gradients_match_transformers_in_float64(case: str) -> None:
     assert_same_function(transformers_(CASES[case]), CASES[case], torch.float64, 1e-10)
 
 
-@pytest.mark.parametrize("library", [timms, transformers_])
+@pytest.mark.parametrize("library", [timm_swin, transformers_])
 def test_logits_and_gradients_match_in_float32(library: Callable[[SwinConfig], nn.Module]) -> None:
     config = CASES["shifted in both stages"]
     assert_same_function(library(config), config, torch.float32, 1e-5)
@@ -242,7 +214,7 @@ def test_number_of_parameters_matches_timm(name: str) -> None:
     with torch.device("meta"):
         if name in UNKNOWN_TO_TIMM:
             assert isinstance(config, SwinConfig)
-            theirs = timms(config)
+            theirs = timm_swin(config)
         else:
             theirs = timm.create_model(name, num_classes=1000)
     assert config.parameters == sum(p.numel() for p in theirs.parameters())
@@ -323,7 +295,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"init": "jax"}, "unknown init 'jax' of swin_custom: use timm or perturbed"),
     ({"drop_path": 1.0}, "drop_path of swin_custom is 1.0"),
     ({"image_size": 16_384, "patch_size": 8, "window_size": 8}, "images of swin_custom have 4194304 tokens, above"),
-    ({"pool": "avg"}, "swin_custom has no pool: leave the option out"),
+    ({"pool": "avg"}, "unknown model option 'pool' of swin_custom: options are channels, depths, "),
 )
 
 
@@ -387,8 +359,8 @@ def older_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 WORDS = {"q": "query", "k": "key", "v": "value"}
 FOREIGN: dict[str, Callable[[SwinConfig], Mapping[str, Tensor]]] = {
-    "timm": lambda config: timms(config).state_dict(),
-    "microsoft": lambda config: microsofts(timms(config)),
+    "timm": lambda config: timm_swin(config).state_dict(),
+    "microsoft": lambda config: microsofts(timm_swin(config)),
     "transformers": lambda config: transformers_(config).state_dict(),
     "transformers 4": lambda config: older_names(transformers_(config).state_dict()),
 }
@@ -411,9 +383,9 @@ def test_configuration_is_inferred(source: str, case: str) -> None:
 
 
 def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
-    masked = renamed_swin(microsofts(timms(swin(image_size=64))))
+    masked = renamed_swin(microsofts(timm_swin(swin(image_size=64))))
     assert infer_config("x", masked, NO_HINTS).image_size == 64
-    smaller = renamed_swin(timms(swin(image_size=12, window_size=6)).state_dict())
+    smaller = renamed_swin(timm_swin(swin(image_size=12, window_size=6)).state_dict())
     assert infer_config("x", smaller, NO_HINTS).image_size == 12
     assert infer_config("x", smaller, NO_HINTS).window_size == 6
     with torch.device("meta"):
@@ -424,10 +396,10 @@ def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
             assert infer_config("x", plain, NO_HINTS, name) == model_config(name)
         tiny = model_config("swin_tiny_patch4_window7_448")
         assert isinstance(tiny, SwinConfig)
-        assert infer_config("x", renamed_swin(timms(tiny).state_dict()), NO_HINTS, tiny.name) == tiny
+        assert infer_config("x", renamed_swin(timm_swin(tiny).state_dict()), NO_HINTS, tiny.name) == tiny
         wide = model_config("swin_tiny_patch2_window50_16")  # larger than every stage
         assert isinstance(wide, SwinConfig)
-        plain = renamed_swin(timms(wide).state_dict())
+        plain = renamed_swin(timm_swin(wide).state_dict())
         assert infer_config("x", plain, NO_HINTS, wide.name) == wide
         assert infer_config("x", plain, NO_HINTS) == replace(wide, name="swin_custom", window_size=8)
 
@@ -447,7 +419,7 @@ def test_mlp_ratio_is_inferred_from_hidden_features() -> None:
 
 def test_conversion_to_vitpar_and_back_is_exact() -> None:
     config = CASES["odd window, odd depths"]
-    state = {name: p.detach() for name, p in timms(config).named_parameters()}
+    state = {name: p.detach() for name, p in timm_swin(config).named_parameters()}
     ours = converted(state, config)
     assert {name: tensor.numel() for name, tensor in ours.items()} == {
         f"{layer}.{key}": math.prod(shape) for layer, d in config.layers.items() for key, shape in d.parameters.items()
@@ -488,7 +460,7 @@ def test_tensors_of_other_models_are_recognised_or_refused() -> None:
     vit = {"patch_embed.proj.weight": (8, 3, 4, 4), "blocks.0.attn.qkv.weight": (24, 8)}
     assert renamed(vit) is None
     config = CASES["shifted in both stages"]
-    state = shapes_of(timms(config).state_dict())
+    state = shapes_of(timm_swin(config).state_dict())
     odd = renamed({**state, "layers.0.blocks.0.mlp.gate.weight": (3,), "absolute_pos_embed": (1, 256, 8)})
     assert odd is not None
     assert odd.unknown == ("layers.0.blocks.0.mlp.gate.weight", "absolute_pos_embed")
@@ -524,7 +496,7 @@ def test_tensors_of_other_models_are_recognised_or_refused() -> None:
 def test_tensors_that_do_not_fit_are_refused(
     change: dict[str, Any], hints: dict[str, Any], model: str | None, message: str
 ) -> None:
-    state = shapes_of(timms(CASES["shifted in both stages"]).state_dict()) | change
+    state = shapes_of(timm_swin(CASES["shifted in both stages"]).state_dict()) | change
     found = renamed({name: shape for name, shape in state.items() if shape is not None})
     assert found is not None
     with pytest.raises((DataError, ModelError), match=re.escape(message)):
@@ -539,7 +511,7 @@ def test_another_epsilon_of_transformers_is_refused() -> None:
 
 
 def test_a_missing_block_stays_missing() -> None:
-    state = timms(CASES["four stages"]).state_dict()
+    state = timm_swin(CASES["four stages"]).state_dict()
     found = renamed({name: tuple(t.shape) for name, t in state.items() if not name.startswith("layers.2.blocks.3.")})
     assert found is not None
     blocks = {int(name.split(".")[1]) for name in found.names if name.startswith("blocks.")}
@@ -600,7 +572,9 @@ def test_two_stages_compute_the_same_as_the_complete_model() -> None:
 def test_drop_path_is_timms_rule_and_depends_only_on_the_sample_key() -> None:
     config = swin(depths=(2, 3), drop_path=0.4)
     model = filled(config).train()
-    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for stage in timms(config).layers for block in stage.blocks]
+    rates = [
+        getattr(block.drop_path1, "drop_prob", 0.0) for stage in timm_swin(config).layers for block in stage.blocks
+    ]
     assert [block.rate.item() for block in model.blocks.values()] == pytest.approx(rates)
     images = torch.randn(1, 3, 16, 16).expand(8, -1, -1, -1)
     together = model(images, KEYS)

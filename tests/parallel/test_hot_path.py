@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
+from vitpar.models.config import ModelConfig
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
@@ -71,8 +72,28 @@ def nothing_is_read() -> Iterator[None]:
         yield
 
 
-def built(device: torch.device, mesh: str, depth: int = 4, compiled: bool = False, **options: Any) -> ParallelModel:
-    config = model_config(
+SWIN = model_config(
+    "swin_custom",
+    image_size=16,
+    patch_size=1,  # grids of 16, 8, 4 and 2 tokens: windows are shifted in the first three stages
+    window_size=2,
+    embed_dim=8,
+    depths=(2, 2, 6, 2),
+    num_heads=(2, 2, 2, 2),
+    num_classes=10,
+    drop_path=0.1,
+)
+
+
+def built(
+    device: torch.device,
+    mesh: str,
+    depth: int = 4,
+    compiled: bool = False,
+    config: ModelConfig | None = None,
+    **options: Any,
+) -> ParallelModel:
+    config = config or model_config(
         "vit_nano_patch4_16", num_classes=10, depth=depth, drop_path=0.1, dropout=0.1, layer_scale=0.1, **options
     )
     plan = validate(parse(mesh), config, BATCH)
@@ -156,14 +177,17 @@ def test_no_operation_runs_on_dtensors(mesh: str, ranks: Callable[[int], RankPoo
         assert found.on_dtensors <= {"aten.detach.default"}
 
 
-def graphs(device: torch.device, mesh: str) -> tuple[list[int], dict[str, int]]:
-    """Return the number of graphs after each of three steps and two evaluations, and the graph breaks."""
+def graphs(device: torch.device, mesh: str, config: ModelConfig | None = None) -> tuple[list[int], dict[str, int]]:
+    """Return the number of graphs after each of three steps and two evaluations, and the graph breaks.
+
+    A block that the compiler would run eagerly raises an error.
+    """
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     found = []
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)):
-        model = built(device, mesh, depth=10, compiled=True)
+        model = built(device, mesh, depth=10, compiled=True, config=config)
         step = update(model)
         for _ in range(3):
             step()
@@ -182,4 +206,19 @@ def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], 
     """Graph breaks or recompilation in later steps would cost more than compilation gains."""
     for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh):
         assert after == [1, 1, 1, 2, 2], "one graph to train all blocks with, one to evaluate"
+        assert not breaks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("mesh", "count"), [("dp1", 9), ("tp2", 9), ("tp2+sp", 9), ("fsdp2+ckpt", 9), ("pp1: 0-6=dp2, *=tp2", 11)]
+)
+def test_no_block_of_a_swin_runs_eagerly(mesh: str, count: int, ranks: Callable[[int], RankPool]) -> None:
+    """Stages have a graph each for shifted windows, windows that are not, and merging, above the compiler's limit of 8.
+
+    Under the layerwise plan, blocks of the third stage have graphs of two strategies.
+    """
+    for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh, SWIN):
+        assert after == [count, count, count, 2 * count, 2 * count]
         assert not breaks

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import combinations as pairs_of
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from helpers.parity import check, skip_what_cannot_run
 from helpers.paths import ROOT
 from helpers.plans import Case
 from helpers.ranks import RankPool
+from helpers.support_matrix import STRUCTURE, covering, ranks_of, smallest_plan
 from vitpar import Plan, ViTConfig, model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.errors import StrategyError
@@ -26,23 +26,15 @@ from vitpar.strategy.support import (
     refuse_unused,
 )
 
-STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
-DATA = {"no dp": "", "dp": "dp2", "+zero1": "dp2", "+zero2": "dp2", "fsdp": "fsdp2", "dp x fsdp": "dp2xfsdp2"}
-TENSOR = {"no tp": "", "tp": "tp2", "+sp": "tp2", "+2d": "tp4", "+2.5d": "tp8", "+3d": "tp8"}
 SMALL = {"embed_dim": 24, "num_heads": 4, "mlp_hidden_dim": 48, "qk_norm": True, "drop_path": 0.1}
 FLOAT8 = {"embed_dim": 64, "mlp_hidden_dim": 128}  # float8 needs shards whose sizes are multiples of 16
 
 
-def case_of(data: str, tensor: str, schedule: str, checkpoint: str) -> Case:
-    """Return the smallest plan that has these features."""
-    axes = ["" if schedule == "no pp" else "pp2", DATA[data], TENSOR[tensor]]
-    flags = [feature for feature in (tensor, data, checkpoint) if feature.startswith("+")]
-    plan = {"microbatches": 2} if schedule == "no pp" else {"schedule": schedule, "microbatches": 4}
-    depth = 2
-    if schedule not in ("no pp", "gpipe", "1f1b"):
-        plan["virtual_stages"], depth = 2, 4
-    mesh = "x".join(filter(None, axes)) or "dp1"
-    return Case(mesh + "".join(flags), plan, {"depth": depth, **SMALL}, batch=16 * parse(mesh).data_parallel)
+def case_of(*chosen: str) -> Case:
+    """Return the smallest plan that has these features, one of each dimension of STRUCTURE."""
+    mesh, plan = smallest_plan(*chosen)
+    depth = 4 if "virtual_stages" in plan else 2
+    return Case(mesh, plan, {"depth": depth, **SMALL}, batch=16 * parse(mesh).data_parallel)
 
 
 def config_of(case: Case, precision: str = "fp32") -> ViTConfig:
@@ -75,29 +67,10 @@ def test_every_allowed_combination_gives_a_valid_plan(choice: tuple[str, ...]) -
     assert features(plan, "fp32", False) == {*choice, "fp32", "no compile", "no offload"}
 
 
-def covering() -> list[tuple[str, ...]]:
-    """Return few combinations of at most 8 ranks that contain every possible pair of features.
-
-    The choice is greedy: the combination with the most new pairs comes next.
-    """
-    choices = [c for c in combinations((*STRUCTURE, "precision")) if case_of(*c[:-1]).ranks <= 8]
-    missing = {pair for choice in choices for pair in pairs_of(choice, 2)}
-    found = []
-    while missing:
-        best = max(choices, key=lambda choice: len(missing.intersection(pairs_of(choice, 2))))
-        missing.difference_update(pairs_of(best, 2))
-        found.append(best)
-    return sorted(found, key=lambda choice: case_of(*choice[:-1]).ranks)
-
-
-def few_ranks(choice: tuple[str, ...]) -> bool:
-    return case_of(*choice[:-1]).ranks <= 4
-
-
 @pytest.mark.parametrize(
     "choice",
     [
-        pytest.param(choice, marks=[pytest.mark.slow] * (not few_ranks(choice)), id=" ".join(choice))
+        pytest.param(choice, marks=[pytest.mark.slow] * (ranks_of(choice) > 4), id=" ".join(choice))
         for choice in covering()
     ],
 )

@@ -140,6 +140,16 @@ def test_memory_matches_a_calculation_by_hand() -> None:
     assert shards.parameters == pytest.approx(held / 4, rel=0.02) and shards.gathered > 0
 
 
+def test_every_backward_of_zero2_has_unreduced_gradients() -> None:
+    """Reduced gradients of earlier micro-batches are kept apart from those that the next backward computes."""
+    held = sum(layer_parameters(CONFIG, parse("dp1")).values()) * 4
+    (once,), (twice,) = (step("dp4+zero2", 4 * m, microbatches=m).memory for m in (1, 2))
+    assert twice.activations == once.activations and twice.workspace == once.workspace
+    assert twice.gradients == pytest.approx(once.gradients + held / 4, rel=0.02)
+    (unsharded,) = step("dp4+zero1", 8, microbatches=2).memory
+    assert twice.gradients < unsharded.gradients
+
+
 @pytest.mark.parametrize(
     "mesh", ["pp4xfsdp2+ckpt", "pp2xdp2xtp2", "pp4: 0-2=dp2, 3-5=fsdp2, *=dp2+zero2", "fsdp8", "dp8+zero1"]
 )
@@ -184,6 +194,56 @@ def test_overlapping_streams_slow_each_other_down() -> None:
     free.send(1.0)
     free.compute(3.0, "forward")
     assert free.at == 3.0 and free.left == 0
+
+
+def test_overlap_takes_at_most_as_long_as_one_after_the_other() -> None:
+    config = replace(CONFIG, depth=1)
+
+    def computing(found: Overlap) -> tuple[float, Overlap | None]:
+        """Return the seconds of 20 s of computing beside a transfer of 1 s, and the overlap of the costs."""
+        costs = LayerCosts(config, machine(overlap=found, device="cpu"), model(config, device="cpu"))
+        streams = Streams(costs.hardware.overlap)
+        streams.send(1.0)
+        streams.compute(20.0, "backward")
+        assert streams.left == 0
+        return streams.at, costs.hardware.overlap
+
+    taken, found = computing(Overlap(compute=2.0, communication=4.0))
+    assert taken == pytest.approx(21.0) and found == Overlap(compute=1.5, communication=3.0)
+    apart = Overlap(compute=1.5, communication=2.0)  # 7/6 of the work in a second: some of the transfer is hidden
+    taken, found = computing(apart)
+    assert taken == pytest.approx(20 + 2 / 3) and found == apart
+
+
+def test_layer_takes_until_the_last_process_on_shared_cores_is_done() -> None:
+    readings = tuple(
+        Timing(size=size, seconds=seconds, skew=skew, spread=0, samples=1)
+        for size, seconds, skew in ((1, 0.002, 0.001), (2, 0.005, 0.002), (4, 0.02, 0.004), (16, 0.1, 0.02))
+    )
+    measured = model(cores=2, device="cpu")
+    block = measured.layers[0].model_copy(update={"layer": "block", "forward": Curve(timings=readings)})
+    gather = readings[2]
+    measured = measured.model_copy(
+        update={
+            "layers": (block,),
+            "weights": tuple(weights.model_copy(update={"gather": gather}) for weights in measured.weights),
+            "optimizer": Curve(timings=readings),
+        }
+    )
+
+    def with_processes(count: int, **fields: object) -> ModelProfile:
+        return measured.model_copy(update={"processes": count, **fields})
+
+    assert with_processes(2).steady() == with_processes(2)
+    assert with_processes(4, device="cuda").steady() == with_processes(4, device="cuda")
+    steady = with_processes(4).steady()
+    for curve in (steady.layers[0].forward, steady.optimizer):
+        assert [timing.seconds for timing in curve.timings] == pytest.approx([0.003, 0.007, 0.024, 0.12])
+        assert not any(timing.skew for timing in curve.timings)
+    assert all(weights.gather.seconds == 0.024 and not weights.gather.skew for weights in steady.weights)
+    assert steady.steady() == steady
+    costs = LayerCosts(CONFIG, machine(device="cpu"), with_processes(4))
+    assert costs.model == steady
 
 
 def test_collectives_wait_for_the_slowest_rank() -> None:

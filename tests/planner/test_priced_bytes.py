@@ -9,6 +9,7 @@ import torch
 from helpers.collectives import Sent
 from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
+from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
@@ -16,6 +17,7 @@ from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, Hardware, ModelProfile, Timing
+from vitpar.strategy import Strategy
 from vitpar.training.optim.norms import global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
@@ -23,6 +25,17 @@ from vitpar.training.recipe.sections import OptimizerSection
 BATCH = 16
 CONFIG = model_config(
     "vit_custom", patch_size=4, image_size=12, embed_dim=32, depth=3, num_heads=4, mlp_hidden_dim=64, num_classes=4
+)
+SWIN = model_config(
+    "swin_custom",
+    patch_size=2,
+    image_size=8,
+    window_size=2,
+    embed_dim=16,
+    depths=(2, 2),
+    num_heads=(4, 4),
+    mlp_ratio=2.0,
+    num_classes=4,
 )
 NOTHING = 1e-15
 
@@ -42,11 +55,11 @@ def nothing(sizes: tuple[int, ...] = (1,)) -> tuple[Timing, ...]:
     return tuple(Timing(size=size, seconds=NOTHING, spread=0, samples=1) for size in sizes)
 
 
-def priced(mesh: str, microbatches: int, operation: str) -> float:
+def priced(mesh: str, microbatches: int, operation: str, config: ModelConfig) -> float:
     """Return the bytes of the complete tensors of all such operations in a step."""
-    plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
+    plan = validate(replace(parse(mesh), microbatches=microbatches), config, BATCH)
     hardware = find_cluster("4xA100").hardware().model_copy(update={"device": "cpu", "overlap": None})
-    measured = estimate_model(CONFIG, "fp32", hardware, tensors(CONFIG, 4))
+    measured = estimate_model(config, "fp32", hardware, tensors(config, 4))
     free = {"forward": Curve(timings=nothing()), "backward": Curve(timings=nothing())}
     model = ModelProfile(
         **{**asdict_shallow(measured), "device": "cpu", "cores": 4, "microbatch": 0.0},
@@ -54,7 +67,7 @@ def priced(mesh: str, microbatches: int, operation: str) -> float:
         weights=tuple(w.model_copy(update={"gather": nothing()[0], "reduce": 0.0}) for w in measured.weights),
         optimizer=Curve(timings=nothing()),
     )
-    costs = LayerCosts(CONFIG, hardware, model)
+    costs = LayerCosts(config, hardware, model)
     costs.links = Bytes(hardware, operation)
     return price(plan, costs, BATCH).seconds
 
@@ -63,12 +76,12 @@ def asdict_shallow(record: ModelProfile) -> dict:
     return {name: value for name, value in record if name not in ("layers", "weights", "optimizer")}
 
 
-def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
+def sent(device: torch.device, mesh: str, microbatches: int, config: ModelConfig) -> dict[str, int]:
     """Return the bytes a rank sends in its second step, by operation; runs on every rank."""
-    plan = validate(replace(parse(mesh), microbatches=microbatches), CONFIG, BATCH)
-    model = parallelize(CONFIG, plan, Execution(BATCH), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=CONFIG.num_heads)
-    images = torch.randn(len(model.image_rows(BATCH)), CONFIG.channels, CONFIG.image_size, CONFIG.image_size)
+    plan = validate(replace(parse(mesh), microbatches=microbatches), config, BATCH)
+    model = parallelize(config, plan, Execution(BATCH), device)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=config.heads)
+    images = torch.randn(len(model.image_rows(BATCH)), config.channels, config.image_size, config.image_size)
     labels = torch.zeros(BATCH, dtype=torch.int64)
 
     def step() -> None:
@@ -82,19 +95,41 @@ def sent(device: torch.device, mesh: str, microbatches: int) -> dict[str, int]:
     return dict(counted.bytes)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(
-    "mesh",
-    ["dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2", "tp4", "tp4+sp", "tp4+2d", "tp2xfsdp2", "dp2xtp2+ckpt"],
+MESHES = (
+    *("dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2", "tp4", "tp4+sp", "tp4+2d", "tp2xfsdp2", "dp2xtp2+ckpt"),
 )
-def test_priced_bytes_match_the_bytes_sent(mesh: str, microbatches: int, ranks: Callable[[int], RankPool]) -> None:
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("config", [CONFIG, SWIN], ids=["vit", "swin"])
+def test_priced_bytes_match_the_bytes_sent(
+    config: ModelConfig, mesh: str, microbatches: int, ranks: Callable[[int], RankPool]
+) -> None:
     """The tolerance covers a loss and a norm of a few bytes.
 
     FSDP2 gathers the head once more with several micro-batches.
     """
-    (found, *_) = ranks(4).run(sent, mesh, microbatches)
-    head = 4 * torch.float32.itemsize * layer_elements(CONFIG.layers["head"], parse(mesh).strategy).local_numel
+    check_bytes(config, mesh, parse(mesh).strategy, microbatches, ranks)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["pp1: stage1=fsdp4, *=tp2xfsdp2", "pp1: stage1=tp4+2d, *=tp4+sp", "pp1: 1-2=tp4, *=dp4"]
+)
+def test_priced_bytes_of_layerwise_plans_of_swin_match_the_bytes_sent(
+    mesh: str, ranks: Callable[[int], RankPool]
+) -> None:
+    """Redistribution between layers depends on the tokens and features at their boundary."""
+    head = validate(parse(mesh), SWIN, BATCH).strategies(SWIN.layer_names)["head"]
+    check_bytes(SWIN, mesh, head, 1, ranks)
+
+
+def check_bytes(
+    config: ModelConfig, mesh: str, of_head: Strategy, microbatches: int, ranks: Callable[[int], RankPool]
+) -> None:
+    (found, *_) = ranks(4).run(sent, mesh, microbatches, config)
+    head = 4 * torch.float32.itemsize * layer_elements(config.layers["head"], of_head).local_numel
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):
         more = head if operation == "all_gather" and microbatches > 1 else 0
-        expected = priced(mesh, microbatches, operation)
+        expected = priced(mesh, microbatches, operation, config)
         assert expected - 64 <= found.get(operation, 0) <= expected + more + 64, operation

@@ -16,6 +16,7 @@ from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, LayerProfile, Overlap
 from vitpar.planner.search.best import Search
+from vitpar.planner.search.bounds import uniform_bounds
 from vitpar.planner.search.expand import SearchEffort
 from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.space import Space
@@ -134,7 +135,7 @@ ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsd
     batch_size=st.sampled_from((2, 4, 6)),
     wire=st.floats(1e8, 1e11),
     latency=st.sampled_from((0.0, 1e-5, 1e-3)),
-    slower=st.sampled_from((None, 1.0, 1.3)),
+    slower=st.sampled_from((None, 1.0, 1.3, 3.0)),
     cores=st.sampled_from((None, None, 1, 2, 8)),
     processes=st.sampled_from((1, 8)),
     share=st.floats(0.0, 1.0),
@@ -176,6 +177,30 @@ def test_search_equals_exhaustive_enumeration(
     )
     assert result.bound >= best.images_per_second * (1 - 1e-9)
     assert result.plans[0].memory_bytes <= budget
+
+
+@pytest.mark.parametrize("width", [64, 1024])  # activations dominate at 64, parameters and gradients at 1024
+@pytest.mark.parametrize("slower", [1.3, 3.0])
+@pytest.mark.parametrize(("cores", "processes"), [(None, 1), (2, 1), (2, 8)])
+@pytest.mark.parametrize("flag", ["zero1", "zero2", "ckpt"])
+def test_bounds_of_uniform_plans_do_not_exceed_their_prices(
+    flag: str, cores: int | None, processes: int, slower: float, width: int
+) -> None:
+    """A bound that exceeds a price could hide the best plan."""
+    overlap = Overlap(compute=slower, communication=slower)
+    costs = costs_of(cluster(2, 2, 1e9, 1e-5, overlap), 4, width, cores, processes)
+    space = Space(costs.config, 4, (32,), flags=(flag,), schedules=("1f1b",))
+    search, compared = Search(space, costs), 0
+    for kind in search._kinds():
+        choices, machine = search.options(kind), search.machine(kind, float("inf"))
+        seconds, needs = uniform_bounds(kind, choices, search._sections, machine)
+        for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
+            plan = replace(kind.pipeline, layers=(("*", option.strategy),), microbatches=kind.microbatches)
+            found = price(plan, costs, 32)
+            compared += 1
+            assert at_least <= found.seconds * (1 + 1e-9), str(found.plan)
+            assert bytes_at_least <= found.memory_bytes * (1 + 1e-9), str(found.plan)
+    assert compared > 20
 
 
 def test_found_plans_are_accepted_by_the_runtime() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from helpers.ranks import RankPool
 from vitpar.models import model_config
-from vitpar.models import ViTConfig
+from vitpar.models.config import ModelConfig
 from vitpar.parallel import Execution, parallelize
 from vitpar.parallel.pipeline import stage_layers
 from vitpar.planner.cost.elements import chunk_length, layer_parameters
@@ -24,16 +24,16 @@ HEAD = 2 * 192 + (192 * 1000 + 1000)
 BASE = model_config("vit_base_patch16_224")
 
 
-def planned(strategy: str, config: ViTConfig = TINY, batch_size: int = 64, **fields: Any) -> Plan:
+def planned(strategy: str, config: ModelConfig = TINY, batch_size: int = 64, **fields: Any) -> Plan:
     """Return the validated plan of a strategy string with changed fields."""
     return validate(replace(parse(strategy), **fields), config, batch_size)
 
 
-def summary_of(strategy: str, config: ViTConfig = BASE, **fields: Any) -> PlanSummary:
+def summary_of(strategy: str, config: ModelConfig = BASE, **fields: Any) -> PlanSummary:
     return summarize(config, planned(strategy, config, **fields), 64, bytes_per_parameter=16)
 
 
-def rank_parameters(config: ViTConfig, plan: Plan, rank: int) -> dict[str, int]:
+def rank_parameters(config: ModelConfig, plan: Plan, rank: int) -> dict[str, int]:
     """Return the number of parameter elements that `rank` holds under `plan`, by layer."""
     pp, stage_rank = place_of_rank(plan, rank)
     held, parts = layer_parameters(config, plan, stage_rank), stage_layers(config, plan)
@@ -182,25 +182,56 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def held_by_layer(device: torch.device, plans: list[Plan]) -> list[dict[str, int]]:
+SWIN = model_config(
+    "swin_custom",
+    patch_size=2,
+    image_size=16,
+    window_size=2,
+    embed_dim=24,
+    depths=(2, 1, 1),
+    num_heads=(4, 12, 12),
+    mlp_ratio=2.5,
+    num_classes=7,
+)
+SWIN_BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [
+        ("pp1: stage1=fsdp4, stage3=tp4+sp, *=tp2xfsdp2", {}),
+        ("pp2: stage1=dp2+zero1, 2=tp2+sp, *=fsdp2", {"split": (3, 1)}),
+        ("pp2xtp2", V_SHAPED),
+        ("tp4", {}),
+        ("tp4+2d", {}),
+        ("tp2xfsdp2+sp", {}),
+        ("fsdp4", {}),
+    ],
+    8: [("tp8+2.5d", {}), ("tp8+3d", {}), ("fsdp8", {}), ("fsdp2xtp4+2d", {}), ("pp2xtp2xfsdp2", {})],
+}
+
+
+def held_by_layer(device: torch.device, config: ModelConfig, plans: list[Plan]) -> list[dict[str, int]]:
     """Return, for every plan, this rank's number of parameter elements by layer; runs on every rank."""
     found = []
     for plan in plans:
-        model = parallelize(UNEVEN, plan, Execution(32), device)
+        model = parallelize(config, plan, Execution(32), device)
         layers = {name: layer for stage in model.stages.values() for name, layer in stage.layers().items()}
         found.append({name: sum(to_local(p).numel() for p in layer.parameters()) for name, layer in layers.items()})
     return found
 
 
 @pytest.mark.parametrize("size", BY_RANKS)
-def test_ranks_hold_the_predicted_number_of_parameters(size: int, ranks: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize(("config", "by_ranks"), [(UNEVEN, BY_RANKS), (SWIN, SWIN_BY_RANKS)], ids=["vit", "swin"])
+def test_ranks_hold_the_predicted_number_of_parameters(
+    config: ModelConfig,
+    by_ranks: dict[int, list[tuple[str, dict[str, Any]]]],
+    size: int,
+    ranks: Callable[[int], RankPool],
+) -> None:
     """Memory predictions rest on this count, which must be exact for every rank and layer."""
-    plans = [planned(strategy, UNEVEN, 32, **fields) for strategy, fields in BY_RANKS[size]]
-    kept = ranks(size).run(held_by_layer, plans)
+    plans = [planned(strategy, config, 32, **fields) for strategy, fields in by_ranks[size]]
+    kept = ranks(size).run(held_by_layer, config, plans)
     for number, plan in enumerate(plans):
         assert plan.world_size == size
         for rank in range(size):
-            assert kept[rank][number] == rank_parameters(UNEVEN, plan, rank), f"rank {rank} of '{plan}'"
-        for part in summarize(UNEVEN, plan, 32, bytes_per_parameter=16).pipeline:
+            assert kept[rank][number] == rank_parameters(config, plan, rank), f"rank {rank} of '{plan}'"
+        for part in summarize(config, plan, 32, bytes_per_parameter=16).pipeline:
             mates = [rank for rank in range(size) if place_of_rank(plan, rank)[0] == part.pp]
             assert part.parameters == max(sum(kept[rank][number].values()) for rank in mates), f"fullest of '{plan}'"

@@ -186,9 +186,9 @@ ALIKE = "give all layers strategies of the same size"
         ("pp2: *=dp2,", "empty group at position 12 of 'pp2: *=dp2,': write layers and their strategy, as in 0-11=dp2"),
         ("pp2: dp2", "cannot read 'dp2' at position 6 of 'pp2: dp2': a group is layers=strategy, as in 0-11=dp2"),
         (
-            "pp2: blk=dp2",
-            "'blk' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, or * "
-            "(at position 6 of 'pp2: blk=dp2')",
+            "pp2: blk_=dp2, 1_=dp2",
+            "'1_' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, a name as in stage2, "
+            "or * (at position 16 of 'pp2: blk_=dp2, 1_=dp2')",
         ),
         ("pp2: 5-3=dp2", "blocks '5-3' run backwards: write 3-5 (at position 6 of 'pp2: 5-3=dp2')"),
         ("pp2: *=dp2x", "stray 'x' at position 11 of 'pp2: *=dp2x': write one 'x' between two axes, as in dp2xtp2"),

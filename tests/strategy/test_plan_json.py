@@ -52,7 +52,7 @@ def plans(draw: st.DrawFn) -> Plan:
     groups = [("*", strategy)]
     if not any(axis.degree is None for axis in axes) and draw(st.booleans()):
         other = Strategy((Axis("dp", strategy.size),) if strategy.size > 1 else (), checkpoint="selective")
-        groups.append((draw(st.sampled_from(["embed", "head", "3", "2-5"])), other))
+        groups.append((draw(st.sampled_from(["embed", "head", "3", "2-5", "stage2"])), other))
     uniform = len({strategy for _, strategy in groups}) == 1
     pp = draw(st.none() | st.integers(1, 16))
     return Plan(
@@ -168,8 +168,9 @@ LAYER_KEYS = "keys are layers, axes, tensor_mode, depth, sequence_parallel, zero
         ({"zero": 1.0}, "'zero' in layers[0] is 1.0: give a whole number"),
         ({"sequence_parallel": 1}, "'sequence_parallel' in layers[0] is 1: give true or false"),
         (
-            {"layers": "blocks"},
-            "'blocks' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, or *",
+            {"layers": "0-"},
+            "'0-' is not a layer selector: use embed, head, a block as in 3, blocks as in 0-11, a name as in stage2, "
+            "or *",
         ),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from helpers.collectives import Sent
 from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
+from vitpar.models.config import ModelConfig
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
 from vitpar.strategy.traffic import Traffic, layer_traffic
@@ -21,15 +22,31 @@ CONFIG = model_config(
 )
 
 
-def sent_by_a_layer(device: torch.device, mesh: str, layer: str, options: dict) -> tuple[Counter, Counter]:
+SWIN = model_config(
+    "swin_custom",
+    patch_size=2,
+    image_size=16,
+    window_size=2,
+    embed_dim=24,
+    depths=(2, 1, 2),
+    num_heads=(4, 4, 8),
+    mlp_ratio=2.5,
+    num_classes=3,
+)
+
+
+def sent_by_a_layer(device: torch.device, mesh: str, layer: str, config: ModelConfig) -> tuple[Counter, Counter]:
     """Return the layer's collectives along tensor axes in forward and in backward; runs on every rank."""
-    config = replace(CONFIG, **options)
     plan = validate(parse(mesh), config, ROWS)
     model = parallelize(config, plan, Execution(ROWS), device)
     (stage,) = model.stages.values()
     part = token_layout(plan.strategy)[model.pipe.get_local_rank("stage")]
-    shape = (len(part.row_range(ROWS)), config.tokens, len(part.feature_range(config.embed_dim)))
-    x = torch.randn(shape, requires_grad=True)
+    if takes := config.layers[layer].takes:
+        x = torch.randn(len(part.row_range(ROWS)), takes.tokens, len(part.feature_range(takes.features)))
+        x.requires_grad_()
+    else:
+        rows = len(model.image_rows(ROWS))
+        x = torch.randn(rows, config.channels, config.image_size, config.image_size)
     axes = stage.layers()["blocks.1"].attn.qkv.tensor_mesh
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
     with Sent() as forward:
@@ -51,22 +68,39 @@ HEADS: tuple[dict, ...] = ({}, {"pool": "avg", "representation_size": 12}, {"dis
     "mesh", [*MESHES, *(f"{mesh}{flag}" for mesh in MESHES for flag in ("+ckpt", "+ckpt.selective"))]
 )
 def test_collectives_of_a_block_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    assert_sent(mesh, "blocks.1", {}, layer_traffic(CONFIG.layers["blocks.1"], parse(mesh).strategy, ROWS), ranks)
+    assert_sent(mesh, "blocks.1", CONFIG, ranks)
 
 
 @pytest.mark.parametrize("options", HEADS, ids=["token", "mean", "two tokens"])
 @pytest.mark.parametrize("mesh", [*MESHES, "tp4+ckpt", "tp4+sp+ckpt", "tp8+3d+ckpt", "tp8+2.5d+ckpt.selective"])
 def test_collectives_of_a_head_match_the_table(mesh: str, options: dict, ranks: Callable[[int], RankPool]) -> None:
-    config = replace(CONFIG, **options)
-    assert_sent(mesh, "head", options, layer_traffic(config.layers["head"], parse(mesh).strategy, ROWS), ranks)
+    assert_sent(mesh, "head", replace(CONFIG, **options), ranks)
 
 
-def assert_sent(
-    mesh: str, layer: str, options: dict, table: tuple[Traffic, Traffic], ranks: Callable[[int], RankPool]
+def every_layer_sends(device: torch.device, mesh: str, config: ModelConfig) -> dict[str, tuple[Counter, Counter]]:
+    """Return the collectives of one layer of each kind, by name; runs on every rank."""
+    return {layer.name: sent_by_a_layer(device, mesh, layer.name, config) for layer in config.kinds.values()}
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *(f"{mesh}+ckpt" for mesh in MESHES), "tp4+sp+ckpt.selective"])
+def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(
+    mesh: str, ranks: Callable[[int], RankPool]
 ) -> None:
-    for counted in ranks(parse(mesh).world_size).run(sent_by_a_layer, mesh, layer, options):
-        for part, expected in zip(counted, table, strict=True):
-            assert part == Counter({(c.operation, c.axis, c.ranks, c.elements): n for c, n in expected.items()})
+    strategy, counts = parse(mesh).strategy, ranks(parse(mesh).world_size).run(every_layer_sends, mesh, SWIN)
+    assert list(counts[0]) == ["embed", "blocks.0", "blocks.2", "blocks.3", "blocks.4", "head"]
+    for found in counts:
+        for name, counted in found.items():
+            assert counted == counters(layer_traffic(SWIN.layers[name], strategy, ROWS)), name
+
+
+def counters(table: tuple[Traffic, Traffic]) -> tuple[Counter, ...]:
+    return tuple(Counter({(c.operation, c.axis, c.ranks, c.elements): n for c, n in part.items()}) for part in table)
+
+
+def assert_sent(mesh: str, layer: str, config: ModelConfig, ranks: Callable[[int], RankPool]) -> None:
+    table = layer_traffic(config.layers[layer], parse(mesh).strategy, ROWS)
+    for counted in ranks(parse(mesh).world_size).run(sent_by_a_layer, mesh, layer, config):
+        assert counted == counters(table)
 
 
 def received(traffic: Traffic) -> float:

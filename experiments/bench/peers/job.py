@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from vitpar.models import ViTConfig, model_config
+from vitpar.models import model_config
+from vitpar.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Job:
     """Pretended memory limit of parameters, gradients and AdamW state, in bytes; None for the actual memory."""
 
     @property
-    def config(self) -> ViTConfig:
+    def config(self) -> ModelConfig:
         """Configuration of the model.
 
         Its initial values are available in recipes and give every parameter a gradient, so that wrong gradients show.

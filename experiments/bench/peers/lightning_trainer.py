@@ -1,4 +1,4 @@
-"""Contender: vitpar's plain ViT under Lightning's Trainer with barebones=True, its mode for measuring overhead."""
+"""Contender: vitpar's plain model under Lightning's Trainer with barebones=True, its mode for measuring overhead."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bench.peers.job import Job
 from bench.peers.plain import recompute
-from bench.peers.same import batches, count, our_vit
+from bench.peers.same import batches, count, our_model
 from bench.peers.turns import Turns
 from bench.plain_loop import adamw
 from bench.settings import CLIP
@@ -67,7 +67,7 @@ class Gate(pl.Callback):
 
 def train(job: Job, turns: Turns) -> NoReturn:
     """Train until the process ends."""
-    model = our_vit(job)
+    model = our_model(job)
     if job.saving:
         recompute(model.blocks.values())
     trainer = pl.Trainer(

@@ -1,4 +1,4 @@
-"""Contender: vitpar's ViT, without its parallel layers, in a hand-written loop."""
+"""Contender: vitpar's model, without its parallel layers, in a hand-written loop."""
 
 from itertools import cycle
 from typing import Any, NoReturn
@@ -8,14 +8,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.peers.job import Job
-from bench.peers.same import batches, count, our_vit
+from bench.peers.same import batches, count, our_model
 from bench.peers.turns import Turns
 from bench.plain_loop import plain_step
 
 
 def train(job: Job, turns: Turns) -> NoReturn:
     """Train until the process ends."""
-    model = our_vit(job)
+    model = our_model(job)
     if job.saving:
         recompute(model.blocks.values())
     train_plainly(model, job, turns, f"torch {torch.__version__}")

@@ -7,7 +7,7 @@ from bench.peers.job import Job
 from bench.settings import SEED
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.models.vit.foreign import parts, renamed
+from vitpar.weights.foreign import recognised
 
 BATCHES = 3
 
@@ -24,8 +24,8 @@ def batches(job: Job) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def our_vit(job: Job) -> LayeredModel:
-    """Return the ViT without vitpar's parallel layers, with vitpar's initial parameters in float32."""
+def our_model(job: Job) -> LayeredModel:
+    """Return the model without vitpar's parallel layers, with vitpar's initial parameters in float32."""
     config = job.config
     with torch.device("meta"):
         model = LayeredModel(config)
@@ -42,8 +42,9 @@ def start_as_ours(model: nn.Module, job: Job) -> None:
     permutation, which is then inverted.
     """
     theirs = dict(model.named_parameters())
-    ours = dict(our_vit(job).named_parameters())
-    made = parts(renamed({name: tuple(p.shape) for name, p in theirs.items()}), job.config)
+    ours = dict(our_model(job).named_parameters())
+    family, found = recognised(job.model, {name: tuple(p.shape) for name, p in theirs.items()})
+    made = family.parts(found, job.config)
     assert made.keys() == ours.keys(), f"parameters differ: {sorted(made.keys() ^ ours.keys())}"
     for name, part in made.items():
         places, end = [], 0

@@ -14,7 +14,7 @@ MUTATIONS = (
     Mutation(
         name="layer-norm-eps",
         breaks="LayerNorms add 1e-5 to the variance, not 1e-6.",
-        file="src/vitpar/models/config.py",
+        file="src/vitpar/models/vit/config.py",
         old="norm_eps: float = 1e-6",
         new="norm_eps: float = 1e-5",
         caught_by=(
@@ -24,13 +24,13 @@ MUTATIONS = (
     Mutation(
         name="xavier-of-three-matrices",
         breaks="Queries, keys and values start as three matrices, not as the one that the scheme takes.",
-        file="src/vitpar/models/initial.py",
-        old="""        ("blocks.*.mlp.*.bias", _normal(1e-6)),
-        ("*.bias", _constant(0.0)),
+        file="src/vitpar/models/vit/initial.py",
+        old="""        ("blocks.*.mlp.*.bias", normal(1e-6)),
+        ("*.bias", constant(0.0)),
 """,
-        new="""        ("blocks.*.mlp.*.bias", _normal(1e-6)),
-        ("*.bias", _constant(0.0)),
-        ("*.qkv.weight", _xavier_uniform(parts=3)),
+        new="""        ("blocks.*.mlp.*.bias", normal(1e-6)),
+        ("*.bias", constant(0.0)),
+        ("*.qkv.weight", xavier_uniform(parts=3)),
 """,
         caught_by=("pytest tests/models/test_initial_schemes.py::test_distributions_match_timm",),
     ),

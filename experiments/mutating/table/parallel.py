@@ -14,7 +14,7 @@ MUTATIONS = (
     Mutation(
         name="tp-q-and-k-swapped",
         breaks="Tensor-parallel blocks use queries as keys and keys as queries.",
-        file="src/vitpar/models/vit.py",
+        file="src/vitpar/models/vit/layers.py",
         old="three=3, d=self.head_dim).unbind(0)\n",
         new="three=3, d=self.head_dim).unbind(0)\n"
         "        if hasattr(self.qkv.weight, 'placements'):\n            q, k = k, q\n",
@@ -32,16 +32,16 @@ MUTATIONS = (
         name="sp-one-partial-bias",
         breaks="The partial gradient of one bias of each block, mlp.fc2's, is not summed.",
         file="src/vitpar/parallel/tensor.py",
-        old="for axis in split.sums if axis not in axes]",
-        new='for axis in split.sums if axis not in axes and name != "mlp.fc2"]',
+        old="for axis in split.sums]",
+        new='for axis in split.sums if name != "mlp.fc2.bias"]',
         caught_by=("vitpar check --mesh tp2+sp",),
     ),
     Mutation(
         name="3d-row-bias",
         breaks="Under 3d the partial gradients of the biases of row-parallel layers are not summed.",
-        file="src/vitpar/parallel/tensor.py",
-        old='"row": Split({"j": S1, "k": S0}, {"k": S0}, sums=("j",), ',
-        new='"row": Split({"j": S1, "k": S0}, {"k": S0}, ',
+        file="src/vitpar/strategy/splits.py",
+        old='"row": Split({"j": 1, "k": 0}, {"k": 0}, sums=("j",)),',
+        new='"row": Split({"j": 1, "k": 0}, {"k": 0}),',
         caught_by=('pytest "tests/parallel/test_parity.py::test_plan_matches_one_process[tp8+3d+ckpt num_classes=7]"',),
     ),
     Mutation(

@@ -10,8 +10,8 @@ LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv 2502.169
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch

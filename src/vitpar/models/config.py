@@ -6,10 +6,11 @@ A family is a configuration class, which describes its layers, and the layer cla
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
@@ -17,9 +18,12 @@ from vitpar.models.description import LayerDescription
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
-    from vitpar.models.initial import Rules
-    from vitpar.models.layers import Layer
-    from vitpar.models.loss import Loss
+    from torch import Tensor, nn
+
+Rule = Callable[..., "Tensor"]
+"""Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers."""
+Rules = tuple[tuple[str, Rule], ...]
+"""Pairs of a pattern of parameter names and a rule; the first that matches decides."""
 
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
@@ -36,6 +40,19 @@ LARGEST = {
     "window_size": MAX_IMAGE_SIZE,
 }
 """Largest value of a field, in any family that has it."""
+
+
+class Loss(Protocol):
+    """Loss of a family, a sum over samples divided by a number that all ranks agree on.
+
+    Micro-batches and ranks just add up, whatever each of them holds.
+    """
+
+    def count(self, targets: Tensor) -> int | Tensor:
+        """Return the number that the sum over a step is divided by. targets: those of the complete batch."""
+
+    def total(self, outputs: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+        """Return the sum over the samples of `outputs`, 0-dim. targets: those of the same samples."""
 
 
 class ModelConfig:
@@ -79,21 +96,19 @@ class ModelConfig:
         """Return the layers in order: embed, blocks.0 …, head. Called once, by `layers`."""
         raise NotImplementedError
 
-    def build_layer(self, name: str) -> Layer:
-        """Return the module of the layer called `name`, with parameters that are not filled. Imports torch."""
+    def build_layer(self, name: str) -> nn.Module:
+        """Return the layer called `name`, a ``vitpar.models.layers.Layer`` with parameters that are not filled."""
         raise NotImplementedError
 
     def initial_rules(self) -> Rules:
-        """Return the rules of the parameters' initial values. Imports torch."""
-        from vitpar.models.initial import PLAIN
-
-        return PLAIN
+        """Return the rules of the parameters' initial values."""
+        rules: Rules = from_torch_module("vitpar.models.initial", "PLAIN")
+        return rules
 
     def build_loss(self) -> Loss:
-        """Return the loss. Imports torch."""
-        from vitpar.models.loss import Classification
-
-        return Classification()
+        """Return the loss."""
+        loss: Loss = from_torch_module("vitpar.models.loss", "Classification")()
+        return loss
 
     @property
     def stochastic(self) -> bool:
@@ -215,14 +230,26 @@ class Excerpt(ModelConfig):
         )
         return layers["embed"], *blocks, layers["head"]
 
-    def build_layer(self, name: str) -> Layer:
+    def build_layer(self, name: str) -> nn.Module:
         return self.whole.build_layer(self.blocks[block_index(name)] if name.startswith("blocks.") else name)
 
     def initial_rules(self) -> Rules:
-        return self.whole.initial_rules()
+        # Rules read fields of the family's configuration, which an excerpt does not have.
+        def of_whole(rule: Rule) -> Rule:
+            return lambda v, shape, _: rule(v, shape, self.whole)
+
+        return tuple((pattern, of_whole(rule)) for pattern, rule in self.whole.initial_rules())
 
     def build_loss(self) -> Loss:
         return self.whole.build_loss()
+
+
+def from_torch_module(module: str, name: str) -> Any:
+    """Return `name` of a module that imports torch.
+
+    Configurations are needed without torch, and these modules import configurations.
+    """
+    return getattr(importlib.import_module(module), name)
 
 
 def check_ranges(config: ModelConfig, known: Mapping[str, tuple[str, ...]]) -> None:

@@ -119,6 +119,10 @@ class LayerDescription:
     """Name by which plans select this block and its neighbours of the same group, such as stage2; None for none."""
     divisible: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Numbers that the degree of tp has to divide under every mode, by noun: {"head": 12}."""
+    other_flops: int = 0
+    """Floating-point operations in forward, for one sample, of products that are neither in `parts` nor attention."""
+    saved: int | None = None
+    """Elements of a sample that are kept from forward to backward; None where they follow from `parts`."""
     modes: tuple[str, ...] = MODES
     """Tensor-parallel modes that compute the layer correctly."""
 
@@ -139,4 +143,4 @@ class LayerDescription:
         That is three times those of the matrix products in forward.
         """
         attention = self.attention.flops if self.attention else 0
-        return 3 * (sum(part.flops for part in self.parts) + attention)
+        return 3 * (sum(part.flops for part in self.parts) + attention + self.other_flops)

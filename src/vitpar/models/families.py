@@ -33,13 +33,14 @@ def model_config(name: str, **options: Any) -> ModelConfig:
     family = family_of(name)
     known = field_names(family) - {"name"}
     for option in options:
+        if option in known:
+            continue
         if present := present_field(option):
             raise ModelError(f"model option '{option}' is now called '{present}': rename it")
-        if option not in known:
-            raise ModelError(
-                f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
-                f"{', '.join(sorted(known))}"
-            )
+        raise ModelError(
+            f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
+            f"{', '.join(sorted(known))}"
+        )
     return family.named(name, options)
 
 
@@ -81,7 +82,8 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         if isinstance(name, str) and ".py:" in name:
             raise ModelError(
-                f"the model is {shown(name)}, a model of your own: give the file that defines it with --model FILE.py:NAME"
+                f"the model is {shown(name)}, a model of your own: give the file that defines it with "
+                "--model FILE.py:NAME"
             )
         raise ModelError(
             f"unknown family of models '{shown(name)}'{nearest(name, FAMILIES)}: use {', '.join(FAMILIES)}"

@@ -9,7 +9,6 @@ rounded to float32. `Tensor.normal_` draws other numbers with other vector instr
 
 import hashlib
 import math
-from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
 
@@ -18,13 +17,8 @@ from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.former_names import former_parameter
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.layers import Layer
-
-Rule = Callable[[Tensor, torch.Size, Any], Tensor]
-"""Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers."""
-Rules = tuple[tuple[str, Rule], ...]
-"""Pairs of a pattern of parameter names and a rule; the first that matches decides."""
 
 CHUNK = 2**22
 """Elements drawn at once: limits the memory of float64 numbers beside large parameters."""
@@ -56,12 +50,17 @@ def patch_convolution(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
     return v.div_(math.sqrt(c.channels * c.patch_size**2))
 
 
-# The rule of a model whose family has no scheme of its own.
+def _factors_or_matrix(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
+    """Ones for the factors of a norm, which have one dimension; normal numbers for anything else."""
+    return torch.ones_like(v) if len(shape) == 1 else normal(0.02)(v, shape, c)
+
+
 PLAIN: Rules = (
-    ("*norm*.weight", constant(1.0)),
     ("*.bias", constant(0.0)),
+    ("*.weight", _factors_or_matrix),
     ("*", normal(0.02)),
 )
+"""The rules of a model whose family has none of its own."""
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, config: ModelConfig) -> Tensor:

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitpar.models.config import IGNORED
-
-
-class Loss(Protocol):
-    """Loss of a family, a sum over samples divided by a number that all ranks agree on.
-
-    Micro-batches and ranks just add up, whatever each of them holds.
-    """
-
-    def count(self, targets: Tensor) -> int | Tensor:
-        """Return the number that the sum over a step is divided by. targets: those of the complete batch."""
-
-    def total(self, outputs: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-        """Return the sum over the samples of `outputs`, 0-dim. targets: those of the same samples."""
 
 
 class Classification:

@@ -54,6 +54,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         # inherit the budget of an earlier one. 1.0 is torch's default.
         budget = execution.activation_memory_budget
         torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget
+        _allow_graphs(config, plan)
     precision = resolve_precision(execution.precision, execution.reduce_dtype)
     if precision.float8 and (fault := float8_fault(device)):
         raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
@@ -82,6 +83,24 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
     return ParallelModel(config, plan, execution, pipe, stages, by_name, partial_gradients, device)
 
 
+GRAPHS = 8
+"""Graphs of one kind of blocks under one strategy: two (training and evaluation) for each of two variants, such as
+windows that are shifted or not, and as many again for batches of another size."""
+
+
+def _allow_graphs(config: ModelConfig, plan: Plan) -> None:
+    """Raise the compiler's limit of graphs for the forward of a block, for every model compiled from here on.
+
+    The limit (torch's default is 8) counts the graphs of a function, and all kinds of blocks share the function
+    ``Block.forward``. Beyond it the compiler silently runs a block eagerly.
+    """
+    strategies = plan.strategies(config.layer_names)
+    kinds = {(config.layers[name].kind, strategies[name]) for name in strategies if name not in ("embed", "head")}
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS * len(kinds))
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
+
+
 def _compute(
     name: str, layer: Layer, strategy: Strategy, axes: DeviceMesh | None, float8: bool, compile_blocks: bool
 ) -> list[PartialGradient]:
@@ -95,7 +114,7 @@ def _compute(
             compute_in_float8(name, layer)
         if compile_blocks:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward)
     if strategy.checkpoint:
         recompute_in_backward(layer, strategy.checkpoint)
     return found

@@ -164,7 +164,7 @@ class StageModule(LayeredModel):
             if keys is not None:
                 rows = self.rows[name].row_range(len(keys))
                 here = keys[rows.start : rows.stop]
-            x = layer(x) if name == "head" else layer(x, here)
+            x = layer(x, here) if layer.takes_keys else layer(x)
         # upstream: zero-bubble schedules call detach_() on a stage's output, which fails on a view. Redistribute
         # returns a new tensor, so no clone is needed.
         return x if self.after is None else self.after(x)

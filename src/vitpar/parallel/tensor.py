@@ -1,10 +1,10 @@
 """Tensor parallelism: how each mode computes a layer whose parameters are split.
 
 A layer's description names its modules and parameters with their roles. ``vitpar.strategy.splits`` says, for each mode
-and role, how weight and bias are split, and `FORWARDS` here how the module then computes. W is stored [out, in], X is [batch, tokens, features]; S(n) =
-Shard(n), R = Replicate, P = Partial. The axes are those of the layer's mesh: j, and in 3d j and k. The axes i and d of
-2d, 2.5d and 3d split the batch, so they are data-parallel axes (``vitpar.parallel.mesh``): ``fully_shard`` gathers the
-weights over i, and no weight collective is written here.
+and role, how weight and bias are split, and `FORWARDS` here how the module then computes. W is stored [out, in], X is
+[batch, tokens, features]; S(n) = Shard(n), R = Replicate, P = Partial. The axes are those of the layer's mesh: j, and
+in 3d j and k. The axes i and d of 2d, 2.5d and 3d split the batch, so they are data-parallel axes
+(``vitpar.parallel.mesh``): ``fully_shard`` gathers the weights over i, and no weight collective is written here.
 
 | mode    | linear | X      | W      | before the matmul   | Y      | after the matmul    | X of the next  |
 |---------|--------|--------|--------|---------------------|--------|---------------------|----------------|

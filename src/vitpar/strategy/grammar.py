@@ -8,7 +8,9 @@
              | ckpt[.full] | ckpt.selective | offload
     layered := "pp" [ N ] ":" group { "," group }  pp1: 0-19=dp8, 20-31=fsdp8
     group   := layers "=" uniform without pp       pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt
-    layers  := "embed" | "head" | N | N "-" M | "*" "*" stands for the layers that no group names
+    layers  := "embed" | "head" | N | N "-" M
+             | NAME                                blocks that the model calls so: stage2
+             | "*"                                 the layers that no group names
 
 The leftmost axis is the outermost: its rank varies slowest, as in DeviceMesh. Case does not matter. White space is only
 allowed around the signs of a layered plan.

@@ -16,6 +16,7 @@ Groups = tuple[tuple[str, Strategy], ...]
 _BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _NAME = re.compile(r"[a-z][a-z_]{0,30}[0-9]{0,4}")
 _WORDS = ("embed", "head", "*")
+"""Selectors that are neither blocks nor names of blocks."""
 
 
 def blocks_of(selector: str) -> range | None:
@@ -72,7 +73,7 @@ def numbered(groups: Groups, named: Mapping[str, range], model: str) -> Groups:
 
 
 def canonical(groups: Groups) -> Groups:
-    """Return the groups in canonical order (embed, blocks, names, head, *).
+    """Return the groups in canonical order: embed, blocks by number, names in the order of their numbers, head, *.
 
     Equal neighbours are joined and repeated `*` dropped.
 
@@ -100,7 +101,7 @@ def canonical(groups: Groups) -> Groups:
     named = [
         ("embed", words.get("embed")),
         *((_name(span), s) for span, s in joined),
-        *((selector, s) for selector, s in words.items() if selector not in _WORDS),
+        *((selector, words[selector]) for selector in sorted(words.keys() - {*_WORDS}, key=_by_number)),
         ("head", words.get("head")),
     ]
     kept = [(selector, strategy) for selector, strategy in named if strategy is not None and strategy != rest]
@@ -141,6 +142,12 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
 def example(groups: Iterable[tuple[str, Strategy]]) -> str:
     """Return the groups as text, as in `embed=fsdp4, 0-11=tp2xfsdp2`."""
     return ", ".join(f"{selector}={strategy}" for selector, strategy in groups)
+
+
+def _by_number(name: str) -> tuple[str, int, str]:
+    """Return a key that sorts stage2 before stage10."""
+    word = name.rstrip("0123456789")
+    return word, int(name.removeprefix(word) or 0), name
 
 
 def _name(span: range) -> str:

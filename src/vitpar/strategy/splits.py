@@ -15,6 +15,7 @@ dimensions of weight and bias are split over which axes. ``vitpar.parallel.tenso
 | token          | parameters [1, tokens, features]                                                              |
 | pooled         | place between pooling and classifier                                                          |
 | representation | linear layer from pooled features to features                                                 |
+| other          | anything else, which only 1d and +sp support                                                  |
 | classifier     | linear layer to classes, split over the features that it takes, so that classes need not divide |
 """
 
@@ -69,7 +70,7 @@ SPLITS: dict[str, dict[str, Split]] = {
         "column": _COLUMN,
         "row": Split({"j": 1}, sums=("j",)),
         "per_head": _PER_HEAD,
-        **dict.fromkeys(("heads", "norm", "scale", "token", "embedding", "merge"), _PARTIAL),
+        **dict.fromkeys(("heads", "norm", "scale", "token", "embedding", "merge", "other"), _PARTIAL),
         "classifier": Split({"j": 1}),
     },
     "2d": {"column": _COLUMN, "row": _COLUMN, "heads": _PARTIAL, "per_head": _PER_HEAD, **_of_features("j")},

@@ -19,7 +19,7 @@ from vitpar.text import closest, count, divisors, either, shown
 
 
 class Model(Protocol):
-    """What plans depend on in a model's configuration (``vitpar.models.config.ModelConfig``)."""
+    """Part of a model's configuration that plans depend on (``vitpar.models.config.ModelConfig``)."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
     """
     _ = plan.world_size  # refuses an open degree
     plan = plan.numbered(model.groups, model.name)
-    _check_layers(plan, model)
+    _check_layers(plan, model, batch_size)
     _check_schedule(plan)
     _check_stages(plan, model)
     if batch_size is not None:
@@ -55,7 +55,7 @@ def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
     return plan
 
 
-def _check_layers(plan: Plan, model: Model) -> None:
+def _check_layers(plan: Plan, model: Model, batch_size: int | None) -> None:
     """Raise StrategyError if a layer's strategy cannot split it, or the plan names layers that the model lacks."""
     checked = set()
     # Blocks first: they have more numbers to divide, so that the message finds a degree that fits everywhere.
@@ -65,7 +65,7 @@ def _check_layers(plan: Plan, model: Model) -> None:
         if (layer.kind, strategy) not in checked:
             checked.add((layer.kind, strategy))
             if fault := unsplittable(layer, strategy, _owner(layer, model)):
-                raise StrategyError(f"{fault[0]}: {_layerwise(plan, model) or fault[1]}")
+                raise StrategyError(f"{fault[0]}: {_layerwise(plan, model, batch_size) or fault[1]}")
 
 
 def _owner(layer: LayerDescription, model: Model) -> str:
@@ -80,10 +80,8 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
     """
     tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
     if tp > 1 and mode not in layer.modes:
-        fix = f"use +{layer.modes[-1]}" if layer.modes not in ((), ("1d",)) else "leave the flag out"
-        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", (
-            fix if layer.modes else "use dp or fsdp for them"
-        )
+        fix = f"leave {strategy.tensor_flag} out" if "1d" in layer.modes and mode != "1d" else "use dp or fsdp for them"
+        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", fix
     split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
         shapes = [layer.takes, layer.gives if layer.name != "head" else None]
@@ -105,15 +103,14 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
     return None
 
 
-def _layerwise(plan: Plan, model: Model) -> str | None:
+def _layerwise(plan: Plan, model: Model, batch_size: int | None) -> str | None:
     """Return the suggestion of a layerwise plan in place of a uniform one that only some groups of blocks allow.
 
-    There the ranks of tp become ranks of dp. None if there is no such plan.
+    There the ranks of tp become ranks of dp. None if there is no such plan, or it fits neither the model nor the batch.
     """
     if not plan.is_uniform or not model.groups:
         return None
     strategy, layers = plan.strategy, model.layers
-    other = _without_tp(strategy)
     able = {
         name: all(not unsplittable(layers[f"blocks.{index}"], strategy) for index in blocks)
         for name, blocks in model.groups.items()
@@ -122,8 +119,14 @@ def _layerwise(plan: Plan, model: Model) -> str | None:
         return None
     unable = [name for name, fits in able.items() if not fits]
     outside = [name for name in ("embed", "head") if unsplittable(layers[name], strategy)]
-    groups = ", ".join(f"{name}={other}" for name in (*outside, *unable))
-    return f"give them another strategy, as in 'pp{plan.pipeline_degree}: {groups}, *={strategy}'"
+    try:
+        other = _without_tp(strategy)
+        groups = (*((name, other) for name in (*outside, *unable)), ("*", strategy))
+        suggested = replace(plan, layers=groups, pp_index=0)
+        validate(suggested, model, batch_size)
+    except StrategyError:
+        return None
+    return f"give them another strategy, as in '{suggested}'"
 
 
 def _without_tp(strategy: Strategy) -> Strategy:

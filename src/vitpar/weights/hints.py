@@ -70,7 +70,7 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
 
 def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
     kind, activation = config["model_type"], config.get("hidden_act", "gelu")
-    if kind not in _EPS:
+    if not isinstance(kind, str) or kind not in _EPS:
         raise DataError(f"config.json has model_type {literal(kind)}, but only {', '.join(_EPS)} can be imported")
     if activation != "gelu":
         raise DataError(f"config.json has hidden_act {literal(activation)}, but vitpar's models support only gelu")

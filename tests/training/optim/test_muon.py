@@ -68,7 +68,7 @@ def test_query_key_and_value_are_orthogonalised_separately() -> None:
         p = nn.Parameter(drawn("value", name))
         p.grad = drawn("1", name)
         p.grad[rows[1]] *= factor
-        ShardedOptimizer([(name, p)], section(MUON), heads=HEADS).step(0.1)
+        ShardedOptimizer([(name, p)], section(MUON), heads={"blocks.0": HEADS}).step(0.1)
         moved.append(p.detach() - drawn("value", name))
     torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
     p.grad = drawn("1", name)

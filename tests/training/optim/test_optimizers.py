@@ -34,7 +34,7 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
-    return ShardedOptimizer(root.named_parameters(), section(settings), heads=HEADS)
+    return ShardedOptimizer(root.named_parameters(), section(settings), heads=dict.fromkeys(LAYERS, HEADS))
 
 
 def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def vit(mesh: str | None, device: torch.device) -> Any:
 def vit_trained(device: torch.device, mesh: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the ViT's complete parameters after steps with random gradients; runs on every rank."""
     model = vit(mesh, device)
-    optimizer = ShardedOptimizer(model.named_parameters(), section(settings), heads=2)
+    optimizer = ShardedOptimizer(model.named_parameters(), section(settings), heads=model.config.heads)
     for step, rate in enumerate(RATES):
         for name, p in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{name}".encode()))

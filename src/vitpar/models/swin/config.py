@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_IMAGE_SIZE, MAX_WIDTH
-from vitpar.models.config import ModelConfig, block_index, check_ranges, check_tokens
+from vitpar.models.config import ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
 from vitpar.models.description import AttentionShape, LayerDescription, Part, Shape, linear, norm, parameter
 from vitpar.text import either, shown
 
 if TYPE_CHECKING:
-    from vitpar.models.initial import Rules
-    from vitpar.models.layers import Layer
+    from torch import nn
 
 _WORDS = {"init": ("timm", "perturbed")}
 
@@ -229,15 +228,13 @@ class SwinConfig(ModelConfig):
     def describe(self) -> tuple[LayerDescription, ...]:
         return self._embed(), *(self._block(index) for index in range(self.depth)), self._head()
 
-    def build_layer(self, name: str) -> Layer:
-        from vitpar.models.swin.layers import Block, Embed, Head
-
-        return Embed(self) if name == "embed" else Head(self) if name == "head" else Block(self, block_index(name))
+    def build_layer(self, name: str) -> nn.Module:
+        layer: nn.Module = from_torch_module("vitpar.models.swin.layers", "build_layer")(self, name)
+        return layer
 
     def initial_rules(self) -> Rules:
-        from vitpar.models.swin.initial import SCHEMES
-
-        return SCHEMES[self.init]
+        rules: Rules = from_torch_module("vitpar.models.swin.initial", "SCHEMES")[self.init]
+        return rules
 
     def _embed(self) -> LayerDescription:
         shape = self.stages[0].shape
@@ -277,7 +274,7 @@ class SwinConfig(ModelConfig):
             divisible={
                 "head": stage.num_heads,
                 "hidden feature": h,
-                **({"feature of the previous stage": takes.features} if merges else {}),
+                **({"incoming feature": takes.features} if merges else {}),
             },
         )
 

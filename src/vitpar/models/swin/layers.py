@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.layers import MLP, Layer, ResidualBlock
+from vitpar.models.config import block_index
+from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock
 from vitpar.models.swin.config import SwinConfig, SwinStage
 from vitpar.sharded import to_local
 
@@ -45,7 +46,7 @@ class NormedPatchEmbed(nn.Module):
         super().__init__()
         self.patch_size = config.patch_size
         self.proj = nn.Linear(config.channels * config.patch_size**2, config.embed_dim)
-        self.norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [batch, channels, size, size], normalised."""
@@ -75,7 +76,7 @@ class PatchMerging(nn.Module):
     def __init__(self, config: SwinConfig, before: SwinStage) -> None:
         super().__init__()
         self.grid = before.grid
-        self.norm = nn.LayerNorm(4 * before.width, eps=config.norm_eps)
+        self.norm = LayerNorm(4 * before.width, eps=config.norm_eps)
         self.reduction = nn.Linear(4 * before.width, 2 * before.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,9 +162,9 @@ class Block(ResidualBlock):
         super().__init__(index, config.depth, stage.width, drop_path=config.drop_path)
         before = config.stages[stage.number - 2] if stage.merges(index) else None
         self.downsample = PatchMerging(config, before) if before else None
-        self.norm1 = nn.LayerNorm(stage.width, eps=config.norm_eps)
+        self.norm1 = LayerNorm(stage.width, eps=config.norm_eps)
         self.attn = WindowAttention(stage, stage.shift(index))
-        self.norm2 = nn.LayerNorm(stage.width, eps=config.norm_eps)
+        self.norm2 = LayerNorm(stage.width, eps=config.norm_eps)
         self.mlp = MLP(stage.width, stage.mlp_hidden_dim)
 
     def reset_buffers(self) -> None:
@@ -184,10 +185,15 @@ class Head(Layer):
     def __init__(self, config: SwinConfig) -> None:
         super().__init__()
         width = config.features
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.norm = LayerNorm(width, eps=config.norm_eps)
         self.pooled = nn.Identity()  # a place for collectives
         self.fc = nn.Linear(width, config.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, classes]."""
         return self.fc(self.pooled(self.norm(x).mean(dim=1)))
+
+
+def build_layer(config: SwinConfig, name: str) -> Layer:
+    """Return the layer called `name`."""
+    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))

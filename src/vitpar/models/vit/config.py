@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import ModelConfig, block_index, check_ranges, check_tokens
+from vitpar.models.config import ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
 from vitpar.models.description import AttentionShape, LayerDescription, Part, Shape, linear, norm, parameter
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.initial import Rules
-    from vitpar.models.layers import Layer
+    from torch import nn
 
 _WORDS = {
     "pool": ("cls", "avg"),
@@ -153,19 +152,17 @@ class ViTConfig(ModelConfig):
         blocks = (self._block(index) for index in range(self.depth))
         return self._embed(), *blocks, self._head()
 
-    def build_layer(self, name: str) -> Layer:
-        from vitpar.models.vit.layers import Block, Embed, Head
-
-        return Embed(self) if name == "embed" else Head(self) if name == "head" else Block(self, block_index(name))
+    def build_layer(self, name: str) -> nn.Module:
+        layer: nn.Module = from_torch_module("vitpar.models.vit.layers", "build_layer")(self, name)
+        return layer
 
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads)
 
     def initial_rules(self) -> Rules:
-        from vitpar.models.vit.initial import SCHEMES
-
-        return SCHEMES[self.init]
+        rules: Rules = from_torch_module("vitpar.models.vit.initial", "SCHEMES")[self.init]
+        return rules
 
     @property
     def _shape(self) -> Shape:

@@ -71,6 +71,8 @@ TRANSFORMERS_EPS = 1e-12
 LAYER_SCALE = 1e-5
 """Initial layer scale if no file tells it; it does not affect imported parameters."""
 _POOLER = re.compile(r"(?:vit\.|deit\.)?pooler\.dense\.(?:weight|bias)")
+
+
 class ViTHints(ImportHints, Protocol):
     """Settings of Vision Transformers from the files next to the tensors, or None."""
 

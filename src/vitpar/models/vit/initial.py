@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from vitpar.models.initial import Rules, constant, lecun_normal, normal, patch_convolution, xavier_uniform
+from vitpar.models.config import Rules
+from vitpar.models.initial import constant, lecun_normal, normal, patch_convolution, xavier_uniform
 from vitpar.models.vit.config import ViTConfig
 
 

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vitpar.models.config import block_index
 from vitpar.models.keyed_random import drop
-from vitpar.models.layers import MLP, Layer, ResidualBlock, for_every_sample
+from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock, for_every_sample
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
 
@@ -99,8 +100,8 @@ class Attention(nn.Module):
         c = config
         self.head_dim = c.head_dim
         self.qkv = nn.Linear(c.embed_dim, 3 * c.embed_dim)
-        self.q_norm = nn.LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        self.q_norm = LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
         self.proj = nn.Linear(c.embed_dim, c.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,10 +129,10 @@ class Block(ResidualBlock):
     def __init__(self, config: ViTConfig, index: int) -> None:
         c = config
         super().__init__(index, c.depth, c.embed_dim, drop_path=c.drop_path, dropout=c.dropout)
-        self.norm1 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.norm1 = LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.attn = Attention(c)
         self.ls1 = LayerScale(c)
-        self.norm2 = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.norm2 = LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim)
         self.ls2 = LayerScale(c)
 
@@ -153,7 +154,7 @@ class Head(Layer):
         c = config
         features = c.representation_size or c.embed_dim
         self.pool, self.prefix_tokens = c.pool, c.prefix_tokens
-        self.norm = nn.LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.pooled = nn.Identity()  # a place for collectives
         self.representation = nn.Linear(c.embed_dim, features) if c.representation_size else None
         self.fc = nn.Linear(features, c.num_classes)
@@ -171,3 +172,8 @@ class Head(Layer):
             return self.fc(self._features(self.norm(x[:, 0])))
         x = self.norm(x[:, :2])
         return (self.fc(self._features(x[:, 0])) + self.fc_dist(self._features(x[:, 1]))) / 2
+
+
+def build_layer(config: ViTConfig, name: str) -> Layer:
+    """Return the layer called `name`."""
+    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))

@@ -114,7 +114,10 @@ class LayerCosts:
 
     def __init__(self, config: ModelConfig, hardware: Hardware, model: ModelProfile) -> None:
         # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
-        self.config, self.hardware, self.model = config, hardware.at_pace(model.pace), model
+        hardware = hardware.at_pace(model.pace)
+        overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
+        self.config, self.hardware = config, hardware.model_copy(update={"overlap": overlap})
+        self.model = model = model.steady()
         self.links = Links(self.hardware)
         self.precision = PRECISIONS[model.precision]
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {

@@ -128,7 +128,7 @@ class _Walk:
         """
         backward = kind in ("B", "W")
         if backward and (not self._backwards[number] or self._backwards[number] + 1 == self._microbatches):
-            return False  # the first allocates gradients, the last reduces them
+            return False  # the first allocates gradients that stay, the last reduces them
         key = kind, number, self._gradients, self._gathered
         if self._done.get(key, -1.0) < self._alive:
             self._done[key] = self._alive
@@ -153,10 +153,12 @@ class _Walk:
         self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
             here, weights, passing = (number, place), layer.weights, _passing(layer)
-            # The stage's first backward allocates the layer's gradients.
+            # The stage's first backward allocates the layer's gradients. Each does if the one before it reduced them:
+            # reduced gradients are kept apart, and the unreduced ones were freed.
+            again = layer.execution.wrapped and layer.execution.reduced == "every micro-batch"
             fresh = (
                 0.0
-                if here in self._whole
+                if here in self._whole and not again
                 else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.local_bytes)
             )
             self._moment(left, layer.work.workspace, passing, fresh)

@@ -156,7 +156,7 @@ def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
 
 
 def _travelling(plan: Plan, config: ModelConfig) -> list[float]:
-    """Return the elements that a rank sends of one image: before the first stage (0), between stages, after the last."""
+    """Return the elements of one image that a rank sends between stages, with 0 before the first and after the last."""
     stages, travel = _laid_out(plan, config)
     given = (0, *(config.kinds[stage[-1][0]].gives.elements for stage in stages[:-1]), 0)
     return [layout[0].share * elements if layout else 0.0 for layout, elements in zip(travel, given, strict=True)]

@@ -243,7 +243,7 @@ class Load:
     working: float = 0.0
     """Transient bytes at the peak of the layer's backward or reduction, in a step of several backwards."""
     fresh: float = 0.0
-    """Transient bytes of new gradients in the step's first backward."""
+    """Transient bytes of new gradients in the step's first backward, if the later ones have none; else in `working`."""
     working_once: float = 0.0
     """Transient bytes at the peak of the layer's backward or reduction, in a step with a single backward."""
 
@@ -300,6 +300,7 @@ def least_load(
     fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.local_bytes, 0.0
     if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:
         reducing = weights.reducing + 2 * fresh
+    working_once, again = max(workspace + fresh, reducing - work.saved), execution.wrapped and every
     shard, update = (0.0, costs.update(1, True)) if weights.offloaded else (weights.local_bytes, update)
     return Load(
         forward=work.forward,
@@ -318,7 +319,7 @@ def least_load(
         gathered=0.0 if execution.reshard_after_forward else weights.gathered,
         gradients=weights.unreduced_grad_bytes if execution.wrapped and not every else shard,
         saved=work.saved,
-        working=max(workspace, (weights.reducing + fresh - work.saved) * (execution.wrapped and every)),
-        fresh=fresh,
-        working_once=max(workspace + fresh, reducing - work.saved),
+        working=working_once if again else workspace,
+        fresh=fresh * (not again),
+        working_once=working_once,
     )

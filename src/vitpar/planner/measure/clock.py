@@ -145,7 +145,8 @@ class Neighbours:
     """Processes on one machine as one clock, without a process group: each may be in a different, fake world.
 
     The mean over the processes counts, since layers do not wait for other ranks. The skew is how much the slowest
-    exceeds the mean, which counts where ranks wait for each other. Methods are those of `ClockedRanks`.
+    exceeds the mean, which counts where ranks wait for each other, and everywhere if they share cores
+    (``ModelProfile.steady``). Methods are those of `ClockedRanks`.
 
     store: exchanges the numbers; None for a single process.
     """

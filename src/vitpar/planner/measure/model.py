@@ -7,9 +7,9 @@ numbers of rows and extrapolated linearly.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -167,7 +167,7 @@ class LayerBench:
         if self._name == "head":
             y = self._model.loss(self.layer(x), self._labels)
         else:
-            y = self.layer(x, self._keys)
+            y = self.layer(x, self._keys) if self.layer.takes_keys else self.layer(x)
             if self._gradient is None:
                 self._gradient = torch.randn_like(y)
         self._pending.append((x, y))

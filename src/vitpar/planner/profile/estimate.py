@@ -265,7 +265,8 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts
         taken = (layer.takes or layer.gives).elements / parts
         normed = sum(_elements(part) for part in layer.parts if part.role == "norm") / parts
         return _Counts(products, 0.0, 3 * taken, 2 * normed, taken)
-    kept, space = sum(_kept(layer, strategy, "none")), _space(layer, strategy)
+    kept = sum(_kept(layer, strategy, "none")) if layer.saved is None else layer.saved / t
+    space = _space(layer, strategy)
     if policy != "none":
         # Backward recomputes what was not kept: it is alive while the layer computes, as workspace.
         less = sum(_kept(layer, strategy, policy))
@@ -274,12 +275,12 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts
     rows, merges = _of_role(layer, "row"), _of_role(layer, "merge")
     touched = sum(4 * _given(part) / parts + 2 * _taken(part) / t for part in rows)
     touched += sum(3 * _taken(part) / parts for part in merges)
-    attention = 0.0
+    attention = layer.other_flops / t
     if found := layer.attention:
         # Few tokens use a smaller tile: the next power of two, at least 16.
         tile = min(ATTENTION_TILE, max(16, 1 << (found.tokens - 1).bit_length()))
         padded = -(-found.tokens // tile) * tile
-        attention = 4 * found.windows * padded**2 * found.heads * found.head_dim / t
+        attention += 4 * found.windows * padded**2 * found.heads * found.head_dim / t
         if found.windows > 1:
             touched += 4 * given / parts  # tokens are moved into windows and back
     return _Counts(products, attention, touched, kept, space)

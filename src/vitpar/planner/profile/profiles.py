@@ -59,6 +59,10 @@ class Timing(ProfileRecord):
         """Return a copy with all seconds multiplied by `factor`."""
         return self.model_copy(update={"seconds": self.seconds * factor, "skew": self.skew * factor})
 
+    def until_last(self) -> Self:
+        """Return a copy whose seconds are those of the slowest process, without skew."""
+        return self.model_copy(update={"seconds": self.seconds + self.skew, "skew": 0.0})
+
 
 def exact(points: Iterable[tuple[int, float]]) -> tuple[Timing, ...]:
     """Return (size, seconds) pairs that were computed, not measured, as timings."""
@@ -83,6 +87,10 @@ class Curve(ProfileRecord):
         """Return a copy with all seconds multiplied by `factor`."""
         # A new object: model_copy would also copy the values that cached properties hold.
         return type(self)(**{**dict(self), "timings": tuple(timing.slower(factor) for timing in self.timings)})
+
+    def until_last(self) -> Self:
+        """Return a copy whose seconds are those of the slowest process, without skew."""
+        return type(self)(**{**dict(self), "timings": tuple(timing.until_last() for timing in self.timings)})
 
     def seconds(self, size: float) -> float:
         """Return the seconds for `size`.
@@ -174,6 +182,16 @@ class Overlap(ProfileRecord):
     """Factor by which matrix products take longer during an all-reduce."""
     communication: Factor
     """Factor by which an all-reduce takes longer during matrix products."""
+
+    def at_most_in_turn(self) -> Self:
+        """Return a copy with smaller factors if both at a time would take longer than one after the other.
+
+        While both run, 1 / compute + 1 / communication seconds of work are done in a second. Less than 1 is measured on
+        CPU cores that ranks share, where each factor also contains the wait for a core. But sending is work for the
+        cores too: the two add up.
+        """
+        done = min(1.0, 1 / self.compute + 1 / self.communication)
+        return self.model_copy(update={"compute": self.compute * done, "communication": self.communication * done})
 
 
 class Host(Curve):
@@ -293,6 +311,11 @@ class LayerProfile(ProfileRecord):
         curves = {"forward": self.forward.slower(factor), "backward": self.backward.slower(factor)}
         return self.model_copy(update=curves)
 
+    def until_last(self) -> Self:
+        """Return a copy whose seconds are those of the slowest process, without skew."""
+        curves = {"forward": self.forward.until_last(), "backward": self.backward.until_last()}
+        return self.model_copy(update=curves)
+
 
 class WeightProfile(ProfileRecord):
     """Cost of ``fully_shard`` for one layer apart from communication: packing, unpacking and freeing copies."""
@@ -380,6 +403,26 @@ class ModelProfile(Profile):
         if not (pace and self.pace):
             return self
         return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
+
+    def steady(self) -> Self:
+        """Return a copy with the times of ranks that compute without a pause; the profile itself on cores of their own.
+
+        Where processes share cores, each reading begins for all at once, and the mean over them is too short: a process
+        that the system's scheduler serves first is done before the core has done the work of all. In a training step
+        the ranks that are served first go on with the next layer, so a layer takes each of them as long as a core needs
+        for the work of all: until the last one is done. Where ranks meet, no wait for the slowest is added: it has the
+        core for itself while the others wait.
+        """
+        shared = self.processes * self.threads / self.cores
+        if self.device == "cuda" or shared <= 1:
+            return self
+        return self.model_copy(
+            update={
+                "layers": tuple(layer.until_last() for layer in self.layers),
+                "weights": tuple(w.model_copy(update={"gather": w.gather.until_last()}) for w in self.weights),
+                "optimizer": self.optimizer.until_last(),
+            }
+        )
 
 
 @cache

@@ -230,7 +230,7 @@ class Search:
         return min((bound for bound, _, kind, _ in heap if kind.pipeline.virtual_stages > 1), default=math.inf)
 
     def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Groups]]:
-        """Return (lower bound on the seconds of a step, `Plan.layers`) of uniform plans that may fit, fastest last."""
+        """Return (least seconds of a step, `Plan.layers`) of the uniform plans that may fit, fastest last."""
         choices, machine = self._uniform_options(kind), self.machine(kind, budget)
         if not choices.options:
             return []

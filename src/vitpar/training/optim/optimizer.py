@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.sections import OptimizerSection
 
+
 def decays(parameter: Tensor) -> bool:
     """Return whether weight decay applies to a parameter: to matrices and convolutions.
 

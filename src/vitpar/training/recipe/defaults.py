@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, field_names
 from vitpar.training.recipe.effects import STREAM_CANNOT
 from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
@@ -198,6 +198,8 @@ def _found(recipe: Recipe, config: ModelConfig, samples: int) -> dict[str, Any]:
         found |= SMALL
     if recipe.stream:
         found = {key: value for key, value in found.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
+    fields = {f"model.{name}" for name in field_names(type(config))}
+    found = {key: value for key, value in found.items() if not key.startswith("model.") or key in fields}
     rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
     if rate is None:
         del found["optimizer.weight_decay"]  # the table has that of AdamW

@@ -96,7 +96,12 @@ def read_recipe(
         if key == "train.precision" and value != values["train"].get("precision"):
             values["train"].pop("reduce_dtype", None)
             values.pop("loss_scale", None)
-        values[section][name] = value
+        if key.startswith("model.options."):
+            inner = values[section].get("options")
+            option = name.removeprefix("options.")
+            values[section]["options"] = {**(inner if isinstance(inner, dict) else {}), option: value}
+        else:
+            values[section][name] = value
     _refuse_unknown(values)
     recipe = checked(values)
     if needs_length and recipe.train.epochs is None and recipe.train.steps is None:

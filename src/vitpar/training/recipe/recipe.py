@@ -109,7 +109,8 @@ class Recipe(Section):
         Raises ModelError.
         """
         fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
-        return model_config(fields.pop("name"), num_classes=num_classes, **fields)
+        own = fields.pop("options", {})
+        return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
 
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.

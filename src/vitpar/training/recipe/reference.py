@@ -110,6 +110,8 @@ def _type(annotation: Any) -> str:
         return f"{', '.join(words[:-1])} or {words[-1]}"
     if origin is tuple:
         return f"list of {_type(arguments[0])}s" if Ellipsis in arguments else f"{len(arguments)} numbers"
+    if origin is dict:
+        return "table"
     return _NAMES[annotation]
 
 

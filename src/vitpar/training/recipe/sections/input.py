@@ -57,6 +57,8 @@ class ModelSection(Section):
     """Probability that an activation is dropped after the position embedding, projections and MLP layers."""
     init: Literal["jax", "timm", "moco"] | None = None
     """Scheme of initial values (docs/models.md)."""
+    options: dict[str, int | float | bool | str] | None = None
+    """Fields of a model of your own (docs/own-model.md), by name."""
 
 
 class DataSection(Section):

@@ -1,0 +1,282 @@
+"""Models of the user: a configuration class and layers in a file of their own, which vitpar runs as any other.
+
+A file may hold::
+
+    @dataclass(frozen=True)
+    class Mixer(vitpar.OwnModel):
+        width: int = 64
+        depth: int = 8
+
+        def build_layer(self, name: str) -> vitpar.Layer: ...
+
+Its layers are described by running each once on the meta device. ``examples/own_model.py`` is complete, and
+docs/own-model.md explains it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from vitpar.errors import ModelError
+from vitpar.limits import MAX_BLOCKS
+from vitpar.models.config import ModelConfig, check_ranges
+from vitpar.models.description import LayerDescription, Part, Shape
+from vitpar.models.families import FAMILIES
+from vitpar.text import nearest, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitpar.models.layers import Layer
+
+
+@dataclass(frozen=True)
+class OwnModel(ModelConfig):
+    """Base of the configurations of models that users write.
+
+    Subclasses are frozen dataclasses whose fields all have defaults. They define `build_layer`.
+    """
+
+    FAMILY: ClassVar[str] = "own"
+
+    name: str = "own"
+    """Name of the model; messages use it."""
+    image_size: int = 224
+    """Side of the square input image, in pixels."""
+    channels: int = 3
+    """Channels of an input image."""
+    num_classes: int = 1000
+    """Outputs of the classifier."""
+    depth: int = 12
+    """Number of blocks."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, {})
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        return PurePath(name).name == cls.FAMILY
+
+    @classmethod
+    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
+        try:
+            return cls(**{"name": name, **options})
+        except TypeError as error:  # a field without default, or of another type than the class computes with
+            raise ModelError(f"{shown(name)} cannot be built: {shown(error)}") from None
+
+    def describe(self) -> tuple[LayerDescription, ...]:
+        if self.depth > MAX_BLOCKS:
+            raise ModelError(f"{self.name} has {self.depth:,} blocks: use at most {MAX_BLOCKS:,}")
+        names = ("embed", *(f"blocks.{index}" for index in range(self.depth)), "head")
+        found: list[LayerDescription] = []
+        kinds: dict[tuple[object, ...], str] = {}
+        taken: Shape | None = None
+        for name in names:
+            layer = _described(self, name, taken)
+            key = layer.takes, layer.gives, layer.parts, layer.modes, layer.other_flops
+            kind = name if name in ("embed", "head") else kinds.setdefault(key, f"block{len(kinds) + 1}")
+            found.append(dataclasses.replace(layer, kind=kind))
+            taken = layer.gives
+        if len(kinds) == 1:
+            found[1:-1] = [dataclasses.replace(layer, kind="block") for layer in found[1:-1]]
+        return tuple(found)
+
+
+def load(text: str) -> str:
+    """Run the file of ``FILE.py:NAME`` and register the configuration class NAME in it. Return `text`.
+
+    The family's name has no folder, so that a run can be resumed from another place.
+
+    Raises ModelError if the file cannot be run or has no such class.
+    """
+    file, _, attribute = text.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ModelError(
+            f"there is no file '{shown(file)}': name the file of your model, as in --model my_model.py:Mixer"
+        )
+    module = _run(path)
+    found = getattr(module, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, ModelConfig) and dataclasses.is_dataclass(found)):
+        known = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, ModelConfig) and value.__module__ == module.__name__
+        ]
+        raise ModelError(
+            f"'{shown(file)}' has no model called '{shown(attribute)}'{nearest(attribute, known)}: name a dataclass "
+            f"that derives from vitpar.OwnModel{', such as ' + known[0] if known else ''}"
+        )
+    register(found, f"{path.name}:{attribute}")
+    return text
+
+
+def register(model: type[ModelConfig], name: str | None = None) -> str:
+    """Make a configuration class known by `name`, for recipes, weights and checkpoints, and return the name.
+
+    name: None for that of the class.
+    """
+    name = name or model.__name__
+    if name in FAMILIES and FAMILIES[name] is not model and not issubclass(model, OwnModel):
+        raise ModelError(f"there is a family called {name} already: give the model another name")
+    model.FAMILY = name
+    FAMILIES[name] = model
+    return name
+
+
+def _run(path: Path) -> Any:
+    """Return the module that `path` defines. Raises ModelError if it fails."""
+    name = f"vitpar_own_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"'{shown(path)}' is not a Python file: name one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises
+        line = _line_in(path, error)
+        raise ModelError(f"'{shown(path)}' fails{line}: {type(error).__name__}: {shown(error)}") from error
+    return module
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """Return " in line N" for the last line of `path` that `error` passed; empty if it passed none."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename) == path:
+            found = f" in line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _described(config: OwnModel, name: str, taken: Shape | None) -> LayerDescription:
+    """Return the description of a layer by running it on the meta device with two samples.
+
+    taken: shape of its input; None for embed, which takes images.
+
+    Raises ModelError for a layer that cannot be built or does not keep the contract.
+    """
+    import torch
+
+    from vitpar.models.layers import Layer
+
+    batch, where = 2, f"layer {name} of {config.name}"
+    with torch.device("meta"):
+        try:
+            layer = config.build_layer(name)
+            if not isinstance(layer, Layer):
+                raise ModelError(f"{where} is a {type(layer).__name__}: derive its class from vitpar.Layer")
+            side = config.image_size
+            size = (config.channels, side, side) if taken is None else (taken.tokens, taken.features)
+            x = torch.empty(batch, *size)
+            y, inputs, flops, saved = _traced(layer, x.requires_grad_())
+        except ModelError:
+            raise
+        except Exception as error:  # of the user's code
+            raise ModelError(f"{where} fails: {type(error).__name__}: {shown(error)}") from error
+    rank = 2 if name == "head" else 3
+    if y.dim() != rank or y.shape[0] != batch:
+        wanted = "[batch, classes]" if name == "head" else "[batch, tokens, features]"
+        raise ModelError(f"{where} gives a tensor of shape {list(y.shape)} for {batch} samples: give {wanted}")
+    if y._is_view() or not y.is_contiguous():
+        # FSDP2 and pipelines hold on to what a layer gives, and send it.
+        raise ModelError(f"{where} gives a view of another tensor: end its forward with .contiguous() or .clone()")
+    gives = Shape(1, y.shape[1]) if name == "head" else Shape(y.shape[1], y.shape[2])
+    parts = tuple(_parts(layer, inputs, batch, where))
+    linear = sum(part.flops for part in parts)
+    return LayerDescription(
+        name,
+        "",
+        taken,
+        gives,
+        parts,
+        divisible=_divisible(parts),
+        # Under sp the head has to gather the samples, since every rank needs all logits of its group.
+        modes=tuple(
+            mode
+            for mode in layer.TENSOR_MODES
+            if name != "head" or mode == "1d" or any(part.role == "pooled" for part in parts)
+        ),
+        other_flops=max(0, flops // batch - linear),
+        saved=saved // batch,
+    )
+
+
+def _traced(layer: Layer, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, ...]], int, int]:
+    """Return (output, shape of the input of each module by name, FLOPs, elements kept for backward)."""
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs: dict[str, tuple[int, ...]] = {}
+    own = {p.untyped_storage()._cdata for p in (*layer.parameters(), *layer.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def note(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs.setdefault(name, tuple(arguments[0].shape))
+
+        return note
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in layer.named_modules() if name]
+    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(x)
+    for handle in handles:
+        handle.remove()
+    return output, inputs, counter.get_total_flops(), sum(kept.values())
+
+
+def _parts(layer: Layer, inputs: Mapping[str, tuple[int, ...]], batch: int, where: str) -> Iterator[Part]:
+    """Yield the parts of a layer: those with a role, then all other parameters."""
+    roles = dict(layer.TENSOR_PARALLEL)
+    modules = dict(layer.named_modules())
+    left = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    for name, role in roles.items():
+        if name in left:
+            yield Part(name, role, {"": left.pop(name)})
+        elif name in modules:
+            shapes = {key: tuple(p.shape) for key, p in modules[name].named_parameters(recurse=False)}
+            for key in shapes:
+                left.pop(f"{name}.{key}", None)
+            yield Part(name, role, shapes, *_tokens(inputs.get(name), batch))
+        else:
+            raise ModelError(f"{where} has no '{shown(name)}', which its TENSOR_PARALLEL names: correct the name")
+    owners: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in left.items():
+        owner, _, key = name.rpartition(".")
+        owners.setdefault(owner, {})[key] = shape
+    for owner, shapes in owners.items():
+        if owner == "":
+            yield from (Part(key, "other", {"": shape}) for key, shape in shapes.items())
+        else:
+            yield Part(owner, "other", shapes, *_tokens(inputs.get(owner), batch))
+
+
+def _tokens(shape: tuple[int, ...] | None, batch: int) -> tuple[int, int]:
+    """Return (positions of a sample at which a module computes, features of each) for an input of `shape`."""
+    return (math.prod(shape[:-1]) // batch, shape[-1]) if shape else (0, 0)
+
+
+def _divisible(parts: tuple[Part, ...]) -> dict[str, int]:
+    """Return the numbers that the degree of tp has to divide, by noun."""
+    found: dict[str, int] = {}
+    for part in parts:
+        if part.product and part.role in ("column", "row", "classifier", "merge"):
+            taken, given = part.product
+            found[f"{part.name} feature"] = given if part.role == "column" else taken
+        elif part.role == "per_head":
+            found[f"{part.name} head"] = next(iter(part.shapes.values()))[0]
+    return found

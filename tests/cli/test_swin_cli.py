@@ -1,0 +1,129 @@
+"""A Swin Transformer on the command line: train, resume under another plan, evaluate, import weights, plan, bench."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.command_line import Command, refusal
+from helpers.foreign_models import timm_swin
+from helpers.foreign_weights import saved
+from helpers.run_folder import losses_of, rows_of
+from helpers.small_data import CLASSES, VAL, pack_small
+from vitpar import model_config
+
+SIZES = {
+    "patch_size": 1,
+    "image_size": 8,
+    "window_size": 2,
+    "embed_dim": 8,
+    "depths": [2, 2, 2],
+    "num_heads": [2, 4, 4],
+}
+RECIPE = f"""
+[model]
+name = "swin_custom"
+drop_path = 0.1
+{chr(10).join(f"{name} = {value}" for name, value in SIZES.items())}
+
+[data]
+path = "data"
+workers = 0
+
+[train]
+steps = 4
+batch_size = 8
+log_every = 1
+eval_every = 4
+ema_decay = 0.9
+
+[checkpoint]
+every_steps = 2
+keep = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with packed data, a recipe, and weights of timm as safetensors and as a pickle of tensors."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    config = model_config("swin_custom", num_classes=CLASSES, **SIZES)
+    state = {name: tensor.contiguous() for name, tensor in timm_swin(config).state_dict().items()}
+    pretrained = {"input_size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.5] * 3}
+    saved(folder / "there", state, {"architecture": "swin_tiny_patch4_window7_224", "pretrained_cfg": pretrained})
+    torch.save(state, folder / "swin.pth")
+    return folder
+
+
+def test_run_resumes_under_another_plan_and_is_evaluated(place: Path, vitpar: Command) -> None:
+    words = ("train", "--recipe", "recipe.toml", "--mesh")
+    for mesh, run in (("dp1", "alone"), ("pp2xdp2", "meshed")):
+        done = vitpar(*words, mesh, "--run-dir", run)
+        assert done.returncode == 0, done.stderr
+    assert losses_of(place / "meshed") == pytest.approx(losses_of(place / "alone"), rel=1e-4)
+    done = vitpar("train", "--resume", "meshed/checkpoints/step_2", "--mesh", "fsdp2xtp2", "--run-dir", "resumed")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows_of(place / "resumed", "train")] == [3, 4]
+    assert losses_of(place / "resumed") == pytest.approx(losses_of(place / "alone")[2:], rel=1e-4)
+    evaluated = vitpar("eval", "--checkpoint", "resumed/weights", "--data", "data", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    found = json.loads(evaluated.stdout)
+    assert found["samples"] == VAL
+    assert found["loss"] == pytest.approx(rows_of(place / "resumed", "eval")[-1]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("source", ["there", "swin.pth"])
+def test_timms_weights_are_imported_and_trained(source: str, place: Path, vitpar: Command) -> None:
+    size = () if source == "there" else ("--image-size", "8")
+    out = f"{source}-imported"
+    done = vitpar("checkpoint", "import", source, "--out", out, *size, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["format"] == "timm"
+    words = ("--recipe", "recipe.toml", "--weights", out, "--set", "train.steps=1", "--run-dir", f"{source}-run")
+    done = vitpar("train", *words)
+    assert done.returncode == 0, done.stderr
+    assert "parameters are loaded from" in (place / f"{source}-run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--mesh", "tp4"],
+            "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as ",
+        ),
+        (["--mesh", "pp1: stage4=dp2, *=tp2"], "swin_custom has no blocks called 'stage4'"),
+        (["--set", "model.depths=[2,2]"], "depths of swin_custom are 2 but num_heads are 3: list one of each"),
+        (["--set", "model.image_size=12"], "windows of 2x2 do not tile the 3x3 tokens of stage 3 of swin_custom"),
+    ],
+)
+def test_plans_and_models_that_do_not_fit_are_refused_before_launch(
+    words: list[str],
+    message: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    assert message in refusal(["train", "--recipe", "recipe.toml", *words], monkeypatch, capsys)
+
+
+def test_suggested_plan_is_accepted(place: Path, vitpar: Command) -> None:
+    refused = vitpar("plan", "tp4", "--recipe", "recipe.toml")
+    assert refused.returncode == 2
+    found = re.search(r"as in '(.+)'", refused.stderr)
+    assert found is not None
+    done = vitpar("plan", found[1], "--recipe", "recipe.toml")
+    assert done.returncode == 0, done.stderr
+    assert "blocks 0-1: dp4" in done.stdout
+
+
+def test_bench_measures_a_plan(place: Path, vitpar: Command) -> None:
+    words = ("--recipe", "recipe.toml", "--mesh", "tp2", "--device", "cpu", "--steps", "2", "--json")
+    done = vitpar("bench", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)

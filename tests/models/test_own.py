@@ -1,0 +1,191 @@
+"""Models of the user: their description, what is refused, and how they are registered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import vitpar
+from vitpar.errors import ModelError
+from vitpar.models.families import FAMILIES, config_from_json, config_to_json, model_config
+from vitpar.models.initial import initialise
+from vitpar.models.layers import LayeredModel
+from vitpar.models.own import load
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
+
+
+@pytest.fixture(autouse=True)
+def families() -> Iterator[None]:
+    """Forget the models that a test registers."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def mixer(**options: object) -> vitpar.ModelConfig:
+    return model_config(load(f"{EXAMPLE}:Mixer"), **options)
+
+
+def file_with(folder: Path, text: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return f"{path}:Mine"
+
+
+@dataclass(frozen=True)
+class Narrowing(vitpar.OwnModel):
+    """A model whose blocks halve the tokens once, with the layer that a test gives it as embed."""
+
+    image_size: int = 8
+    num_classes: int = 3
+    depth: int = 3
+
+    def build_layer(self, name: str) -> vitpar.Layer:
+        if name == "embed":
+            return Pixels()
+        return Means(self.num_classes) if name == "head" else Halve() if name == "blocks.1" else Scale()
+
+
+class Pixels(vitpar.Layer):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(2).transpose(1, 2).contiguous()
+
+
+class Scale(vitpar.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Halve(vitpar.Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2].clone()
+
+
+class Means(vitpar.Layer):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.mean(dim=1))
+
+
+def test_description_of_the_example_equals_its_modules() -> None:
+    config = mixer(width=48, depth=2, num_classes=7)
+    with torch.device("meta"):
+        layers = LayeredModel(config).layers()
+    assert {name: layer.parameters for name, layer in config.layers.items()} == {
+        name: {key: tuple(p.shape) for key, p in layer.named_parameters()} for name, layer in layers.items()
+    }
+    assert [layer.kind for layer in config.layers.values()] == ["embed", "block", "block", "head"]
+    x = torch.empty(1, 3, 32, 32, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        LayeredModel(config).to("meta")(x)
+    assert config.flops == 3 * counter.get_total_flops()
+
+
+def test_kinds_and_shapes_follow_the_layers() -> None:
+    layers = Narrowing().layers
+    assert [layer.kind for layer in layers.values()] == ["embed", "block1", "block2", "block3", "head"]
+    assert [layer.gives.tokens for layer in layers.values()] == [64, 64, 32, 32, 1]
+
+
+def test_layers_run_one_after_the_other() -> None:
+    model = LayeredModel(Narrowing())
+    initialise(model, 0, Narrowing())
+    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 3)
+
+
+def test_tp_is_refused_with_the_numbers_it_has_to_divide() -> None:
+    with pytest.raises(vitpar.UserError, match=r"tp5 does not divide the \d+ \w+ features of"):
+        vitpar.validate(vitpar.parse("tp5"), mixer(width=48), 10)
+    with pytest.raises(vitpar.UserError, match=r"cannot split the layers 'block' .*: leave \+2d out"):
+        vitpar.validate(vitpar.parse("tp4+2d"), mixer(), 8)
+
+
+def test_configuration_survives_json_only_while_it_is_registered() -> None:
+    config = mixer(width=48)
+    record = config_to_json(config)
+    assert config_from_json(record) == config
+    del FAMILIES["own_model.py:Mixer"]
+    with pytest.raises(ModelError, match=r"own_model\.py:Mixer, a model of your own: give the file"):
+        config_from_json(record)
+
+
+def test_a_recipe_cannot_load_a_file() -> None:
+    recipe = vitpar.read_recipe(None, {"data.path": "x", "train.steps": 1, "model.name": f"{EXAMPLE}:Mixer"})
+    with pytest.raises(ModelError, match="which only the command line can name"):
+        recipe.config(10)
+
+
+def test_options_of_a_recipe_reach_the_model() -> None:
+    name = load(f"{EXAMPLE}:Mixer")
+    settings = {"data.path": "x", "train.steps": 1, "model.name": name}
+    recipe = vitpar.read_recipe(None, settings, ["model.options.width=96", "model.options.depth=2"])
+    config = recipe.config(10)
+    assert (config.num_blocks, config.layers["embed"].gives.features, config.num_classes) == (2, 96, 10)
+
+
+CLASS = """
+import vitpar
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Mine(vitpar.OwnModel):
+    depth: int = 1
+    def build_layer(self, name):
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "has no model called 'Mine': name a dataclass that derives from vitpar.OwnModel"),
+        ("1/0", "fails in line 1: ZeroDivisionError"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_files_that_define_no_model_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(file_with(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "layer embed of .*Mine is a int: derive its class from vitpar.Layer"),
+        ("raise KeyError('x')", "layer embed of .*Mine fails: KeyError"),
+    ],
+)
+def test_layers_that_break_the_contract_are_refused(body: str, message: str, tmp_path: Path) -> None:
+    name = load(file_with(tmp_path, CLASS.format(body=body)))
+    with pytest.raises(ModelError, match=message):
+        _ = model_config(name, image_size=8).layers
+
+
+def test_a_layer_that_gives_a_view_is_refused() -> None:
+    class Views(Narrowing):
+        def build_layer(self, name: str) -> vitpar.Layer:
+            class View(vitpar.Layer):
+                def forward(self, images: Tensor) -> Tensor:
+                    return images.flatten(2).transpose(1, 2)
+
+            return View()
+
+    with pytest.raises(ModelError, match=r"gives a view of another tensor: end its forward with \.contiguous"):
+        _ = Views().layers
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no file"):
+        load(f"{tmp_path}/none.py:Mine")

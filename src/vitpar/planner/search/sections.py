@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
+class BlockSection:
     """Neighbouring blocks of one group, with embed in front of the first section and the head behind the last."""
 
     blocks: range
@@ -42,8 +42,8 @@ class Section:
 
 
 @lru_cache(maxsize=4096)
-def _fits(section: Section, tp: int, mode: str, depth: int | None, sequence_parallel: bool) -> bool:
-    """Return what `Section.fits` returns: only these properties of a strategy decide it."""
+def _fits(section: BlockSection, tp: int, mode: str, depth: int | None, sequence_parallel: bool) -> bool:
+    """Return what `BlockSection.fits` returns: only these properties of a strategy decide it."""
     axes = (Axis("tp", tp),) if tp > 1 else ()
     strategy = Strategy(axes, mode, depth, sequence_parallel)
     return not any(unsplittable(layer, strategy) for layer in section.layers)
@@ -53,7 +53,7 @@ def _fits(section: Section, tp: int, mode: str, depth: int | None, sequence_para
 class Sections:
     """The sections of a model and the kinds of its layers, as rows of arrays by kind."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[BlockSection, ...]
     """Sections in order."""
     kinds: tuple[str, ...]
     """Kinds of layers, in the order of the rows of arrays."""
@@ -79,7 +79,7 @@ class Sections:
 
     @cached_property
     def of_block(self) -> tuple[int, ...]:
-        """Section of each block."""
+        """BlockSection of each block."""
         return tuple(number for number, section in enumerate(self.sections) for _ in section.blocks)
 
     def stage_counts(self, sizes: Sequence[int]) -> Array:
@@ -127,7 +127,7 @@ def sections_of(config: ModelConfig) -> Sections:
     for first, stop in zip(starts, [*starts[1:], len(blocks)], strict=True):
         inside = layers[first + (first > 0) : stop + 1 + (stop == len(blocks))]
         sections.append(
-            Section(range(first, stop), tuple({layer.kind: layer for layer in reversed(inside)}.values())[::-1])
+            BlockSection(range(first, stop), tuple({layer.kind: layer for layer in reversed(inside)}.values())[::-1])
         )
     rows = tuple(kinds.index(block.kind) for block in blocks)
     return Sections(tuple(sections), kinds, rows, tuple(block.takes.elements for block in blocks if block.takes))

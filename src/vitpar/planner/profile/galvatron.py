@@ -39,7 +39,7 @@ from vitpar.planner.profile.profiles import (
     exact,
     fit,
 )
-from vitpar.planner.search.sections import Section, sections_of
+from vitpar.planner.search.sections import BlockSection, sections_of
 from vitpar.strategy import parse, validate
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.strategy.validate import unsplittable
@@ -238,7 +238,7 @@ def _block(
     )
 
 
-def _shares(config: ModelConfig, section: Section) -> dict[LayerKind, float]:
+def _shares(config: ModelConfig, section: BlockSection) -> dict[LayerKind, float]:
     """Return the FLOPs of a section's kinds of blocks, in units of those of its last block.
 
     Galvatron profiles one layer type for each section. A block that merges patches first has some more to compute.

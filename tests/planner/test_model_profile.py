@@ -12,6 +12,7 @@ import vitpar.planner.measure.model as profiling
 from helpers.command_line import refusal
 from vitpar.errors import PlannerError
 from vitpar.models import ViTConfig, model_config
+from vitpar.models.layers import LayerNorm
 from vitpar.parallel.attention import use_attention
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
@@ -134,8 +135,12 @@ def test_live_bytes_follow_allocations_and_frees() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_estimated_memory_matches_the_measured_bytes(precision: str) -> None:
-    """The tolerance covers a few numbers per token that norms and attention save in addition."""
+def test_estimated_memory_matches_the_measured_bytes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tolerance covers a few numbers per token that norms and attention save in addition.
+
+    Estimates are for GPUs, so norms are torch's: on CPUs ours save more in 16 bits.
+    """
+    monkeypatch.setattr(LayerNorm, "forward", torch.nn.LayerNorm.forward)
     config = tiny(embed_dim=64, num_heads=8, mlp_hidden_dim=320, depth=1, image_size=32, channels=3)
     hardware = find_cluster("1x8xH100").hardware()
     names = ("tp1", "tp4", "tp4+sp", "tp4+2d", "tp8+3d")
